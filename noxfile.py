@@ -1,0 +1,57 @@
+"""The one command: ``nox`` runs lint, types, protos and tests; ``nox -s NAME`` one of them."""
+
+from __future__ import annotations
+
+import os
+
+import nox
+
+nox.options.sessions = ["lint", "types", "protos", "tests"]
+nox.options.default_venv_backend = "venv"
+nox.options.reuse_existing_virtualenvs = True
+
+TORCH = os.environ.get("TORCH", "torch==2.13.0")
+"""The torch to test with; the plain name would take the registry's newest build."""
+
+PROTO = "proto/ttp/wire/v1/controller.proto"
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Style, imports, banned APIs."""
+    session.install("ruff==0.17.5")
+    session.run("ruff", "check", ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """mypy --strict over the package and its tests. The frameworks are absent on purpose."""
+    session.install("-e", ".[types]")
+    session.run("mypy")
+
+
+@nox.session
+def protos(session: nox.Session) -> None:
+    """Generate the protobuf code and fail if the committed code differs from it."""
+    session.install("grpcio-tools==1.62.3", "mypy-protobuf==3.6.0", "setuptools<81")
+    session.run(
+        "python",
+        "-m",
+        "grpc_tools.protoc",
+        "-Iproto",
+        "--python_out=.",
+        "--grpc_python_out=.",
+        "--mypy_out=quiet:.",
+        "--mypy_grpc_out=quiet:.",
+        PROTO,
+    )
+    session.run("git", "diff", "--exit-code", "--", "ttp/wire/v1", external=True)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Everything but the slow campaigns."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,test]")
+    session.run("python", "-m", "pytest", *session.posargs)

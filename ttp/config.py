@@ -1,0 +1,164 @@
+"""Every setting of ttp, in one place. Only this module reads the ``TTP_*`` environment."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ttp.errors import ConfigError
+
+PREFIX = "TTP_"
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 65535:
+        raise ValueError("a port is a number from 1 to 65535")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 < value < 1e7:
+        raise ValueError("a positive number of seconds is wanted")
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError("a whole number of at least 1 is wanted")
+    return value
+
+
+def _setting(env: str, parse: Callable[[str], Any], default: Any) -> Any:
+    return field(default=default, metadata={"env": env, "parse": parse})
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Settings, as the environment gave them. The environment overrides arguments."""
+
+    port: int | None = _setting("TTP_PORT", _port, None)
+    """Where the controller listens; its presence switches ttp on."""
+
+    rescue_patience_s: float = _setting("TTP_OT", _seconds, 360.0)
+    """How long healthy ranks may take to save after a failure. Must outlast the slowest save: bytes / bandwidth."""
+
+    freeze_patience_s: float = _setting("TTP_FREEZE_S", _seconds, 30.0)
+    """How long a running update is waited for. Must outlast the longest optimizer step, the first one included."""
+
+    answer_patience_s: float = _setting("TTP_ANSWER_S", _seconds, 5.0)
+    """How long a rank that is not updating may take to acknowledge a freeze before the rescue goes on without it."""
+
+    reconnect_grace_s: float = _setting("TTP_GRACE_S", _seconds, 1.0)
+    """How long a rank whose stream broke may take to come back. Only the release waits for it; the save does not."""
+
+    heartbeat_s: float = _setting("TTP_HEARTBEAT_S", _seconds, 1.0)
+    """Time between two reports of progress. Costs one message of 40 bytes per rank."""
+
+    abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
+    """A controller that nobody speaks to for so long ends. Must outlast a restart: imports, rendezvous."""
+
+    restore_patience_s: float = _setting("TTP_RESTORE_S", _seconds, 600.0)
+    """How long restore() waits for the other ranks to call it too."""
+
+    keep: int = _setting("TTP_KEEP", _count, 3)
+    """Whole checkpoints to keep in save_dir."""
+
+    save_dir: str | None = _setting("TTP_SAVE_DIR", str, None)
+    """Overrides the ``save_dir`` argument of ``wrap_optimizer``."""
+
+    run_dir: str | None = _setting("TTP_RUN_DIR", str, None)
+    """Where the processes of one host keep leases, logs and (without shared memory) pages."""
+
+    token: str = _setting("TTP_TOKEN", str, "")
+    """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
+
+    bind: str = _setting("TTP_BIND", str, "")
+    """Address the controller binds to; empty: every address of the machine."""
+
+    log_level: str = _setting("TTP_LOG", str, "INFO")
+    """Level of the ``ttp`` logger in ranks and controller."""
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> Config:
+        """Read and check ``TTP_*``.
+
+        Raises:
+            ConfigError: an unknown name, with the nearest known one; or a value that does not parse.
+        """
+        environ = os.environ if environ is None else environ
+        known = {f.metadata["env"]: f for f in fields(cls)}
+        values: dict[str, Any] = {}
+        for name in sorted(n for n in environ if n.startswith(PREFIX)):
+            if name not in known:
+                close = difflib.get_close_matches(name, known, n=1)
+                hint = f"; did you mean {close[0]}?" if close else f"; known names: {', '.join(sorted(known))}"
+                raise ConfigError(f"unknown environment variable {name}{hint}")
+            setting = known[name]
+            if environ[name] == "" and name != "TTP_TOKEN":
+                continue
+            try:
+                values[setting.name] = setting.metadata["parse"](environ[name])
+            except ValueError as problem:
+                raise ConfigError(f"{name}={environ[name]!r} is not valid: {problem}") from None
+        return cls(**values)
+
+    def resolved_run_dir(self) -> Path:
+        """The run directory: ``TTP_RUN_DIR``, or one per user and port under the temporary directory."""
+        if self.run_dir:
+            return Path(self.run_dir)
+        return Path(tempfile.gettempdir()) / f"ttp-{os.getuid()}" / f"{self.port or 'solo'}"
+
+
+@dataclass(frozen=True, slots=True)
+class RankEnv:
+    """Who this process is, as launchers say it."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    master_addr: str
+    run_id: str
+    launch: int
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None) -> RankEnv:
+        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names.
+
+        Raises:
+            ConfigError: one is missing or not a number.
+        """
+        environ = os.environ if environ is None else environ
+        rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+        if not 0 <= rank < world_size:
+            raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
+        address = environ.get("MASTER_ADDR")
+        if not address:
+            raise ConfigError("TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun")
+        return cls(
+            rank=rank,
+            world_size=world_size,
+            local_rank=int(environ.get("LOCAL_RANK", "0")),
+            master_addr=address,
+            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
+            launch=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+        )
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name)
+    if text is None:
+        raise ConfigError(
+            f"TTP_PORT is set but {name} is not: start the job with `ttp run` or torchrun, or unset TTP_PORT"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise ConfigError(f"{name}={text!r} is not a whole number") from None

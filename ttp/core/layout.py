@@ -1,0 +1,91 @@
+"""Which rank holds a copy of which piece of the training state.
+
+A *shard* is one distinct piece (one TP x PP x EP x ZeRO slice of weights, master weights and moments); its *replica
+group* is the set of ranks that hold a copy. Everything ttp decides is decided on shards and replica groups alone, so a
+new kind of parallelism is a new way of making a ``Layout`` and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import NewType
+
+from ttp.errors import ConfigError
+
+Rank = NewType("Rank", int)
+Shard = NewType("Shard", str)
+Version = NewType("Version", int)
+
+REPLICATED = Shard("model")
+"""The only shard of plain data parallelism: every rank holds all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The replica groups of a job.
+
+    Args:
+        world_size: number of ranks, numbered ``0 .. world_size - 1``.
+        groups: for every shard the ranks that hold a copy of it, in ascending order.
+
+    Raises:
+        ConfigError: a group is empty, names a rank twice or a rank outside of the world, or a rank holds nothing.
+    """
+
+    world_size: int
+    groups: Mapping[Shard, tuple[Rank, ...]]
+    digest: str = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        groups = {Shard(s): tuple(sorted(Rank(r) for r in ranks)) for s, ranks in sorted(self.groups.items())}
+        _check(self.world_size, groups)
+        object.__setattr__(self, "groups", MappingProxyType(groups))
+        text = repr((self.world_size, sorted(groups.items())))
+        object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
+
+    @classmethod
+    def data_parallel(cls, world_size: int) -> Layout:
+        """Every rank holds everything: DDP."""
+        return cls(world_size, {REPLICATED: tuple(Rank(r) for r in range(world_size))})
+
+    def shards_of(self, rank: Rank) -> tuple[Shard, ...]:
+        """The shards of which ``rank`` holds a copy."""
+        return tuple(s for s, ranks in self.groups.items() if rank in ranks)
+
+    def unreplicated(self) -> tuple[Shard, ...]:
+        """Shards with a single copy: they die with their rank."""
+        return tuple(s for s, ranks in self.groups.items() if len(ranks) == 1)
+
+
+def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
+    if world_size < 1:
+        raise ConfigError(f"world size {world_size} is not a number of ranks; it must be at least 1")
+    if not groups:
+        raise ConfigError("a layout needs at least one shard")
+    held: set[Rank] = set()
+    for shard, ranks in groups.items():
+        if not ranks:
+            raise ConfigError(f"shard {shard!r} has an empty replica group")
+        if len(set(ranks)) != len(ranks):
+            raise ConfigError(f"shard {shard!r} names a rank twice: {list(ranks)}")
+        if ranks[0] < 0 or ranks[-1] >= world_size:
+            raise ConfigError(f"shard {shard!r} names a rank outside 0..{world_size - 1}: {list(ranks)}")
+        held.update(ranks)
+    if len(held) != world_size:
+        raise ConfigError(f"ranks {compact_ranks(set(range(world_size)) - held)} hold no shard")
+
+
+def compact_ranks(ranks: Iterable[int]) -> str:
+    """``{0, 1, 2, 5}`` as ``0-2,5``: for messages that people read."""
+    parts: list[str] = []
+    run: list[int] = []
+    for rank in [*sorted(ranks), None]:
+        if run and (rank is None or rank != run[-1] + 1):
+            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run = []
+        if rank is not None:
+            run.append(rank)
+    return ",".join(parts)

@@ -1,0 +1,317 @@
+"""What ranks and the controller say to each other, as plain values.
+
+The wire form is ``proto/ttp/wire/v1/controller.proto``; ``ttp.wire.convert`` is the only place that knows both. Field
+names are the same on both sides. Ranks *report*, the controller *orders*.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
+
+PROTOCOL_MAJOR = 1
+PROTOCOL_MINOR = 0
+
+
+class Phase(enum.Enum):
+    """Where a rank's copy is between two versions."""
+
+    IDLE = "idle"
+    UPDATING = "updating"
+    TORN = "torn"
+    DONE = "done"  # train() has returned
+
+
+class FaultKind(enum.Enum):
+    """What kind of evidence says that something is wrong."""
+
+    LOST = "lost"  # the stream ended without a goodbye
+    EXCEPTION = "exception"  # raised in the training loop
+    COLLECTIVE = "collective"  # a collective failed: secondary to whatever broke it
+    PREEMPTED = "preempted"  # SIGTERM
+    EXITED = "exited"  # the launcher saw the process end
+    OUTSIDE = "outside"  # an operator, a node monitor
+    SILENT = "silent"  # did not answer a freeze
+    SNAPSHOT = "snapshot"  # nothing is wrong: somebody asked for a checkpoint
+
+
+class GoodbyeReason(enum.Enum):
+    DONE = "done"  # training ended
+    RELEASED = "released"  # obeyed a release
+    LEFT = "left"  # the user left the loop on purpose (KeyboardInterrupt, sys.exit(0))
+
+
+class RefusalCode(enum.Enum):
+    PROTOCOL = "protocol"  # another major version
+    RANK_TAKEN = "rank_taken"  # another process speaks for this rank
+    OTHER_JOB = "other_job"  # the port belongs to another job
+    MISMATCH = "mismatch"  # world size or layout differ between ranks
+    FENCED = "fenced"  # declared lost, or of an older incarnation
+    MALFORMED = "malformed"  # a message that makes no sense
+
+
+# ---------------------------------------------------------------------------------------------- values inside messages
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    name: Shard
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """One durable file of a checkpoint.
+
+    Args:
+        file: path relative to the checkpoint directory, ``/`` as separator.
+        size: bytes.
+        digest: ``xxh3_128:<hex>`` of the bytes.
+        kind: ``shard``, ``rank_local`` or ``job``.
+        shard: which shard it belongs to; empty for pieces of no shard.
+        writer: the rank that wrote it.
+        table: what is inside, as JSON; only the writer's adapter and the finaliser read it.
+    """
+
+    file: str
+    size: int
+    digest: str
+    kind: str
+    shard: str
+    writer: Rank
+    table: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class SaverOrder:
+    """What one rank writes: shards, and the rank-local pages of these ranks of its host."""
+
+    rank: Rank
+    shards: tuple[Shard, ...]
+    how: How
+    pages: tuple[Rank, ...]
+    job_state: bool  # writes the job-wide scalars too
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A checkpoint that one rank found whole."""
+
+    version: Version
+    manifest_digest: str
+    name: str
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """First word of a rank on a stream. After a reconnect it repeats everything a new controller must know."""
+
+    rank: Rank
+    protocol_major: int
+    protocol_minor: int
+    ttp_version: str
+    run_id: str
+    launch: int  # restart count as the launcher tells it; a hint, see Welcome.incarnation
+    incarnation: int  # 0: not yet told
+    nonce: str  # identifies the process
+    world_size: int
+    layout_digest: str
+    groups: tuple[ShardGroup, ...]
+    host: str
+    pid: int
+    local_rank: int
+    save_dir: str
+    framework: str
+    version: Version
+    phase: Phase
+    base_version: Version  # what this incarnation started from
+    term_seen: int
+    incident: str  # frozen for this incident; empty: not frozen
+    released: bool
+    resume: bool  # a reconnect of a process that was registered before
+    keep: int = 3  # checkpoints to keep
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    rank: Rank
+    version: Version
+    phase: Phase
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job."""
+
+    rank: Rank
+    subject: Rank
+    kind: FaultKind
+    text: str
+    detail: str = ""
+    nonce: str = ""  # of the accused process, where the witness knows it
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    """Answer to ``Freeze``: the gate is closed. ``final`` is false while an update is still running."""
+
+    rank: Rank
+    incident: str
+    version: Version
+    phase: Phase
+    final: bool
+    has_gradient: bool = False
+    has_preimage: bool = False
+    stuck: bool = False
+    settled: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    rank: Rank
+    incident: str
+    generation: int
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SaveFailed:
+    rank: Rank
+    incident: str
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    rank: Rank
+    incident: str
+    generation: int
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitFailed:
+    rank: Rank
+    incident: str
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreView:
+    rank: Rank
+    candidates: tuple[Candidate, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Goodbye:
+    rank: Rank
+    reason: GoodbyeReason
+    version: Version
+
+
+Report = (
+    Hello | Heartbeat | Fault | Frozen | Saved | SaveFailed | Committed | CommitFailed | RestoreView | Goodbye
+)
+
+# -------------------------------------------------------------------------------------------------------------- orders
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    rank: Rank
+    term: int
+    incarnation: int
+    ttp_version: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    rank: Rank
+    code: RefusalCode
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Freeze:
+    rank: Rank
+    term: int
+    incident: str
+    cause: str
+    snapshot: bool  # nothing is broken: thaw by yourself if no controller can be reached
+
+
+@dataclass(frozen=True, slots=True)
+class Thaw:
+    rank: Rank
+    term: int
+    incident: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    rank: Rank
+    term: int
+    incident: str
+    generation: int
+    version: Version
+    draft: str  # directory name inside save_dir
+    order: SaverOrder
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    rank: Rank
+    term: int
+    incident: str
+    generation: int
+    version: Version
+    incarnation: int
+    draft: str
+    cause: str
+    reason: str
+    keep: int
+    pieces: tuple[Piece, ...]
+    missing_pages: tuple[Rank, ...]  # rank-local state that nobody could read: re-derived on resume
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    rank: Rank
+    term: int
+    incident: str
+    exit_code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreDecision:
+    """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank."""
+
+    rank: Rank
+    term: int
+    version: Version
+    name: str
+    manifest_digest: str
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Every rank has left train(): the job is over."""
+
+    rank: Rank
+    term: int
+
+
+Order = Welcome | Refused | Freeze | Thaw | Save | Commit | Release | RestoreDecision | Finished

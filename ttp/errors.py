@@ -1,0 +1,36 @@
+"""Errors by who must act on them.
+
+Exceptions of grpc, the operating system and the frameworks are mapped to these at the edges and nowhere else. An
+expected failure inside the core is a value or an event, never an exception.
+"""
+
+from __future__ import annotations
+
+EXIT_TRAINED = 0
+EXIT_BAD_CONFIG = 64
+EXIT_NOT_SAVED = 70
+EXIT_SAVED = 75
+
+
+class TtpError(Exception):
+    """Base of every error that ttp raises on purpose."""
+
+
+class ConfigError(TtpError):
+    """The operator must act: a wrong environment value, a port in use, a layout that does not fit."""
+
+
+class UsageError(TtpError):
+    """The caller must act: a function was called at the wrong time or with the wrong object."""
+
+
+class CheckpointError(TtpError):
+    """A checkpoint cannot be used: it lacks a piece, a digest does not match, it belongs to another model."""
+
+
+class RestoreError(CheckpointError):
+    """The ranks could not agree on one checkpoint to restore; the text says who saw what."""
+
+
+class RefusedError(TtpError):
+    """The controller refused this process: wrong protocol, wrong token, rank taken, fenced."""
