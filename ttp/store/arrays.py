@@ -1,0 +1,96 @@
+"""Arrays of numpy and torch as plain lists of (dtype, shape, bytes), for ``encoding``.
+
+The libraries are imported when one of their values is there to be packed or made, never before.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+_NUMPY_KINDS = "biufcSUmM"
+"""Booleans, numbers, fixed-length strings, times. Not objects (pickle) and not records."""
+
+_TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}", re.ASCII)
+
+
+class NotPlainError(Exception):
+    """An array that is more than a dtype, a shape and bytes."""
+
+
+def pack_array(array: Any) -> list[Any]:
+    """A ``numpy.ndarray`` as ``[dtype, shape, bytes]``.
+
+    Raises:
+        NotPlainError: its dtype holds objects or records.
+    """
+    if array.dtype.kind not in _NUMPY_KINDS:
+        raise NotPlainError(
+            f"numpy array of dtype {array.dtype}; only numbers, booleans, strings and times can be stored"
+        )
+    return [array.dtype.str, list(array.shape), array.tobytes()]
+
+
+def unpack_array(fields: list[Any]) -> Any:
+    """The writable ``numpy.ndarray`` that ``pack_array`` was given, in C order.
+
+    Raises:
+        ValueError: bytes and shape do not fit.
+    """
+    import numpy
+
+    name, shape, data = fields
+    dtype = numpy.dtype(name)
+    if dtype.kind not in _NUMPY_KINDS:
+        raise ValueError(f"dtype {name!r} is not a plain one")
+    _check_shape(shape, dtype.itemsize, data)
+    return numpy.ndarray(tuple(shape), dtype, buffer=bytearray(data))
+
+
+def pack_tensor(tensor: Any) -> list[Any]:
+    """A ``torch.Tensor`` or ``Parameter`` as ``[dtype, shape, bytes, requires_grad, is_parameter]``.
+
+    Raises:
+        NotPlainError: it is of another subclass, or not strided, or has no data.
+    """
+    import torch
+
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        raise NotPlainError(
+            f"{type(tensor).__module__}.{type(tensor).__qualname__}; give the local torch.Tensor instead"
+        )
+    if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+        raise NotPlainError(
+            f"tensor with layout {tensor.layout} on {tensor.device}; only strided ones with data can be stored"
+        )
+    plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
+    data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
+    is_parameter = type(tensor) is torch.nn.Parameter
+    return [str(plain.dtype).removeprefix("torch."), list(plain.shape), data, tensor.requires_grad, is_parameter]
+
+
+def unpack_tensor(fields: list[Any]) -> Any:
+    """The tensor that ``pack_tensor`` was given, on the CPU.
+
+    Raises:
+        ValueError: bytes and shape do not fit, or there is no such dtype.
+    """
+    import torch
+
+    name, shape, data, requires_grad, is_parameter = fields
+    dtype = getattr(torch, name, None) if _TORCH_DTYPE.fullmatch(name) else None
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    _check_shape(shape, dtype.itemsize, data)
+    flat = torch.frombuffer(bytearray(data), dtype=dtype) if data else torch.empty(0, dtype=dtype)
+    tensor = flat.reshape(shape)
+    return torch.nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:
+    """So that nothing is allocated by a shape alone."""
+    if not all(type(extent) is int and extent >= 0 for extent in shape):
+        raise ValueError(f"{shape} is not a shape")
+    if math.prod(shape) * itemsize != len(data):
+        raise ValueError(f"shape {shape} of {itemsize} bytes each does not fit {len(data)} bytes")

@@ -1,0 +1,198 @@
+"""Digests of files: made while a file is written, and made again when it is read.
+
+xxh3_128 runs at memory speed, so the disk stays the limit. It finds accidents, not forgeries.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import xxhash
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+ALGORITHM = "xxh3_128"
+
+_CHUNK = 1 << 20
+"""Bytes hashed, then written or read, at once: small enough that the second pass finds them in the cache."""
+
+_DIRECT = 1 << 16
+"""A write of so many bytes or more is not copied into the buffer."""
+
+_WRITEBACK = 8 << 20
+"""Bytes after which the disk is told to start; without it the disk idles until fsync. 1.6 times faster in all."""
+
+Progress = Callable[[int], None]
+"""Called with the number of bytes newly read."""
+
+
+class HashingFile(io.BufferedIOBase):
+    """A new file that is written from start to end and digested on the way. For one thread.
+
+    Large buffers go to the kernel as they are, without a copy. A file that exists is unlinked first and never written
+    into: a committed checkpoint may hold the same bytes under another name.
+
+    Args:
+        path: the file; its directory exists.
+
+    Raises:
+        OSError: the file cannot be made; so do all methods that write.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = Path(path)
+        self._fd = -1  # close() runs even if the open below fails
+        self.path.unlink(missing_ok=True)
+        self._fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._hash = xxhash.xxh3_128()
+        self._buffer = bytearray()
+        self._written = 0  # bytes the kernel has
+        self._started = 0  # bytes whose way to the disk has begun
+        self._problem: OSError | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes so far."""
+        return self._written + len(self._buffer)
+
+    def tell(self) -> int:
+        """Bytes so far; the only position there is."""
+        return self.size
+
+    def writable(self) -> bool:
+        """Always."""
+        return True
+
+    def fileno(self) -> int:
+        """The descriptor. What is still in the buffer is not in the file: ``flush`` first."""
+        if self.closed:
+            raise ValueError(f"{self.path} is closed")
+        return self._fd
+
+    def write(self, data: Buffer, /) -> int:
+        """Append all of ``data``, any contiguous buffer, and return its size in bytes."""
+        if self.closed:
+            raise ValueError(f"{self.path} is closed")
+        view = memoryview(data)
+        size = view.nbytes
+        if size >= _DIRECT:
+            self._drain()
+            self._write_through(view.cast("B"))
+        elif size:
+            self._buffer += view.cast("B")
+            if len(self._buffer) >= _CHUNK:
+                self._drain()
+        return size
+
+    def flush(self) -> None:
+        """Give everything to the kernel. That is not yet the disk."""
+        if not self.closed:
+            self._drain()
+
+    def digest(self) -> str:
+        """Digest of all bytes so far, as ``xxh3_128:<hex>``."""
+        self.flush()
+        return _text(self._hash)
+
+    def sync_and_close(self) -> tuple[int, str]:
+        """Return size and digest once the bytes are on the disk. The name is durable after ``sync_directory``.
+
+        Raises:
+            OSError: the disk refused now or at an earlier write; the file is closed and worth nothing.
+        """
+        try:
+            self.flush()
+            if self._problem is not None:  # somebody swallowed it
+                raise self._problem
+            os.fsync(self.fileno())
+        except OSError as problem:
+            self._problem = problem
+            raise
+        finally:
+            self.close()
+        return self.size, _text(self._hash)
+
+    def close(self) -> None:
+        """Close without waiting for the disk."""
+        if self.closed or self._fd < 0:
+            return
+        try:
+            if self._problem is None:
+                self._drain()
+        finally:
+            super().close()
+            os.close(self._fd)
+
+    def _drain(self) -> None:
+        if self._buffer:
+            pending, self._buffer = self._buffer, bytearray()
+            self._write_through(memoryview(pending))
+
+    def _write_through(self, view: memoryview) -> None:
+        if self._problem is not None:
+            raise self._problem
+        try:
+            for start in range(0, len(view), _CHUNK):
+                chunk = view[start : start + _CHUNK]
+                self._hash.update(chunk)
+                while chunk:
+                    count = os.write(self._fd, chunk)
+                    self._written += count
+                    chunk = chunk[count:]
+                if self._written - self._started >= _WRITEBACK:
+                    _start_writeback(self._fd, self._started, self._written - self._started)
+                    self._started = self._written
+        except OSError as problem:
+            self._problem = problem
+            raise
+
+
+def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]:
+    """Size and digest of a file, from its bytes.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    hashed, size = xxhash.xxh3_128(), 0
+    buffer = memoryview(bytearray(_CHUNK))
+    with Path(path).open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            hashed.update(buffer[:count])
+            size += count
+            if progress is not None:
+                progress(count)
+    return size, _text(hashed)
+
+
+def digest_bytes(data: Buffer) -> str:
+    """Digest of bytes in memory, as ``xxh3_128:<hex>``."""
+    return _text(xxhash.xxh3_128(data))
+
+
+def _text(hashed: xxhash.xxh3_128) -> str:
+    return f"{ALGORITHM}:{hashed.hexdigest()}"
+
+
+def _find_sync_file_range() -> Callable[..., int] | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    found = getattr(ctypes.CDLL(None), "sync_file_range", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+    return found
+
+
+_sync_file_range = _find_sync_file_range()
+_SYNC_FILE_RANGE_WRITE = 2
+
+
+def _start_writeback(fd: int, start: int, size: int) -> None:
+    if _sync_file_range is not None:  # a hint: durability is fsync's, so the answer does not matter
+        _sync_file_range(fd, start, size, _SYNC_FILE_RANGE_WRITE)

@@ -1,0 +1,43 @@
+"""Small files and directories that are still there after a power cut."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_durably(path: Path, data: bytes) -> None:
+    """Put ``data`` at ``path``, whole or not at all, and return when it is on the disk.
+
+    An old file of that name is replaced, never written into: another name may stand for the same bytes.
+
+    Raises:
+        OSError: the disk refused; an old file of that name is still there.
+    """
+    path = Path(path)
+    draft = path.with_name(f".{path.name}.{os.getpid()}.new")
+    draft.unlink(missing_ok=True)
+    try:
+        with draft.open("xb", buffering=0) as file:
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
+            os.fsync(file.fileno())
+        draft.replace(path)
+    except OSError:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names inside the directory ``path`` durable: creations, renames, removals.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,240 @@
+"""``manifest.json``: what a checkpoint consists of, who wrote it, and why. It is written last, and read first."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ttp._version import __version__
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.digest import digest_bytes
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+
+_FORMAT = "ttp-checkpoint"
+_SIZE_MAX = 1 << 30
+"""Bytes; a longer file of this name is not ours, and is not read into memory."""
+
+_DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)
+
+
+class ForeignCheckpointError(CheckpointError):
+    """A directory that ttp did not write; nothing is wrong with it but it is not ours."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What is written about one checkpoint.
+
+    Args:
+        version: finished updates.
+        run_id: the job, as its launcher calls it.
+        incarnation: launch of the job that wrote it.
+        incident: what made it be written.
+        cause: the evidence that opened the incident.
+        reason: why this version and these savers.
+        world_size: ranks of the job that wrote it.
+        groups: replica groups of that job.
+        framework: ``torch``, ``mindspore``.
+        created_unix_s: wall time in seconds; for people, nothing is decided by it.
+        pieces: every file but this one. ``table`` is kept as JSON: its spelling may change, its meaning does not.
+        missing_pages: ranks whose rank-local state nobody could read; it is derived anew on resume.
+        extra: what adapters add; JSON.
+    """
+
+    version: Version
+    run_id: str
+    incarnation: int
+    incident: str
+    cause: str
+    reason: str
+    world_size: int
+    groups: Mapping[Shard, tuple[Rank, ...]]
+    framework: str
+    created_unix_s: float
+    pieces: tuple[Piece, ...]
+    missing_pages: tuple[Rank, ...] = ()
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    ttp_version: str = __version__
+    format_version: int = FORMAT_VERSION
+
+    @property
+    def size(self) -> int:
+        """Bytes of all pieces together."""
+        return sum(piece.size for piece in self.pieces)
+
+    def to_json(self) -> str:
+        """The text of the file.
+
+        Raises:
+            CheckpointError: ``extra`` or a piece's table is not JSON.
+        """
+        document = {f.name: getattr(self, f.name) for f in fields(self)}
+        document["format"] = _FORMAT
+        document["groups"] = {shard: list(ranks) for shard, ranks in self.groups.items()}
+        document["missing_pages"] = list(self.missing_pages)
+        document["extra"] = dict(self.extra)
+        try:
+            document["pieces"] = [_piece_to_json(piece) for piece in self.pieces]
+            return json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+        except (TypeError, ValueError) as problem:
+            raise CheckpointError(f"the manifest of version {self.version} cannot be written: {problem}") from problem
+
+    @classmethod
+    def load(cls, directory: Path) -> Manifest:
+        """Read and check ``directory/manifest.json``.
+
+        Raises:
+            CheckpointError: it is absent, damaged, not ttp's (``ForeignCheckpointError``), or of a newer format.
+        """
+        return load_with_digest(directory)[0]
+
+
+def load_with_digest(directory: Path) -> tuple[Manifest, str]:
+    """The manifest and the digest of its file, from one read.
+
+    Raises:
+        CheckpointError: as ``Manifest.load``.
+    """
+    data = _read(Path(directory) / MANIFEST)
+    return _parse(data, Path(directory) / MANIFEST), digest_bytes(data)
+
+
+def manifest_digest(directory: Path) -> str:
+    """Digest of the manifest's bytes, which name the digest of every piece: it identifies the checkpoint.
+
+    Raises:
+        CheckpointError: there is no manifest, or it cannot be read.
+    """
+    return digest_bytes(_read(Path(directory) / MANIFEST))
+
+
+def safe_path(file: str) -> bool:
+    """Whether ``file`` is a plain relative path that stays inside the checkpoint and is not the manifest."""
+    parts = file.split("/")
+    return all(part not in ("", ".", "..") and "\0" not in part for part in parts) and file != MANIFEST
+
+
+def _read(path: Path) -> bytes:
+    try:
+        with path.open("rb") as file:
+            data = file.read(_SIZE_MAX + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        raise ForeignCheckpointError(
+            f"{path.parent} has no {MANIFEST}: ttp did not write it, or did not finish"
+        ) from None
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from problem
+    if len(data) > _SIZE_MAX:
+        raise ForeignCheckpointError(f"{path} is longer than {_SIZE_MAX} bytes: not a manifest of ttp")
+    return data
+
+
+def _parse(data: bytes, path: Path) -> Manifest:
+    try:
+        document = json.loads(data)
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{path} is damaged: {problem}") from None
+    if not isinstance(document, dict) or document.get("format") != _FORMAT:
+        raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
+    found = document.get("format_version")
+    if isinstance(found, int) and found > FORMAT_VERSION:
+        raise CheckpointError(
+            f"{path} has format {found}, written by ttp {document.get('ttp_version', '?')}; this is ttp {__version__},"
+            f" which reads up to format {FORMAT_VERSION}: upgrade ttp"
+        )
+    try:
+        return _from_json(document)
+    except (KeyError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
+
+
+def _from_json(document: dict[str, Any]) -> Manifest:
+    def whole(name: str) -> int:
+        return _natural(document[name], name)
+
+    return Manifest(
+        version=Version(whole("version")),
+        run_id=_string(document["run_id"], "run_id"),
+        incarnation=whole("incarnation"),
+        incident=_string(document["incident"], "incident"),
+        cause=_string(document["cause"], "cause"),
+        reason=_string(document["reason"], "reason"),
+        world_size=whole("world_size"),
+        groups={Shard(shard): _ranks(ranks, f"groups[{shard!r}]") for shard, ranks in document["groups"].items()},
+        framework=_string(document["framework"], "framework"),
+        created_unix_s=float(document["created_unix_s"]),
+        pieces=_pieces(document["pieces"]),
+        missing_pages=_ranks(document["missing_pages"], "missing_pages"),
+        extra=dict(document["extra"]),
+        ttp_version=_string(document["ttp_version"], "ttp_version"),
+        format_version=whole("format_version"),
+    )
+
+
+def _piece_to_json(piece: Piece) -> dict[str, Any]:
+    document = {f.name: getattr(piece, f.name) for f in fields(piece) if f.name != "table"}
+    if piece.table:
+        document["contents"] = json.loads(piece.table)
+    return document
+
+
+def _pieces(documents: Any) -> tuple[Piece, ...]:
+    pieces = tuple(_piece_from_json(document) for document in _listed(documents, "pieces"))
+    files = [piece.file for piece in pieces]
+    if len(set(files)) != len(files):
+        raise ValueError("a piece is listed twice")
+    return pieces
+
+
+def _piece_from_json(document: Any) -> Piece:
+    file, digest = _string(document["file"], "file"), _string(document["digest"], "digest")
+    if not safe_path(file):
+        raise ValueError(f"{file!r} is not a path inside the checkpoint")
+    if not _DIGEST.fullmatch(digest):
+        raise ValueError(f"{digest!r} is not a digest")
+    contents = document.get("contents")
+    return Piece(
+        file=file,
+        size=_natural(document["size"], "size"),
+        digest=digest,
+        kind=_string(document["kind"], "kind"),
+        shard=_string(document["shard"], "shard"),
+        writer=Rank(_integer(document["writer"], "writer")),
+        table="" if contents is None else json.dumps(contents, sort_keys=True, separators=(",", ":")),
+    )
+
+
+def _ranks(values: Any, name: str) -> tuple[Rank, ...]:
+    return tuple(Rank(_natural(value, name)) for value in _listed(values, name))
+
+
+def _listed(value: Any, name: str) -> list[Any]:
+    if not isinstance(value, list):
+        raise TypeError(f"{name} is {value!r:.60}, not a list")
+    return value
+
+
+def _string(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{name} is {value!r:.60}, not a text")
+    return value
+
+
+def _integer(value: Any, name: str) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{name} is {value!r:.60}, not a whole number")
+    return value
+
+
+def _natural(value: Any, name: str) -> int:
+    if _integer(value, name) < 0:
+        raise ValueError(f"{name} is {value}, less than 0")
+    return int(value)
