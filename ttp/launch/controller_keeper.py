@@ -1,0 +1,105 @@
+"""Keeps a controller running on the first node for as long as the job runs."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import threading
+from pathlib import Path
+
+from ttp.config import Config
+from ttp.errors import EXIT_BAD_CONFIG, TtpError
+from ttp.launch.controller_process import ensure_controller, listens, log_tail, stop_controller
+
+logger = logging.getLogger("ttp.launch")
+
+LOOK_S = 0.2
+"""How often the process is looked after; a controller that died is replaced within this and its starting time."""
+FOREIGN_LOOK_S = 1.0
+RETRY_S = 1.0
+
+
+class ControllerKeeper:
+    """Starts the controller, replaces it when it dies, ends it with the job.
+
+    A controller that somebody else started (rank 0, another agent on this host, an operator) is used and left alone,
+    but its death is noticed too.
+
+    Args:
+        config: port, token and bind address.
+        run_dir: where its log goes.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._run_dir = run_dir
+        self._address = ""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # one start at a time
+        self._over = threading.Event()
+        self._job_over = False  # it ended by itself, with code 0: not replaced until workers start again
+
+    def start(self, address: str) -> None:
+        """Have a controller serving at ``address``, from now until ``stop``. Call it before each start of workers.
+
+        Raises:
+            ConfigError: there is none and none can be started; the text says why.
+        """
+        with self._lock:
+            self._address = address
+            if self._child is None or self._child.poll() is not None:
+                self._child = self._ensure()
+            self._job_over = False
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._keep, name="ttp-controller-keeper", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Look after it no more, and end it if it is ours."""
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._child is not None and self._child.poll() is None:
+            stop_controller(self._child)
+
+    def _ensure(self) -> subprocess.Popen[bytes] | None:
+        assert self._config.port is not None
+        return ensure_controller(
+            self._address,
+            self._config.port,
+            run_dir=self._run_dir,
+            token=self._config.token,
+            bind=self._config.bind,
+            owner_pid=os.getpid(),
+            abandoned_s=self._config.abandoned_s,
+            cancelled=self._over.is_set,
+        )
+
+    def _keep(self) -> None:
+        while not self._over.wait(LOOK_S if self._child is not None else FOREIGN_LOOK_S):
+            with self._lock:
+                if not self._gone():
+                    continue
+                try:
+                    self._child = self._ensure()
+                    continue
+                except TtpError as problem:
+                    logger.error("there is no controller, so a failure now would lose steps: %s", problem)
+                except Exception:
+                    logger.exception("cannot look after the controller")
+            self._over.wait(RETRY_S)
+
+    def _gone(self) -> bool:
+        if self._child is None:
+            assert self._config.port is not None
+            return not self._job_over and not listens(self._address, self._config.port, FOREIGN_LOOK_S)
+        code = self._child.poll()
+        if code is None:
+            return False
+        self._child = None
+        self._job_over = code == 0
+        if code not in (0, EXIT_BAD_CONFIG):  # 64: somebody else's was faster
+            logger.warning("the controller ended (exit code %d) and is replaced\n%s", code, log_tail(self._run_dir, 3))
+        return not self._job_over

@@ -1,0 +1,311 @@
+"""Finding, starting and stopping the controller process. Used by launchers and by rank 0's processor alike.
+
+Several processes may want to start one at the same time: the port decides. The loser exits with code 64, and whoever
+listens on the port and answers as a controller of this job is used.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError
+from ttp.launch.run_dir import make_private
+
+logger = logging.getLogger("ttp.launch")
+
+LOG_FILE = "controller.log"
+
+Presence = Literal["controller", "nobody", "other", "refused"]
+"""Who is at a port: our controller; nobody reachable; something else; a controller that does not take our token."""
+
+PROBE_S = 2.0
+STRANGER_S = 3.0
+"""A controller that is just starting listens for a moment before it answers."""
+STARTS_MAX = 3
+TAIL_LINES = 15
+
+
+def start_controller(
+    *,
+    port: int,
+    bind: str,
+    run_dir: Path,
+    token: str,
+    owner_pid: int | None = None,
+    abandoned_s: float | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start ``python -m ttp.controller`` in its own session, logging to ``run_dir/controller.log``. Does not wait.
+
+    Args:
+        port: where it listens.
+        bind: address to bind to; empty: every address.
+        run_dir: where its log goes; created when missing.
+        token: the job's shared secret. It travels in the environment: arguments are visible to everybody.
+        owner_pid: a process whose end makes the controller superfluous.
+        abandoned_s: seconds without any rank after which it ends.
+
+    Raises:
+        ConfigError: the log cannot be written or the interpreter not be started.
+    """
+    command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
+    if owner_pid is not None:
+        command += ["--owner-pid", str(owner_pid)]
+    if abandoned_s is not None:
+        command += ["--abandoned-s", str(abandoned_s)]
+    try:
+        make_private(run_dir)
+        log = os.open(run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+        try:
+            return subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env={**os.environ, "TTP_TOKEN": token},
+            )
+        finally:
+            os.close(log)
+    except OSError as problem:
+        raise ConfigError(f"cannot start the controller, run directory {run_dir}: {problem}") from None
+
+
+def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
+    """SIGTERM, then SIGKILL after ``patience_s``; returns when the process is gone."""
+    child.terminate()
+    try:
+        child.wait(patience_s)
+    except subprocess.TimeoutExpired:
+        logger.warning("the controller (pid %d) ignores SIGTERM and is killed", child.pid)
+        child.kill()
+        child.wait()
+
+
+def log_tail(run_dir: Path, lines: int = TAIL_LINES) -> str:
+    """The last lines of the controller's log; empty when there is none."""
+    try:
+        text = (run_dir / LOG_FILE).read_text(errors="replace")
+    except OSError:
+        return ""
+    return "\n".join(text.splitlines()[-lines:])
+
+
+def port_owner(port: int) -> str | None:
+    """Who listens on a TCP port of this machine, such as ``pid 123 (redis-server)``; None if nobody is seen."""
+    import psutil
+
+    try:
+        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except (psutil.Error, OSError):
+        return None
+    pids = {c.pid for c in listeners if c.laddr and c.laddr.port == port}
+    if not pids:
+        return None
+    known = sorted(pid for pid in pids if pid is not None)
+    return ", ".join(_describe(pid) for pid in known) or "a process of another user"
+
+
+def _describe(pid: int) -> str:
+    import psutil
+
+    try:
+        return f"pid {pid} ({psutil.Process(pid).name()})"
+    except (psutil.Error, OSError):
+        return f"pid {pid}"
+
+
+def is_local(address: str) -> bool:
+    """Whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, where) for family, _, _, _, where in found)
+
+
+def _can_bind(family: int, where: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probing:
+            probing.bind(where)
+    except OSError:
+        return False
+    return True
+
+
+def target(address: str, port: int) -> str:
+    """``host:port`` in gRPC's spelling."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """Options of every short connection to a controller: no HTTP proxy, no shared connection, quick reconnects."""
+    return [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+
+
+def listens(address: str, port: int, timeout_s: float) -> bool:
+    """Whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
+    """Find out who is at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
+    if not listens(address, port, timeout_s):
+        return "nobody"
+    import grpc
+
+    from ttp.wire.v1.controller_pb2 import GetStatusRequest
+    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
+        try:
+            ControllerStub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),))
+        except grpc.RpcError as problem:
+            code = problem.code()
+            refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return "refused" if refused else "other"
+    return "controller"
+
+
+def wait_until_serving(address: str, port: int, token: str, timeout_s: float) -> bool:
+    """Wait until a controller of this job answers there; False after ``timeout_s`` seconds."""
+    deadline_s = time.monotonic() + timeout_s
+    while True:
+        left_s = deadline_s - time.monotonic()
+        if left_s <= 0:
+            return False
+        if probe(address, port, token, min(PROBE_S, left_s)) == "controller":
+            return True
+        time.sleep(0.05)
+
+
+def ensure_controller(
+    address: str,
+    port: int,
+    *,
+    run_dir: Path,
+    token: str,
+    bind: str = "",
+    owner_pid: int | None = None,
+    abandoned_s: float | None = None,
+    patience_s: float = 30.0,
+    cancelled: Callable[[], bool] = bool,
+) -> subprocess.Popen[bytes] | None:
+    """See to it that a controller of this job serves at ``address:port``.
+
+    Starts one when nobody listens there and ``address`` belongs to this machine; otherwise waits for one. ``cancelled``
+    is asked now and then and ends the attempt.
+
+    Returns:
+        The process that was started, or None when somebody else's serves. Of two that start at the same time, the
+        loser may be returned while it is still exiting (with code 64).
+
+    Raises:
+        ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to do.
+    """
+    start = _Start(address, port, token, run_dir)
+    deadline_s = time.monotonic() + patience_s
+    try:
+        while time.monotonic() < deadline_s:
+            if cancelled():
+                start.give_up()
+                return None
+            presence = probe(address, port, token)
+            if presence == "controller":
+                return start.finished()
+            start.complain(presence)
+            if start.wanted(presence):
+                start.begin(bind=bind, owner_pid=owner_pid, abandoned_s=abandoned_s)
+            time.sleep(0.05)
+        raise ConfigError(start.timed_out(patience_s))
+    except BaseException:
+        start.give_up()
+        raise
+
+
+class _Start:
+    """One attempt to have a controller at a port: what was started, and what is wrong with what is found."""
+
+    def __init__(self, address: str, port: int, token: str, run_dir: Path) -> None:
+        self._address, self._port, self._token, self._run_dir = address, port, token, run_dir
+        self._child: subprocess.Popen[bytes] | None = None
+        self._starts = 0
+        self._stranger_since: float | None = None
+
+    def wanted(self, presence: Presence) -> bool:
+        return presence == "nobody" and self._child is None and is_local(self._address)
+
+    def begin(self, *, bind: str, owner_pid: int | None, abandoned_s: float | None) -> None:
+        self._starts += 1
+        self._child = start_controller(
+            port=self._port,
+            bind=bind,
+            run_dir=self._run_dir,
+            token=self._token,
+            owner_pid=owner_pid,
+            abandoned_s=abandoned_s,
+        )
+
+    def finished(self) -> subprocess.Popen[bytes] | None:
+        return self._child if self._child is not None and self._child.poll() is None else None
+
+    def give_up(self) -> None:
+        if self._child is not None and self._child.poll() is None:
+            stop_controller(self._child)
+
+    def complain(self, presence: Presence) -> None:
+        """Raise when waiting longer is of no use."""
+        if presence == "refused":
+            raise ConfigError(
+                f"port {self._port} of {self._address} is used by the controller of another job{self._owner()}: choose "
+                "another TTP_PORT, or give both the same TTP_TOKEN if they are one job"
+            )
+        code = None if self._child is None else self._child.poll()
+        if code is not None:
+            self._child = None
+            if code != EXIT_BAD_CONFIG or (presence == "nobody" and self._starts >= STARTS_MAX):
+                raise ConfigError(f"the controller cannot start (exit code {code}):\n{log_tail(self._run_dir)}")
+        self._complain_about_stranger(presence)
+
+    def _complain_about_stranger(self, presence: Presence) -> None:
+        now = time.monotonic()
+        if presence != "other" or self._child is not None:
+            self._stranger_since = None
+        elif self._stranger_since is None:
+            self._stranger_since = now
+        elif now - self._stranger_since >= STRANGER_S:
+            raise ConfigError(
+                f"port {self._port} of {self._address} is in use by something that is no ttp controller{self._owner()}: "
+                "choose another TTP_PORT"
+            )
+
+    def timed_out(self, patience_s: float) -> str:
+        where = f"{self._address}:{self._port}"
+        if self._child is not None:
+            return (
+                f"the controller runs but does not answer at {where} within {patience_s:.0f} s; check TTP_BIND.\n"
+                f"{log_tail(self._run_dir)}"
+            )
+        if not is_local(self._address):
+            return f"no controller answers at {where} within {patience_s:.0f} s; the first node should run it"
+        return f"the controller at {where} does not answer within {patience_s:.0f} s.\n{log_tail(self._run_dir)}"
+
+    def _owner(self) -> str:
+        owner = port_owner(self._port) if is_local(self._address) else None
+        return f" ({owner})" if owner else ""

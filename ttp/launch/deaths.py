@@ -1,0 +1,108 @@
+"""Seeing at once that a child process ended, without taking its exit status from ``subprocess.Popen``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import time
+from collections.abc import Mapping
+from subprocess import Popen
+from typing import Any
+
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
+
+ORDERLY_EXITS = frozenset({EXIT_TRAINED, EXIT_NOT_SAVED, EXIT_SAVED})
+"""Exit codes that are no fault: trained to the end, or released by the controller."""
+
+POLL_S = 0.01
+"""How often to look where the kernel has no pidfd (before Linux 5.3, some sandboxes)."""
+
+
+class DeathWatch:
+    """Waits for the first of some child processes to end.
+
+    A pidfd becomes readable when its process has ended; ``waitid`` with ``WNOWAIT`` then reads the status and leaves
+    it for ``Popen``. Not thread safe.
+
+    Args:
+        children: by any key, e.g. the global rank.
+        use_pidfd: False looks every 10 ms instead.
+    """
+
+    def __init__(self, children: Mapping[int, Popen[Any]], use_pidfd: bool = True) -> None:
+        self._children = dict(children)
+        self._poller = select.poll()
+        self._descriptors: dict[int, int] = {}
+        self._kernel_tells = use_pidfd and self._open_all()
+
+    def wait(self, timeout_s: float) -> dict[int, int]:
+        """Children that ended since the last call, as key to exit code (negative: killed by that signal)."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            ended = self._collect()
+            left_s = deadline_s - time.monotonic()
+            if ended or left_s <= 0:
+                return ended
+            if self._kernel_tells:
+                self._poller.poll(left_s * 1000)
+            else:
+                time.sleep(min(POLL_S, left_s))
+
+    def close(self) -> None:
+        """Give the descriptors back; ``wait`` sees nothing any more."""
+        for key in list(self._children):
+            self._forget(key)
+
+    def _open_all(self) -> bool:
+        try:
+            for key, child in self._children.items():
+                with contextlib.suppress(ProcessLookupError):  # reaped already: _collect sees its returncode
+                    self._descriptors[key] = os.pidfd_open(child.pid)
+                    self._poller.register(self._descriptors[key], select.POLLIN)
+        except (AttributeError, OSError):
+            for descriptor in self._descriptors.values():
+                os.close(descriptor)
+            self._descriptors.clear()
+            return False
+        return True
+
+    def _collect(self) -> dict[int, int]:
+        ended: dict[int, int] = {}
+        for key, child in list(self._children.items()):
+            code = exit_code(child)
+            if code is not None:
+                ended[key] = code
+                self._forget(key)
+        return ended
+
+    def _forget(self, key: int) -> None:
+        del self._children[key]
+        descriptor = self._descriptors.pop(key, None)
+        if descriptor is not None:
+            self._poller.unregister(descriptor)
+            os.close(descriptor)
+
+
+def exit_code(child: Popen[Any]) -> int | None:
+    """How ``child`` ended, as ``Popen.returncode`` would say; None while it runs. Does not reap it."""
+    if child.returncode is not None:
+        return int(child.returncode)
+    try:
+        status = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
+    except ChildProcessError:  # another thread is just reaping it
+        return child.poll()
+    if status is None:
+        return None
+    return int(status.si_status) if status.si_code == os.CLD_EXITED else -int(status.si_status)
+
+
+def describe_exit(code: int) -> str:
+    """``killed by signal 9 (SIGKILL)`` or ``exited with code 1``."""
+    if code >= 0:
+        return f"exited with code {code}"
+    try:
+        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+    except ValueError:
+        return f"killed by signal {-code}"

@@ -1,0 +1,59 @@
+"""Telling the controller from outside that a rank's process has ended."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ttp.launch.controller_process import channel_options, target
+
+logger = logging.getLogger("ttp.launch")
+
+TIMEOUT_S = 1.0
+"""The stream that broke tells the same, only later: nobody retries."""
+
+
+class FaultReporter:
+    """Sends ``ReportFault``, fire and forget: never blocks, never raises. Opens its connection ahead of time.
+
+    Args:
+        address: host of the controller, as the ranks know it.
+        port: its port.
+        token: the job's shared secret; may be empty.
+    """
+
+    def __init__(self, address: str, port: int, token: str) -> None:
+        import grpc
+
+        from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+        self._metadata = (("ttp-token", token),)
+        self._channel = grpc.insecure_channel(target(address, port), options=channel_options())
+        self._channel.subscribe(lambda _state: None, try_to_connect=True)
+        self._stub = ControllerStub(self._channel)
+
+    def exited(self, rank: int, pid: int, reason: str) -> None:
+        """Accuse ``rank``, whose process ``pid`` ended for ``reason``."""
+        from ttp.wire.v1 import controller_pb2 as wire
+
+        request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
+        try:
+            call = self._stub.ReportFault.future(
+                request, timeout=TIMEOUT_S, metadata=self._metadata, wait_for_ready=True
+            )
+            call.add_done_callback(lambda done: _note(rank, done))
+        except Exception as problem:  # the rescue goes on without this witness
+            logger.debug("cannot report the end of rank %d: %s", rank, problem)
+
+    def close(self) -> None:
+        """Drop the connection."""
+        try:
+            self._channel.close()
+        except Exception as problem:
+            logger.debug("closing the connection to the controller: %s", problem)
+
+
+def _note(rank: int, call: Any) -> None:
+    problem = call.exception() if not call.cancelled() else "cancelled"
+    if problem is not None:
+        logger.debug("the controller was not told of the end of rank %d: %s", rank, problem)

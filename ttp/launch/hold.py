@@ -1,0 +1,100 @@
+"""When may a launcher stop the surviving workers of a failed group? Pure: facts in, verdict out.
+
+Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s later. We let it wait:
+
+- nobody armed: at once (stock behaviour);
+- somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
+- armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
+  after a death;
+- others were released (exit 75 or 70) and somebody armed has no lease: it is hung or stopped. The job is saved
+  without it, and SIGTERM would be waited for in vain for 30 s: kill it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+
+FIRST_LEASE_S = 5.0
+"""Outlasts losing and restarting a controller, which is what delays a freeze most."""
+
+STRAGGLER_S = 1.0
+"""A rank whose freeze was delivered late gets its lease within this time after its peers were released."""
+
+Pid = int
+
+
+class Verdict(enum.Enum):
+    """What the launcher does now."""
+
+    WAIT = "wait"  # somebody is saving, or may be about to
+    LEFT = "left"  # nobody is left to wait for
+    KILL_HUNG = "kill hung"  # the ones without a lease outlived their released peers
+    STOP = "stop"  # go on as the stock launcher does
+    OUT_OF_PATIENCE = "out of patience"  # the same, though somebody was still saving
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One look at the workers of this host.
+
+    Args:
+        alive: pids of workers that run.
+        exits: exit codes of those that ended.
+        armed: pids (of any process) that may ask for a lease.
+        deadlines: their leases, seconds on the clock of ``now``.
+    """
+
+    alive: frozenset[Pid]
+    exits: Mapping[Pid, int]
+    armed: frozenset[Pid]
+    deadlines: Mapping[Pid, float]
+
+
+class Hold:
+    """One wait for survivors, from the moment the launcher wanted to stop them.
+
+    Args:
+        now: seconds on any clock that does not go back; the clock of the leases.
+        patience_s: at most this long in all.
+        first_lease_s: how long armed survivors without any lease are waited for.
+    """
+
+    def __init__(self, now: float, patience_s: float, first_lease_s: float = FIRST_LEASE_S) -> None:
+        self._started = now
+        self._quiet_since = now
+        self._patience_s = patience_s
+        self._first_lease_s = first_lease_s
+        self._held: set[Pid] = set()
+        self.hung: frozenset[Pid] = frozenset()
+        """With ``KILL_HUNG``: whom."""
+
+    def look(self, now: float, scene: Scene) -> Verdict:
+        """Decide with what is seen now. Ask again after ``WAIT`` and ``KILL_HUNG``."""
+        holding = {pid for pid in scene.alive if scene.deadlines.get(pid, now) > now}
+        if holding:
+            self._held |= holding
+            self._quiet_since = now
+        if not scene.alive:
+            return Verdict.LEFT
+        armed = scene.alive & (scene.armed | holding)
+        if not armed:
+            return Verdict.STOP
+        if now - self._started >= self._patience_s:
+            return Verdict.OUT_OF_PATIENCE if holding else Verdict.STOP
+        return Verdict.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
+
+    def _without_lease(self, now: float, scene: Scene, armed: frozenset[Pid]) -> Verdict:
+        quiet_s = now - self._quiet_since
+        self.hung = armed - self._held
+        if self.hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):
+            return Verdict.KILL_HUNG
+        return Verdict.WAIT if quiet_s < self._first_lease_s else Verdict.STOP
+
+    def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
+        """A single 70 is no proof: a fenced rank leaves with it while its peers have yet to save."""
+        saved = any(code == EXIT_SAVED for code in exits.values())
+        return saved or any(exits.get(pid) == EXIT_NOT_SAVED for pid in self._held)

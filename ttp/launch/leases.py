@@ -1,0 +1,102 @@
+"""Leases: how a rank tells the launcher on its host "I am saving, do not stop me before this time".
+
+A launcher that sees one worker die stops the others. Files say who of them must be waited for:
+
+    run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
+    run_dir/leases/<pid>   ``time.monotonic()`` of this host until which the process wants to be left alone
+
+Both go away when the process ends well; what a killed process left behind is removed by ``sweep``. Everything here
+works when directories or files are missing, and never raises: a full disk must not stop a training job.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+from pathlib import Path
+
+from ttp.launch.run_dir import make_private
+
+logger = logging.getLogger("ttp.launch.leases")
+
+
+class Leases:
+    """The leases of one job on one host. Any process of the job may make its own instance."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self._armed = Path(run_dir) / "armed"
+        self._leases = Path(run_dir) / "leases"
+
+    def arm(self, pid: int) -> None:
+        """Say that a processor is running in ``pid``."""
+        _write(self._armed / str(pid), "")
+
+    def disarm(self, pid: int) -> None:
+        """Take back ``arm`` and any lease: the process needs no patience any more."""
+        _remove(self._armed / str(pid))
+        _remove(self._leases / str(pid))
+
+    def grant(self, pid: int, deadline_s: float) -> None:
+        """Ask that ``pid`` be left alone until ``deadline_s`` of ``time.monotonic()``; replaces an earlier lease."""
+        _write(self._leases / str(pid), repr(float(deadline_s)))
+
+    def revoke(self, pid: int) -> None:
+        """The process has nothing to save any more."""
+        _remove(self._leases / str(pid))
+
+    def armed(self) -> set[int]:
+        """Processes that armed themselves and did not disarm; some may be dead."""
+        return {int(path.name) for path in _entries(self._armed)}
+
+    def deadlines(self) -> dict[int, float]:
+        """Deadline (seconds of ``time.monotonic()``) by pid. A file that cannot be read is no lease."""
+        found: dict[int, float] = {}
+        for path in _entries(self._leases):
+            with contextlib.suppress(OSError, ValueError):
+                deadline_s = float(path.read_text())
+                if math.isfinite(deadline_s):
+                    found[int(path.name)] = deadline_s
+        return found
+
+    def sweep(self) -> None:
+        """Remove the files of processes that do not exist (any more)."""
+        for path in (*_entries(self._armed), *_entries(self._leases)):
+            if not _exists(int(path.name)):
+                _remove(path)
+
+
+def _entries(directory: Path) -> list[Path]:
+    try:
+        return [path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit()]
+    except OSError:
+        return []
+
+
+def _write(path: Path, text: str) -> None:
+    """Write and rename, so that a reader never sees half a number."""
+    draft = path.with_name(f".{path.name}.draft")
+    try:
+        make_private(path.parent)
+        draft.write_text(text)
+        draft.replace(path)
+    except OSError as problem:
+        logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as problem:
+        logger.debug("cannot remove %s: %s", path, problem)
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it exists and belongs to somebody else
+        return True
+    return True

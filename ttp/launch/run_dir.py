@@ -1,0 +1,77 @@
+"""The run directory: where the processes of one job on one host meet. Only its owner may look into it."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ttp.errors import ConfigError
+
+TOKEN_FILE = "token"
+
+
+def make_private(path: Path) -> None:
+    """Create ``path`` and what is missing above it, readable by its owner alone.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    if path.is_dir():
+        return
+    if not path.parent.is_dir():
+        make_private(path.parent)
+    path.mkdir(mode=0o700, exist_ok=True)
+
+
+def prepare_run_dir(path: Path) -> Path:
+    """Create the run directory (mode 0700), or check that an existing one is ours.
+
+    It lies below a directory that everybody may write to, and holds the job's token: one that somebody else prepared
+    is refused.
+
+    Raises:
+        ConfigError: it cannot be created, belongs to another user, or others may write to it or replace it.
+    """
+    try:
+        make_private(path)
+        found, above = path.stat(), path.parent.stat()
+    except OSError as problem:
+        raise ConfigError(
+            f"cannot create the run directory {path}: {problem}. Set TTP_RUN_DIR to a local one"
+        ) from None
+    if not stat.S_ISDIR(found.st_mode):
+        raise ConfigError(f"the run directory {path} is not a directory. Set TTP_RUN_DIR to another path")
+    if found.st_uid != os.getuid():
+        raise ConfigError(f"the run directory {path} belongs to uid {found.st_uid}. Set TTP_RUN_DIR to one of yours")
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(f"others may write to the run directory {path}: chmod 700 it, or set TTP_RUN_DIR")
+    if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
+        raise ConfigError(f"anybody may replace the run directory, as {path.parent} is open to all. Set TTP_RUN_DIR")
+    return path
+
+
+def write_token(run_dir: Path, token: str) -> None:
+    """Leave the job's token (mode 0600) where ``ttp status`` and friends on this host find it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = run_dir / TOKEN_FILE
+    draft = run_dir / f".{TOKEN_FILE}.{os.getpid()}"
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
+        draft.replace(path)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {path}: {problem}. Set TTP_RUN_DIR to a writable local directory") from None
+
+
+def read_token(run_dir: Path) -> str | None:
+    """The token that ``write_token`` left, or None."""
+    try:
+        return (run_dir / TOKEN_FILE).read_text().strip()
+    except OSError:
+        return None
