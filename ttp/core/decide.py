@@ -140,16 +140,21 @@ def _assign(
     """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do."""
     host_load: Counter[str] = Counter()
     rank_load: Counter[Rank] = Counter()
-    candidates = {
-        shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in layout.groups.items()
-    }
+    candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in layout.groups.items()}
     chosen: list[Assignment] = []
     for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
 
         def cost(rank: Rank) -> tuple[bool, bool, bool, int, int, int]:
             answer = by_rank[rank]
             how = ways[rank][version]
-            return (how is not How.AS_IS, answer.stuck, not answer.settled, rank_load[rank], host_load[answer.host], rank)
+            return (
+                how is not How.AS_IS,
+                answer.stuck,
+                not answer.settled,
+                rank_load[rank],
+                host_load[answer.host],
+                rank,
+            )
 
         rank = min(candidates[shard], key=cost)
         rank_load[rank] += 1

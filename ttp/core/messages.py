@@ -51,6 +51,8 @@ class RefusalCode(enum.Enum):
     MISMATCH = "mismatch"  # world size or layout differ between ranks
     FENCED = "fenced"  # declared lost, or of an older incarnation
     MALFORMED = "malformed"  # a message that makes no sense
+    BUSY = "busy"  # an incident of the last incarnation is still being saved: try again
+    TOKEN = "token"  # the shared secret is missing or wrong
 
 
 # ---------------------------------------------------------------------------------------------- values inside messages
@@ -136,6 +138,7 @@ class Hello:
     released: bool
     resume: bool  # a reconnect of a process that was registered before
     keep: int = 3  # checkpoints to keep
+    broken: str = ""  # it cannot train on, and why; for a controller that did not hear it
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,9 +222,7 @@ class Goodbye:
     version: Version
 
 
-Report = (
-    Hello | Heartbeat | Fault | Frozen | Saved | SaveFailed | Committed | CommitFailed | RestoreView | Goodbye
-)
+Report = Hello | Heartbeat | Fault | Frozen | Saved | SaveFailed | Committed | CommitFailed | RestoreView | Goodbye
 
 # -------------------------------------------------------------------------------------------------------------- orders
 

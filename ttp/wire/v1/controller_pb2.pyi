@@ -106,6 +106,8 @@ class _RefusalCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     REFUSAL_CODE_MISMATCH: _RefusalCode.ValueType  # 4
     REFUSAL_CODE_FENCED: _RefusalCode.ValueType  # 5
     REFUSAL_CODE_MALFORMED: _RefusalCode.ValueType  # 6
+    REFUSAL_CODE_BUSY: _RefusalCode.ValueType  # 7
+    REFUSAL_CODE_TOKEN: _RefusalCode.ValueType  # 8
 
 class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper): ...
 
@@ -116,6 +118,8 @@ REFUSAL_CODE_OTHER_JOB: RefusalCode.ValueType  # 3
 REFUSAL_CODE_MISMATCH: RefusalCode.ValueType  # 4
 REFUSAL_CODE_FENCED: RefusalCode.ValueType  # 5
 REFUSAL_CODE_MALFORMED: RefusalCode.ValueType  # 6
+REFUSAL_CODE_BUSY: RefusalCode.ValueType  # 7
+REFUSAL_CODE_TOKEN: RefusalCode.ValueType  # 8
 global___RefusalCode = RefusalCode
 
 class _How:
@@ -269,6 +273,7 @@ class Hello(google.protobuf.message.Message):
     RELEASED_FIELD_NUMBER: builtins.int
     RESUME_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    BROKEN_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -292,6 +297,7 @@ class Hello(google.protobuf.message.Message):
     released: builtins.bool
     resume: builtins.bool
     keep: builtins.int
+    broken: builtins.str
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
     def __init__(
@@ -321,8 +327,9 @@ class Hello(google.protobuf.message.Message):
         released: builtins.bool = ...,
         resume: builtins.bool = ...,
         keep: builtins.int = ...,
+        broken: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_version", b"base_version", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["base_version", b"base_version", "broken", b"broken", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 

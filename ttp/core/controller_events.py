@@ -1,0 +1,112 @@
+"""What happens to the controller, and what it wants done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NewType
+
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+
+ConnectionId = NewType("ConnectionId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the controller waits for what, in seconds. See ``ttp.config.Config`` for the reasons."""
+
+    answer_s: float = 5.0
+    freeze_s: float = 30.0
+    grace_s: float = 1.0
+    rescue_s: float = 360.0
+    gather_s: float = 5.0
+    """After a takeover: how long ranks have to say hello again."""
+    exit_s: float = 10.0
+    """After a release: how long ranks have to leave."""
+    abandoned_s: float = 120.0
+    linger_s: float = 2.0
+    """After the last goodbye: how long the controller still answers questions."""
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A rank's report came in on a stream."""
+
+    connection: ConnectionId
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A stream ended, for whatever reason."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequested:
+    """Somebody wants a checkpoint now."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """Evidence from outside of the job against some ranks."""
+
+    ranks: tuple[Rank, ...]
+    kind: m.FaultKind
+    reason: str
+    pids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = Received | StreamEnded | SaveRequested | Accused | Tick
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put an order on a stream."""
+
+    connection: ConnectionId
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Something worth remembering: goes to the incident's file and to everybody who watches."""
+
+    kind: str
+    incident: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSave:
+    """The answer to a ``SaveRequested``."""
+
+    request: int
+    saved: bool
+    version: Version
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The controller is not needed any more."""
+
+    reason: str
+
+
+Action = Send | Record | AnswerSave | Stop

@@ -1,0 +1,210 @@
+"""Who belongs to the job: admission, incarnations, and who can be spoken to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ttp.core import messages as m
+from ttp.core.controller_events import ConnectionId
+from ttp.core.layout import Layout, Rank, Version, compact_ranks
+from ttp.errors import ConfigError
+
+Refusal = tuple[m.RefusalCode, str]
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one rank of the current incarnation."""
+
+    hello: m.Hello
+    connection: ConnectionId | None
+    version: Version
+    phase: m.Phase
+    last_seen: float
+    lost_at: float | None = None
+    broken: str = ""  # confirmed reason for which it cannot train on
+    done: bool = False
+    left: bool = False  # said goodbye for good
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.hello.rank} on {self.hello.host} (pid {self.hello.pid})"
+
+
+@dataclass(slots=True)
+class Membership:
+    """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
+
+    incarnation: int = 0
+    run_id: str = ""
+    layout: Layout | None = None
+    members: dict[Rank, Member] = field(default_factory=dict)
+    live: set[Rank] = field(default_factory=set)
+    suspects: set[Rank] = field(default_factory=set)
+    """Lost, may still come back within the grace."""
+    done: set[Rank] = field(default_factory=set)
+    ended: bool = True
+    """Everybody of this incarnation was released, or there never was one: a new one may start."""
+    by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have said hello."""
+        return self.layout is not None and len(self.members) == self.layout.world_size
+
+    # ------------------------------------------------------------------------------------------------------- changes
+
+    def start_incarnation(self, hello: m.Hello) -> None:
+        """Forget the old incarnation; ``hello`` defines the new one."""
+        self.incarnation = hello.incarnation or self.incarnation + 1
+        self.run_id = hello.run_id
+        self.layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+        self.members, self.live, self.suspects, self.done, self.by_connection = {}, set(), set(), set(), {}
+        self.ended = False
+
+    def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
+        """Add or re-attach a rank."""
+        known = self.members.get(hello.rank)
+        if known is not None:
+            self.detach(hello.rank)
+        member = Member(hello, connection, hello.version, hello.phase, now, broken=hello.broken)
+        if known is not None:
+            member.broken = known.broken or hello.broken
+        self.members[hello.rank] = member
+        self.by_connection.setdefault(connection, set()).add(hello.rank)
+        self.live.add(hello.rank)
+        self.suspects.discard(hello.rank)
+        if hello.phase is m.Phase.DONE:
+            self.mark_done(hello.rank)
+        return member
+
+    def detach(self, rank: Rank) -> None:
+        """The rank cannot be spoken to any more."""
+        member = self.members[rank]
+        if member.connection is not None:
+            ranks = self.by_connection.get(member.connection, set())
+            ranks.discard(rank)
+            if not ranks:
+                self.by_connection.pop(member.connection, None)
+        member.connection = None
+        self.live.discard(rank)
+
+    def lose(self, rank: Rank, now: float) -> None:
+        """The rank vanished without a goodbye: a suspect until the grace is over."""
+        self.detach(rank)
+        member = self.members[rank]
+        member.lost_at = now if member.lost_at is None else member.lost_at
+        if not member.broken and not member.left:
+            self.suspects.add(rank)
+
+    def condemn(self, rank: Rank, reason: str) -> None:
+        """The rank is known not to train on, whether it can be spoken to or not."""
+        member = self.members[rank]
+        member.broken = member.broken or reason
+        self.suspects.discard(rank)
+
+    def mark_done(self, rank: Rank) -> None:
+        """The rank's train() has returned."""
+        member = self.members[rank]
+        member.done, member.phase = True, m.Phase.DONE
+        self.done.add(rank)
+
+    # ----------------------------------------------------------------------------------------------------- admission
+
+    def starts_incarnation(self, hello: m.Hello) -> bool:
+        """A new process opens the next incarnation once the last one is over, or when the launcher counts further.
+
+        Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
+        counts of the same rank are compared.
+        """
+        if self.layout is None:
+            return True
+        if hello.incarnation:
+            return hello.incarnation > self.incarnation
+        taken = self.members.get(hello.rank)
+        if taken is not None and taken.hello.nonce == hello.nonce:
+            return False
+        if self.ended or not self.live:
+            return True
+        return taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
+
+    def refusal(self, hello: m.Hello) -> Refusal | None:
+        """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can."""
+        malformed = self._malformed(hello)
+        if malformed is not None or self.starts_incarnation(hello):
+            return malformed
+        return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
+
+    def _malformed(self, hello: m.Hello) -> Refusal | None:
+        if hello.protocol_major != m.PROTOCOL_MAJOR:
+            return m.RefusalCode.PROTOCOL, (
+                f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
+                f"{hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): "
+                "install the same ttp on every host"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
+        if self.layout is not None and self.layout.digest == hello.layout_digest:
+            return None  # checked when the first rank announced it
+        try:
+            layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+        except ConfigError as problem:
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank} announces an impossible layout: {problem}"
+        if layout.digest != hello.layout_digest:
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not belong together"
+        return None
+
+    def _stranger(self, hello: m.Hello) -> Refusal | None:
+        if hello.incarnation and hello.incarnation < self.incarnation:
+            return m.RefusalCode.FENCED, (
+                f"rank {hello.rank} belongs to incarnation {hello.incarnation} of the job, which was given up; "
+                f"incarnation {self.incarnation} is running"
+            )
+        if hello.run_id != self.run_id:
+            return m.RefusalCode.OTHER_JOB, (
+                f"this controller serves job {self.run_id!r}, not {hello.run_id!r}: two jobs share TTP_PORT; "
+                "give each job a port of its own"
+            )
+        return None
+
+    def _rank_taken(self, hello: m.Hello) -> Refusal | None:
+        taken = self.members.get(hello.rank)
+        if taken is None:
+            return None
+        if taken.hello.nonce != hello.nonce:
+            if hello.rank in self.live or taken.done:
+                return m.RefusalCode.RANK_TAKEN, (
+                    f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two jobs "
+                    "share TTP_PORT, or two processes were given the same RANK"
+                )
+            return m.RefusalCode.FENCED, (
+                f"rank {hello.rank} was lost; a new process joins with the restarted job, not this one"
+            )
+        if taken.broken and taken.lost_at is not None:
+            return (
+                m.RefusalCode.FENCED,
+                f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more",
+            )
+        return None
+
+    def _mismatch(self, hello: m.Hello) -> Refusal | None:
+        assert self.layout is not None
+        if hello.world_size != self.layout.world_size:
+            return m.RefusalCode.MISMATCH, (
+                f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {self.layout.world_size}"
+            )
+        if hello.layout_digest != self.layout.digest:
+            theirs = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+            return m.RefusalCode.MISMATCH, (
+                f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
+                f"{describe(self.layout)}; every rank must wrap the same model in the same way"
+            )
+        return None
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words."""
+    groups = list(layout.groups.items())
+    shown = ", ".join(f"{shard}: {compact_ranks(ranks)}" for shard, ranks in groups[:4])
+    return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"

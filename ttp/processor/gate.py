@@ -1,0 +1,123 @@
+"""The gate in front of every optimizer update: one atomic check-and-set.
+
+"If frozen, stop here; else I am updating" is decided under one lock. A gate that checks first and sets later loses:
+gate passed, freeze acknowledged as clean at n, update starts, and the save reads a torn copy.
+
+In the steady state ``begin_update`` and ``end_update`` take an uncontended lock and store two words: no system call, no
+allocation that grows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ttp.core.layout import Version
+from ttp.core.messages import Phase
+
+
+@dataclass(frozen=True, slots=True)
+class GateState:
+    """What the gate guards, at one moment.
+
+    Args:
+        version: finished updates.
+        phase: IDLE, UPDATING, TORN or DONE.
+        parked: the training thread stands at the closed gate.
+    """
+
+    version: Version
+    phase: Phase
+    parked: bool
+
+
+class Gate:
+    """Guards one copy of the state. ``begin_update`` and ``end_update`` belong to the training thread.
+
+    Args:
+        on_quiet: called, possibly on the training thread, when the state has become stable under a closed gate. Must not
+            block.
+    """
+
+    __slots__ = ("_closed", "_done", "_lock", "_on_quiet", "_opened", "_parked", "_torn", "_updating", "version")
+
+    def __init__(self, on_quiet: Callable[[], None] = lambda: None) -> None:
+        self.version = Version(0)
+        self._lock = threading.Lock()
+        self._opened = threading.Event()
+        self._on_quiet = on_quiet
+        self._closed = False
+        self._updating = False
+        self._torn = False
+        self._parked = False
+        self._done = False
+
+    # --------------------------------------------------------------------------------------------- training thread
+
+    def begin_update(self) -> None:
+        """Pass the gate, or wait in front of it until it opens."""
+        while True:
+            with self._lock:
+                if not self._closed or self._updating:
+                    self._updating = True
+                    return
+                self._parked = True
+                self._opened.clear()
+            self._on_quiet()
+            self._opened.wait()
+            self._parked = False
+
+    def end_update(self) -> None:
+        """The update is finished: the copy is of the next version."""
+        with self._lock:
+            self.version = Version(self.version + 1)
+            self._updating = False
+            closed = self._closed
+        if closed:
+            self._on_quiet()
+
+    def mark_torn(self) -> None:
+        """An update was left by an exception. Harmless when no update is running."""
+        with self._lock:
+            if self._updating:
+                self._torn = True
+        self._on_quiet()
+
+    def mark_done(self) -> None:
+        """train() has returned: no update will follow."""
+        with self._lock:
+            self._done = True
+
+    # ----------------------------------------------------------------------------------------------- processor thread
+
+    def set_version(self, version: Version) -> None:
+        """What was restored."""
+        with self._lock:
+            self.version = version
+
+    def close(self) -> GateState:
+        """Let no update start. The answer is stable unless its phase is UPDATING; then ``on_quiet`` follows."""
+        with self._lock:
+            self._closed = True
+            return self._state()
+
+    def open(self) -> None:
+        """Let updates start again."""
+        with self._lock:
+            self._closed = False
+            self._opened.set()
+
+    def state(self) -> GateState:
+        """The state now. A stale answer is possible unless the gate is closed."""
+        with self._lock:
+            return self._state()
+
+    def _state(self) -> GateState:
+        if self._torn:
+            phase = Phase.TORN
+        elif self._updating:
+            phase = Phase.UPDATING
+        else:
+            phase = Phase.DONE if self._done else Phase.IDLE
+        return GateState(self.version, phase, self._parked)

@@ -1,0 +1,421 @@
+"""The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges put events into its inbox.
+
+Threads: the owner (``ttp-processor``), the stream's reader, one saver for slow disk work, short-lived connectors. None of
+them ever takes a lock that the training thread waits for, except for the two words of the gate.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp._version import __version__
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.layout import Layout, Rank, Version
+from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
+from ttp.launch.controller_process import ensure_controller
+from ttp.launch.leases import Leases
+from ttp.processor.gate import Gate
+from ttp.processor.page_dir import page_directory
+from ttp.processor.source import Cancelled, StateSource
+from ttp.processor.stream import Stream
+
+log = logging.getLogger("ttp.processor")
+
+JOIN_PATIENCE_S = 60.0
+"""How long ``start`` waits for the controller before it lets the training begin unprotected."""
+
+
+class Processor:
+    """Speaks for this rank, owns its gate, saves when told to.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        layout: the replica groups, equal on all ranks.
+        source: the adapter that can write the state.
+        save_dir: where checkpoints go.
+        version: finished updates at the start.
+    """
+
+    def __init__(
+        self, config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int = 0
+    ) -> None:
+        if layout.world_size != env.world_size:
+            raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
+        self.config, self.env, self.layout, self.source = config, env, layout, source
+        self.save_dir = Path(save_dir)
+        self.gate = Gate(self._on_quiet)
+        self.gate.set_version(Version(version))
+        self.incarnation = 0
+        self.run_dir = config.resolved_run_dir()
+        self._leases = Leases(self.run_dir)
+        self._machine = pm.ProcessorMachine(_hello(config, env, layout, source, save_dir, version), _manners(config, env), time.monotonic())
+        self._inbox: queue.SimpleQueue[pm.Event] = queue.SimpleQueue()
+        self._stream: Stream | None = None
+        self._saver = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ttp-saver")
+        self._cancel: threading.Event = threading.Event()
+        self._joined = threading.Event()
+        self._problem: TtpError | None = None
+        self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
+        self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
+
+    # --------------------------------------------------------------------------------------------- for the main thread
+
+    def start(self) -> None:
+        """Join the job.
+
+        Raises:
+            ConfigError: the port belongs to something else.
+            RefusedError: the controller does not accept this rank; the text says why.
+        """
+        self._leases.arm(os.getpid())
+        self._thread.start()
+        if not self._joined.wait(JOIN_PATIENCE_S):
+            log.error(
+                "no controller at %s:%s for %g s: training begins UNPROTECTED, ttp keeps trying",
+                self.env.master_addr,
+                self.config.port,
+                JOIN_PATIENCE_S,
+            )
+        if self._problem is not None:
+            self._leases.disarm(os.getpid())
+            raise self._problem
+
+    def begin_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.begin_update()
+
+    def end_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.end_update()
+
+    def set_base_version(self, version: Version) -> None:
+        """The state was restored to ``version``."""
+        self.gate.set_version(version)
+        self._inbox.put(pm.Based(version))
+
+    def agree_on_restore(self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...]) -> m.RestoreDecision:
+        """Tell the controller what this rank found, wait for what all ranks have in common.
+
+        Raises:
+            RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
+        """
+        self._inbox.put(pm.RestoreWanted(candidates, skipped))
+        try:
+            decision = self._decision.get(timeout=self.config.restore_patience_s)
+        except queue.Empty:
+            raise RestoreError(
+                f"restore() waited {self.config.restore_patience_s:g} s (TTP_RESTORE_S) for the other ranks to call it: "
+                "every rank must call ttp.restore()"
+            ) from None
+        if decision.error:
+            raise RestoreError(decision.error)
+        return decision
+
+    def report(self, kind: m.FaultKind, text: str, detail: str = "") -> None:
+        """This rank cannot train on. May be called from any thread."""
+        self.gate.mark_torn()
+        self._inbox.put(pm.Raised(kind, text, detail))
+
+    def report_preemption(self, text: str) -> None:
+        """A signal asked this process to end; unlike an exception it leaves a running update alone."""
+        self._inbox.put(pm.Raised(m.FaultKind.PREEMPTED, text))
+
+    def wait_released(self) -> None:
+        """After ``report``: wait for the rescue. Returns only if nobody came; else the process exits in here."""
+        _wait(self._let_go)
+
+    def leave(self, reason: m.GoodbyeReason) -> None:
+        """train() is over: wait until it is over for every rank (or nobody can tell), then close."""
+        if self._problem is None and not self._closed:
+            self.gate.mark_done()
+            self._inbox.put(pm.Returned(reason))
+            if reason is m.GoodbyeReason.DONE:
+                _wait(self._let_go)
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the stream, the page and the lease."""
+        if self._closed:
+            return
+        self._closed = True
+        self._leases.revoke(os.getpid())
+        self._leases.disarm(os.getpid())
+        self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
+        if self._stream is not None:
+            self._stream.finish(timeout_s=1.0)
+        self._saver.shutdown(wait=False)
+        self.source.close()
+
+    # ------------------------------------------------------------------------------------------------ the owner thread
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                event = self._next_event()
+                for action in self._machine.on_event(event, time.monotonic()):
+                    self._perform(action)
+            except Exception:  # whatever happens here, training goes on
+                log.exception("the processor stumbled; training is not affected")
+            if self._machine.gone and self._machine.deadline() is None and self._problem is None and self._let_go.done():
+                return
+
+    def _next_event(self) -> pm.Event:
+        deadline = self._machine.deadline()
+        wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+        try:
+            return self._inbox.get(timeout=wait_s)
+        except queue.Empty:
+            state = self.gate.state()
+            return pm.Observed(state.version, state.phase)
+
+    def _perform(self, action: pm.Action) -> None:
+        match action:
+            case pm.Connect(start_controller):
+                threading.Thread(target=self._connect, args=(start_controller,), name="ttp-connect", daemon=True).start()
+            case pm.Send(report):
+                if self._stream is not None:
+                    self._stream.send(report)
+            case pm.CloseGate():
+                self._answer_freeze()
+            case pm.OpenGate():
+                self.gate.open()
+            case pm.StartSave(order):
+                self._cancel = threading.Event()
+                self._saver.submit(self._save, order, self._cancel)
+            case pm.CancelSave():
+                self._cancel.set()
+            case pm.StartCommit(order):
+                self._saver.submit(self._commit, order)
+            case pm.HoldLease(until):
+                self._leases.grant(os.getpid(), until)
+            case pm.DropLease():
+                self._leases.revoke(os.getpid())
+            case pm.Joined(incarnation, first):
+                self._on_joined(incarnation, first)
+            case pm.Rejected(code, text):
+                self._on_rejected(code, text)
+            case pm.Decided(decision):
+                self._decision.put(decision)
+            case pm.LetGo(rescued):
+                if not self._let_go.done():
+                    self._let_go.set_result(rescued)
+            case pm.Exit(code, text):
+                self._exit(code, text)
+
+    def _answer_freeze(self) -> None:
+        state = self.gate.close()
+        self._inbox.put(pm.Quiet(state.version, state.phase, state.parked, self._settled()))
+
+    def _on_quiet(self) -> None:
+        """Called by the gate, possibly on the training thread."""
+        if self._machine.incident:
+            state = self.gate.state()
+            self._inbox.put(pm.Quiet(state.version, state.phase, state.parked, self._settled()))
+
+    def _settled(self) -> bool:
+        try:
+            return self.source.settled()
+        except Exception:
+            log.exception("cannot tell whether the step is settled")
+            return False
+
+    def _on_joined(self, incarnation: int, first: bool) -> None:
+        self.incarnation = incarnation
+        if first:
+            try:
+                self.source.on_welcome(incarnation, page_directory(self.run_dir, self.env))
+            except Exception:
+                log.exception("no rank-local page: the RNG of this rank will not survive it")
+        self._joined.set()
+
+    def _on_rejected(self, code: m.RefusalCode, text: str) -> None:
+        problem = RefusedError(f"the controller at {self.env.master_addr}:{self.config.port} refused this rank: {text}")
+        if self._joined.is_set():
+            self._exit(EXIT_NOT_SAVED, str(problem))
+        self._problem = problem
+        self._joined.set()
+
+    # ------------------------------------------------------------------------------------------------------ connecting
+
+    def _connect(self, start_controller: bool) -> None:
+        try:
+            if start_controller and self.config.port is not None:
+                ensure_controller(
+                    self.env.master_addr,
+                    self.config.port,
+                    run_dir=self.run_dir,
+                    token=self.config.token,
+                    bind=self.config.bind,
+                )
+            self._open_stream()
+        except ConfigError as problem:
+            if not self._joined.is_set():
+                self._problem = problem
+                self._joined.set()
+            log.error("%s", problem)
+            self._inbox.put(pm.StreamDown(str(problem)))
+        except Exception as problem:
+            log.debug("cannot connect", exc_info=True)
+            self._inbox.put(pm.StreamDown(repr(problem)))
+
+    def _open_stream(self) -> None:
+        assert self.config.port is not None
+        previous = self._stream
+        if previous is not None:
+            previous.abort()
+        holder: list[Stream] = []
+
+        def up() -> None:
+            self._stream = holder[0]
+            self._inbox.put(pm.StreamUp())
+
+        gate = threading.Event()
+
+        def wait_up() -> None:
+            gate.wait()
+            up()
+
+        stream = Stream(
+            self.env.master_addr,
+            self.config.port,
+            self.config.token,
+            on_up=wait_up,
+            on_order=lambda order: self._inbox.put(pm.OrderReceived(order)),
+            on_down=self._on_down,
+        )
+        holder.append(stream)
+        gate.set()
+
+    def _on_down(self, reason: str) -> None:
+        level = logging.WARNING if self._joined.is_set() else logging.DEBUG
+        if not self._closed and not self._machine.gone:
+            log.log(level, "stream to the controller ended: %s", reason)
+        if reason.startswith("UNAUTHENTICATED") and not self._joined.is_set():
+            self._problem = ConfigError(f"the controller at {self.env.master_addr}:{self.config.port}: {reason}")
+            self._joined.set()
+        self._inbox.put(pm.StreamDown(reason))
+
+    # ---------------------------------------------------------------------------------------------------------- saving
+
+    def _save(self, order: m.Save, cancel: threading.Event) -> None:
+        done: pm.Event
+        try:
+            draft = self.save_dir / order.draft
+            draft.mkdir(parents=True, exist_ok=True)
+            pieces = self.source.write_pieces(
+                order=order.order,
+                version=order.version,
+                draft=draft,
+                generation=order.generation,
+                cancelled=cancel.is_set,
+            )
+            done = pm.PiecesWritten(order.incident, order.generation, tuple(pieces))
+        except Cancelled:
+            return
+        except BaseException as problem:
+            log.exception("saving version %s failed", order.version)
+            done = pm.WriteFailed(order.incident, order.generation, _words(problem))
+        self._inbox.put(done)
+
+    def _commit(self, order: m.Commit) -> None:
+        done: pm.Event
+        try:
+            path, size = self.source.commit(order)
+            done = pm.CommitDone(order.incident, order.generation, path, size)
+        except BaseException as problem:
+            log.exception("committing version %s failed", order.version)
+            done = pm.CommitBroken(order.incident, order.generation, _words(problem))
+        self._inbox.put(done)
+
+    # --------------------------------------------------------------------------------------------------------- leaving
+
+    def _exit(self, code: int, text: str) -> None:
+        """End the process from this thread: the main thread may hang in a collective for half an hour."""
+        log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
+        with contextlib.suppress(Exception):
+            if self._stream is not None:
+                self._stream.finish(timeout_s=0.5)
+        with contextlib.suppress(Exception):
+            self.source.close()
+        flusher = threading.Thread(target=_flush, daemon=True)
+        flusher.start()
+        flusher.join(0.5)  # the main thread may hold the lock of stdout
+        os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        logging.shutdown()
+
+
+def _wait(future: concurrent.futures.Future[bool]) -> bool:
+    """Wait so that signals of the main thread are still handled."""
+    while True:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            return future.result(timeout=1.0)
+
+
+def _words(problem: BaseException) -> str:
+    if isinstance(problem, OSError) and problem.errno is not None:
+        return f"{type(problem).__name__}: [errno {problem.errno}] {problem.strerror}: {problem.filename or ''}".rstrip(": ")
+    return f"{type(problem).__name__}: {problem}"
+
+
+def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int) -> m.Hello:
+    return m.Hello(
+        rank=Rank(env.rank),
+        protocol_major=m.PROTOCOL_MAJOR,
+        protocol_minor=m.PROTOCOL_MINOR,
+        ttp_version=__version__,
+        run_id=env.run_id,
+        launch=env.launch,
+        incarnation=0,
+        nonce=uuid.uuid4().hex,
+        world_size=env.world_size,
+        layout_digest=layout.digest,
+        groups=tuple(m.ShardGroup(shard, ranks) for shard, ranks in layout.groups.items()),
+        host=socket.gethostname(),
+        pid=os.getpid(),
+        local_rank=env.local_rank,
+        save_dir=str(save_dir),
+        framework=source.framework,
+        version=Version(version),
+        phase=m.Phase.IDLE,
+        base_version=Version(version),
+        term_seen=0,
+        incident="",
+        released=False,
+        resume=False,
+        keep=config.keep,
+    )
+
+
+def _manners(config: Config, env: RankEnv) -> pm.Manners:
+    # Ranks of a host take turns in starting a controller: the first one to try usually makes it unnecessary.
+    return pm.Manners(
+        heartbeat_s=config.heartbeat_s,
+        rescue_s=config.rescue_patience_s,
+        start_controller_after=2 + 3 * env.local_rank,
+    )
+
+
+Clock = Callable[[], float]

@@ -1,0 +1,58 @@
+"""What the processor needs from a framework adapter, and what an adapter gets from the processor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from ttp.core.layout import Version
+from ttp.core.messages import Commit, Piece, SaverOrder
+
+
+class Cancelled(Exception):
+    """A save was given up because a newer order replaced it or the gate is about to open."""
+
+
+class StateSource(Protocol):
+    """The training state of one rank, as an adapter sees it. All methods run on threads of the processor."""
+
+    framework: str
+
+    def settled(self) -> bool:
+        """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
+
+    def write_pieces(
+        self,
+        *,
+        order: SaverOrder,
+        version: Version,
+        draft: Path,
+        generation: int,
+        cancelled: Callable[[], bool],
+    ) -> list[Piece]:
+        """Write what ``order`` asks for into ``draft``, durably. The gate is closed; the version is the planned one.
+
+        Raises:
+            Cancelled: ``cancelled()`` became true.
+            OSError: the storage failed.
+        """
+
+    def commit(self, order: Commit) -> tuple[str, int]:
+        """Make the checkpoint exist. Returns its path and size in bytes. Idempotent."""
+
+    def on_welcome(self, incarnation: int, page_dir: Path) -> None:
+        """The processor has joined the job: open the rank-local page."""
+
+    def close(self) -> None:
+        """The processor leaves: give up pages and hooks."""
+
+
+class UpdateReporter(Protocol):
+    """The processor, as adapters know it. Training thread only; memory only."""
+
+    def begin_update(self) -> None:
+        """Just before the first write of an update. Waits while the world is frozen."""
+
+    def end_update(self) -> None:
+        """Just after the last write of an update."""

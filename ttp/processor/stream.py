@@ -1,0 +1,89 @@
+"""One bidirectional stream to the controller, over threads that never hold a lock of ours while they wait."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from ttp.core import messages as m
+from ttp.wire import channel as wire
+from ttp.wire.convert import WireError, order_from_wire, report_to_wire
+from ttp.wire.v1 import controller_pb2 as pb
+
+log = logging.getLogger("ttp.processor")
+
+
+class Stream:
+    """A stream and its reader thread. ``on_down`` is called exactly once, after the last order.
+
+    Args:
+        address: host of the controller.
+        port: its port.
+        token: shared secret of the job; may be empty.
+        on_up: the controller has accepted the stream.
+        on_order: an order came in.
+        on_down: the stream ended, with the reason in words.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        *,
+        on_up: Callable[[], None],
+        on_order: Callable[[m.Order], None],
+        on_down: Callable[[str], None],
+    ) -> None:
+        self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
+        self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
+        self._channel = wire.open_channel(address, port)
+        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=wire.metadata(token))
+        self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
+        self._thread.start()
+
+    def send(self, report: m.Report) -> None:
+        """Queue a report; never blocks."""
+        self._outbox.put(report_to_wire(report))
+
+    def finish(self, timeout_s: float) -> None:
+        """Say no more, and wait until everything said has arrived."""
+        self._outbox.put(None)
+        self._thread.join(timeout_s)
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop the stream."""
+        self._outbox.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _reports(self) -> Iterator[pb.RankReport]:
+        while True:
+            report = self._outbox.get()
+            if report is None:
+                return
+            yield report
+
+    def _read(self) -> None:
+        reason = "the controller ended the stream"
+        try:
+            self._call.initial_metadata()  # sent when the controller accepts the stream
+            self._on_up()
+            for message in self._call:
+                try:
+                    self._on_order(order_from_wire(message))
+                except WireError as problem:
+                    log.warning("an order that is not understood: %s", problem)
+        except grpc.RpcError as problem:
+            code = problem.code() if isinstance(problem, grpc.Call) else None
+            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
+            reason = f"{code.name if code else 'UNKNOWN'}: {details}"
+        except Exception as problem:  # the rescue path may never end in a dead reader
+            reason = repr(problem)
+        self._outbox.put(None)
+        self._on_down(reason)

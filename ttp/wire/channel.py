@@ -1,0 +1,53 @@
+"""How every gRPC channel and server of ttp is set up."""
+
+from __future__ import annotations
+
+import grpc
+
+from ttp.wire.v1 import controller_pb2_grpc as rpc
+
+TOKEN_KEY = "ttp-token"
+MESSAGE_BYTES_MAX = 256 << 20
+"""Tables of pieces travel in messages: about 300 bytes per tensor."""
+
+_COMMON = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.keepalive_time_ms", 5_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.http2.ping_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.bdp_probe", 0),
+]
+
+CLIENT_OPTIONS = [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
+
+SERVER_OPTIONS = [
+    *_COMMON,
+    ("grpc.so_reuseport", 0),  # two controllers on one port must not be possible
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    ("grpc.server.max_pending_requests", 100_000),  # a thousand ranks connect at once
+    ("grpc.server.max_pending_requests_hard_limit", 200_000),
+]
+
+
+def target(address: str, port: int) -> str:
+    """``host:port`` as gRPC wants it, IPv6 in brackets."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def open_channel(address: str, port: int) -> grpc.Channel:
+    """A channel of its own connection to the controller."""
+    return grpc.insecure_channel(target(address, port), options=CLIENT_OPTIONS)
+
+
+def metadata(token: str) -> tuple[tuple[str, str], ...]:
+    """What every request carries."""
+    return ((TOKEN_KEY, token),) if token else ()
+
+
+def stub(channel: grpc.Channel) -> rpc.ControllerStub:
+    """The service's client."""
+    return rpc.ControllerStub(channel)

@@ -1,0 +1,131 @@
+"""Between the core's values and the protobuf messages. Protobuf types stop here.
+
+Both sides use the same field names, so the conversion is driven by the dataclasses: enums by name, nested values and
+tuples recursively. A field that one side does not know is an error at import time of the tests, not in production.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+import types
+import typing
+from typing import Any
+
+from ttp.core import messages as m
+from ttp.wire.v1 import controller_pb2 as pb
+
+REPORTS: tuple[type, ...] = typing.get_args(m.Report)
+ORDERS: tuple[type, ...] = typing.get_args(m.Order)
+
+
+class WireError(Exception):
+    """A message that does not make sense: an empty one, an unknown enum value."""
+
+
+def report_to_wire(report: m.Report) -> pb.RankReport:
+    """Core report -> protobuf."""
+    return pb.RankReport(**{_snake(type(report)): _to_wire(report)})
+
+
+def order_to_wire(order: m.Order) -> pb.ControllerOrder:
+    """Core order -> protobuf."""
+    return pb.ControllerOrder(**{_snake(type(order)): _to_wire(order)})
+
+
+def report_from_wire(message: pb.RankReport) -> m.Report:
+    """Protobuf -> core report.
+
+    Raises:
+        WireError: the message is empty or holds a value that this version does not know.
+    """
+    return typing.cast(m.Report, _one_of(message, "report", _REPORT_TYPES))
+
+
+def order_from_wire(message: pb.ControllerOrder) -> m.Order:
+    """Protobuf -> core order.
+
+    Raises:
+        WireError: the message is empty or holds a value that this version does not know.
+    """
+    return typing.cast(m.Order, _one_of(message, "order", _ORDER_TYPES))
+
+
+def enum_to_wire(value: enum.Enum) -> int:
+    """Core enum -> protobuf number."""
+    kind = type(value)
+    number: int = getattr(pb, f"{_snake(kind).upper()}_{value.name}")
+    return number
+
+
+def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
+    """Protobuf number -> core enum."""
+    name = getattr(pb, kind.__name__).Name(number).removeprefix(f"{_snake(kind).upper()}_")
+    try:
+        return kind[name]
+    except KeyError:
+        raise WireError(f"{kind.__name__} {name} is not known here") from None
+
+
+def _one_of(message: Any, oneof: str, kinds: dict[str, type]) -> Any:
+    which = message.WhichOneof(oneof)
+    if which is None:
+        raise WireError(f"a message without a {oneof}: sent by a newer ttp?")
+    try:
+        return _from_wire(kinds[which], getattr(message, which))
+    except ValueError as problem:
+        raise WireError(f"{which}: {problem}") from None
+
+
+def _to_wire(value: Any) -> Any:
+    kind = type(value)
+    message = getattr(pb, kind.__name__)()
+    for name, _ in _FIELDS[kind]:
+        item = getattr(value, name)
+        if isinstance(item, tuple):
+            getattr(message, name).extend([_plain(x) for x in item])
+        elif dataclasses.is_dataclass(item):
+            getattr(message, name).CopyFrom(_to_wire(item))
+        else:
+            setattr(message, name, _plain(item))
+    return message
+
+
+def _plain(item: Any) -> Any:
+    if isinstance(item, enum.Enum):
+        return enum_to_wire(item)
+    return _to_wire(item) if dataclasses.is_dataclass(item) else item
+
+
+def _from_wire(kind: type, message: Any) -> Any:
+    return kind(**{name: _field(hint, getattr(message, name)) for name, hint in _FIELDS[kind]})
+
+
+def _field(hint: Any, item: Any) -> Any:
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        return tuple(_field(inner, x) for x in item)
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return enum_from_wire(hint, item)
+    return _from_wire(hint, item) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else item
+
+
+def _snake(kind: type) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+
+
+def _known_fields() -> dict[type, list[tuple[str, Any]]]:
+    kinds = [*REPORTS, *ORDERS, m.ShardGroup, m.Piece, m.SaverOrder, m.Candidate]
+    fields: dict[type, list[tuple[str, Any]]] = {}
+    for kind in kinds:
+        hints = typing.get_type_hints(kind)
+        fields[kind] = [(f.name, hints[f.name]) for f in dataclasses.fields(kind)]
+    return fields
+
+
+_FIELDS = _known_fields()
+_REPORT_TYPES = {_snake(kind): kind for kind in REPORTS}
+_ORDER_TYPES = {_snake(kind): kind for kind in ORDERS}
+
+assert isinstance(m.Report, types.UnionType)
