@@ -1,0 +1,358 @@
+"""Rank-local pages: what was written is read back, and nothing else ever is."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ttp.processor import page_file, page_reader
+from ttp.processor.pages import Page, PageWriter, page_name, read_page
+
+ROOT = Path(__file__).parents[2]
+RANK, INCARNATION = 2, 5
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "pages"
+    path.mkdir(mode=0o700)
+    return path
+
+
+@pytest.fixture
+def writer(directory: Path) -> Iterator[PageWriter]:
+    made = PageWriter(directory, RANK, capacity=64, incarnation=INCARNATION)
+    yield made
+    made.close(unlink=False)
+
+
+def read(directory: Path, version: int) -> Page | str:
+    return read_page(directory, RANK, version, INCARNATION)
+
+
+def data_of(directory: Path, version: int) -> bytes:
+    page = read(directory, version)
+    assert isinstance(page, Page), page
+    assert page.version == version
+    return page.data
+
+
+def test_what_was_written_is_read_back(directory: Path, writer: PageWriter) -> None:
+    assert writer.write(7, True, [b"ab", memoryview(b"cde"), bytearray(b"f"), b""])
+    assert read(directory, 7) == Page(7, True, b"abcdef")
+
+
+def test_three_versions_are_held_at_once(directory: Path, writer: PageWriter) -> None:
+    for version in range(1, 8):
+        writer.write(version, False, [b"early %d" % version])
+        writer.write(version, True, [b"late %d" % version])
+    assert [data_of(directory, v) for v in (5, 6, 7)] == [b"late 5", b"late 6", b"late 7"]
+    assert "versions held: 5, 6, 7" in str(read(directory, 4))
+
+
+def test_the_newest_write_of_a_version_counts(directory: Path, writer: PageWriter) -> None:
+    for text in (b"one", b"two", b"three"):
+        writer.write(4, False, [text])
+        assert data_of(directory, 4) == text
+    writer.write(4, True, [b"four"])
+    assert read(directory, 4) == Page(4, True, b"four")
+
+
+def test_a_torn_final_page_leaves_the_provisional_one(directory: Path, writer: PageWriter) -> None:
+    writer.write(4, False, [b"before the update"])
+    writer.write(4, True, [b"after the update"])
+    newest = 2 * (4 % 3) + writer._newest[4 % 3]
+    with (directory / page_name(RANK)).open("r+b") as file:
+        file.seek(page_file.record_at(newest))
+        file.write(page_file.SEQUENCE.pack(3))
+    assert read(directory, 4) == Page(4, False, b"before the update")
+
+
+def test_it_grows_and_keeps_what_it_had(directory: Path, writer: PageWriter) -> None:
+    writer.write(1, True, [b"small"])
+    for version, size in ((2, 10_000), (3, 1_000_000)):
+        writer.write(version, True, [bytes([version]) * size])
+    assert data_of(directory, 1) == b"small"
+    assert data_of(directory, 2) == b"\2" * 10_000
+    assert data_of(directory, 3) == b"\3" * 1_000_000
+    assert not writer.problem
+
+
+def test_changing_lengths_do_not_grow_it_for_ever(directory: Path, writer: PageWriter) -> None:
+    sizes = []
+    for version in range(400):
+        length = 1 + (version * 977) % 9000
+        writer.write(version, True, [bytes(length)], [((version, 0), bytes(length * 3)), ((version, 1), b"x" * length)])
+        sizes.append((directory / page_name(RANK)).stat().st_size)
+    assert sizes[-1] == sizes[200]
+    assert len(data_of(directory, 399)) == 5 * (1 + (399 * 977) % 9000)
+
+
+class TestKeptParts:
+    def test_they_follow_the_parts(self, directory: Path, writer: PageWriter) -> None:
+        writer.write(1, True, [b"a", b"b"], [((0, 0), b"c" * 100), ((1, 0), b"d" * 50)])
+        assert data_of(directory, 1) == b"ab" + b"c" * 100 + b"d" * 50
+
+    def test_they_are_copied_only_when_their_stamp_changes(self, directory: Path, writer: PageWriter) -> None:
+        mask = bytearray(b"m" * 100)
+        writer.write(1, True, [], [("first", mask)])
+        mask[:] = b"n" * 100
+        writer.write(2, True, [], [("first", mask)])
+        writer.write(3, True, [], [("second", mask)])
+        assert [data_of(directory, v)[:1] for v in (1, 2, 3)] == [b"m", b"m", b"n"]
+
+    def test_no_stamp_means_copied(self, directory: Path, writer: PageWriter) -> None:
+        for version in (1, 2, 3):
+            writer.write(version, True, [], [(None, bytes([version]) * 100)])
+        assert [data_of(directory, v)[:1] for v in (1, 2, 3)] == [b"\1", b"\2", b"\3"]
+
+    def test_older_versions_keep_theirs(self, directory: Path, writer: PageWriter) -> None:
+        for version in range(1, 40):
+            for final in (False, True):
+                writer.write(version, final, [b"s"], [((0, version, final), bytes([version]) * 500)])
+            for held in range(max(1, version - 2), version + 1):
+                assert data_of(directory, held) == b"s" + bytes([held]) * 500
+
+    def test_a_constant_part_takes_its_space_once(self, directory: Path, writer: PageWriter) -> None:
+        for version in range(1, 20):
+            writer.write(version, True, [b"s"], [("mask", b"m" * 1_000_000)])
+        assert (directory / page_name(RANK)).stat().st_size < 2_000_000
+
+    def test_they_may_come_and_go(self, directory: Path, writer: PageWriter) -> None:
+        for version in range(1, 60):
+            kept = [((i, version // 4), bytes([version // 4]) * (100 + i)) for i in range(version % 5)]
+            writer.write(version, True, [b"s"], kept)
+            assert data_of(directory, version) == b"s" + b"".join(data for _, data in kept)
+        assert not writer.problem
+
+
+class TestWhoseItIs:
+    def test_no_page(self, directory: Path) -> None:
+        assert "there is no page" in str(read(directory, 1))
+
+    def test_no_directory(self, tmp_path: Path) -> None:
+        assert "there is no page" in str(read(tmp_path / "nowhere", 1))
+
+    def test_another_incarnation(self, directory: Path, writer: PageWriter) -> None:
+        writer.write(1, True, [b"x"])
+        assert "of incarnation 5, not 6" in str(read_page(directory, RANK, 1, 6))
+        writer.set_incarnation(6)
+        assert "of incarnation 5, not 6" in str(read_page(directory, RANK, 1, 6))
+        writer.write(1, True, [b"y"])
+        assert read_page(directory, RANK, 1, 6) == Page(1, True, b"y")
+
+    def test_a_new_process_replaces_the_page_of_the_old_one(self, directory: Path, writer: PageWriter) -> None:
+        writer.write(1, True, [b"old"])
+        successor = PageWriter(directory, RANK, incarnation=INCARNATION + 1)
+        assert "versions held: none" in str(read_page(directory, RANK, 1, INCARNATION + 1))
+        writer.write(2, True, [b"still writing"])
+        writer.close(unlink=True)
+        assert (directory / page_name(RANK)).exists(), "the page of the successor is not ours to remove"
+        successor.close(unlink=True)
+        assert list(directory.iterdir()) == []
+
+    def test_another_rank(self, directory: Path, writer: PageWriter) -> None:
+        writer.write(1, True, [b"x"])
+        (directory / page_name(RANK)).rename(directory / page_name(RANK + 1))
+        assert "belongs to rank 2" in str(read_page(directory, RANK + 1, 1, INCARNATION))
+
+    def test_a_link_is_not_followed(self, directory: Path, writer: PageWriter, tmp_path: Path) -> None:
+        writer.write(1, True, [b"x"])
+        (directory / page_name(RANK)).rename(tmp_path / "elsewhere")
+        (directory / page_name(RANK)).symlink_to(tmp_path / "elsewhere")
+        assert "cannot be used" in str(read(directory, 1))
+
+    def test_a_linked_directory_is_not_followed(self, directory: Path, writer: PageWriter, tmp_path: Path) -> None:
+        writer.write(1, True, [b"x"])
+        (tmp_path / "link").symlink_to(directory)
+        assert "cannot be used" in str(read(tmp_path / "link", 1))
+
+    def test_a_fifo_does_not_hang_the_reader(self, directory: Path) -> None:
+        os.mkfifo(directory / page_name(RANK), 0o600)
+        assert "not a plain file" in str(read(directory, 1))
+
+    def test_a_file_that_others_may_write_to(self, directory: Path, writer: PageWriter) -> None:
+        writer.write(1, True, [b"x"])
+        (directory / page_name(RANK)).chmod(0o622)
+        assert "others may write" in str(read(directory, 1))
+
+    def test_a_directory_that_others_may_write_to(
+        self, directory: Path, writer: PageWriter, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        writer.write(1, True, [b"x"])
+        directory.chmod(0o777)
+        assert "others may write" in str(read(directory, 1))
+        assert "others may write" in PageWriter(directory, RANK).problem
+        assert len(caplog.records) == 1
+
+    def test_files_of_another_user(self, directory: Path, writer: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer.write(1, True, [b"x"])
+        monkeypatch.setattr(page_file.os, "geteuid", lambda: os.getuid() + 1)
+        assert "of user" in str(read(directory, 1))
+
+    def test_modes(self, tmp_path: Path) -> None:
+        writer = PageWriter(tmp_path / "new", RANK)
+        assert (tmp_path / "new").stat().st_mode & 0o777 == 0o700
+        assert (tmp_path / "new" / page_name(RANK)).stat().st_mode & 0o777 == 0o600
+        writer.close(unlink=True)
+
+
+class TestFailure:
+    """A page that cannot be written is given up, once, and training goes on."""
+
+    def test_no_directory_can_be_made(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "file").write_text("in the way")
+        writer = PageWriter(tmp_path / "file" / "pages", RANK)
+        assert not writer.write(1, True, [b"x"])
+        assert not writer.write(2, True, [b"x"])
+        writer.set_incarnation(3)
+        writer.close(unlink=True)
+        assert str(tmp_path / "file") in writer.problem
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+    def test_no_room_at_the_start(
+        self, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr("ttp.processor.pages.os.posix_fallocate", _no_room)
+        writer = PageWriter(directory, RANK)
+        assert "No space left" in writer.problem
+        assert list(directory.iterdir()) == []
+        assert len(caplog.records) == 1
+
+    def test_no_room_to_grow(
+        self,
+        directory: Path,
+        writer: PageWriter,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+    ) -> None:
+        writer.write(1, True, [b"x"])
+        monkeypatch.setattr("ttp.processor.pages.os.posix_fallocate", _no_room)
+        assert not writer.write(2, True, [bytes(1_000_000)])
+        assert not writer.write(3, True, [b"x"])
+        assert "No space left" in writer.problem
+        assert len(caplog.records) == 1
+        assert data_of(directory, 1) == b"x", "what was there before is still true"
+        assert isinstance(read(directory, 2), str)
+
+    def test_a_part_that_is_no_bytes(self, directory: Path, writer: PageWriter) -> None:
+        assert not writer.write(1, True, [object()])  # type: ignore[list-item]
+        assert isinstance(read(directory, 1), str)
+
+
+def _no_room(fd: int, offset: int, length: int) -> None:
+    raise OSError(28, "No space left on device")
+
+
+class TestGarbage:
+    """Whatever is in the file: a whole page that was written, or words."""
+
+    WRITTEN = (
+        Page(3, False, b"early" * 30 + b"K" * 300),
+        Page(3, True, b"late" * 30 + b"K" * 300),
+        Page(4, False, b"next" * 30 + b"L" * 300),
+    )
+
+    @pytest.fixture(scope="class")
+    @staticmethod
+    def image(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+        path = tmp_path_factory.mktemp("image") / "pages"
+        writer = PageWriter(path, RANK, capacity=256, incarnation=INCARNATION)
+        for page in TestGarbage.WRITTEN:
+            writer.write(page.version, page.final, [page.data[:-300]], [(page.data[-1], page.data[-300:])])
+        writer.close(unlink=False)
+        return (path / page_name(RANK)).read_bytes()
+
+    @staticmethod
+    def check(directory: Path, image: bytes) -> None:
+        path = directory / page_name(RANK)
+        path.write_bytes(image)
+        path.chmod(0o600)
+        for version in (3, 4, 5):
+            page = read(directory, version)
+            assert isinstance(page, str) or page in TestGarbage.WRITTEN
+
+    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(data=st.data())
+    def test_changed_bytes(self, image: bytes, directory: Path, data: st.DataObject) -> None:
+        places = st.one_of(
+            st.integers(0, 40),
+            st.integers(page_file.record_at(0), page_file.record_at(page_file.SLOTS)),
+            st.integers(page_file.HEADER_BYTES, len(image) - 1),
+        )
+        changed = bytearray(image)
+        for at, new in data.draw(
+            st.lists(st.tuples(places, st.binary(min_size=1, max_size=9)), min_size=1, max_size=4)
+        ):
+            changed[at : at + len(new)] = new
+        self.check(directory, bytes(changed[: len(image)]))
+
+    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(length=st.integers(0, 9000))
+    def test_cut_short(self, image: bytes, directory: Path, length: int) -> None:
+        self.check(directory, image[:length])
+
+    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @given(content=st.binary(max_size=9000))
+    def test_any_bytes_at_all(self, directory: Path, content: bytes) -> None:
+        self.check(directory, content)
+        self.check(directory, page_file.MAGIC + content)
+
+    def test_every_single_byte_that_was_written(self, image: bytes, directory: Path) -> None:
+        """One flipped bit anywhere in a slot in use: never other bytes, and the other versions stay readable."""
+        used = [i for i, byte in enumerate(image) if byte and i >= page_file.HEADER_BYTES]
+        for at in used[:: max(1, len(used) // 250)]:
+            changed = bytearray(image)
+            changed[at] ^= 1 << (at % 8)
+            self.check(directory, bytes(changed))
+            pages = [read(directory, version) for version in (3, 4)]
+            assert any(isinstance(page, Page) for page in pages), f"byte {at} cost both versions: {pages}"
+
+    def test_a_table_that_refers_to_the_same_bytes_for_ever(self, directory: Path, writer: PageWriter) -> None:
+        """A well-formed forgery may not make the reader allocate without bound."""
+        writer.write(1, True, [b"x"], [((0, i), b"k" * 100) for i in range(3)])
+        with (directory / page_name(RANK)).open("r+b") as file:
+            _forge_references(file.fileno(), slot=2 * 1 + writer._newest[1])
+        assert "refers to more bytes than there are" in str(read(directory, 1))
+
+
+def _forge_references(fd: int, slot: int) -> None:
+    """Let every reference of a slot span nearly the whole file, and make all digests right again."""
+    at = page_file.record_at(slot)
+    offset, length, _ = page_file.RECORD.unpack(os.pread(fd, page_file.RECORD.size, at + 8))
+    body = bytearray(os.pread(fd, length, offset))
+    span = os.fstat(fd).st_size - page_file.HEADER_BYTES
+    for index in range(3):
+        where = page_file.PREFIX.size + index * page_file.REFERENCE.size
+        page_file.REFERENCE.pack_into(body, where, page_file.HEADER_BYTES, span, 0)
+    os.pwrite(fd, body, offset)
+    digest = page_reader.xxhash.xxh3_64_intdigest(bytes(body))
+    os.pwrite(fd, page_file.RECORD.pack(offset, length, digest), at + 8)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_sigkill_at_any_moment_leaves_whole_pages(directory: Path, seed: int) -> None:
+    """A real process, killed in the middle of writing: what it had written stays, whatever it was doing."""
+    killer = Path(__file__).with_name("page_killer.py")
+    done = subprocess.run(
+        [sys.executable, str(killer), str(directory), str(seed), "60"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert done.returncode == 0, done.stderr
+    summary = json.loads(done.stdout)
+    assert summary["problems"] == []
+    assert len(set(summary["versions"])) > 30, "the kills came at different moments"
+    assert summary["torn"] > 0, "some kills came in the middle of a write, or this test shows nothing"
