@@ -1,0 +1,206 @@
+"""Writes one shard as one ``.distcp`` file, alone: no process group, no store, no help from the main thread.
+
+Each value is a blob of ``torch.save``, one after the other, exactly as ``FileSystemWriter`` of stock torch lays them
+out. What stock keeps in ``.metadata`` is returned as the piece's table; ``metadata.finalise`` makes the one out of the
+other when the pieces of all shards are there.
+
+Memory: the state is streamed. Beside it there is one copy of the largest tensor that is not contiguous, and whatever
+``to_host`` needs for the largest tensor on an accelerator; not a second state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch.leaves import ToHost, dump, leaves, whole
+from ttp.adapters.torch.table import SHARD_KIND, Item, encode_table
+from ttp.core.layout import Rank, Shard
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.digest import HashingFile
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+_SLICE = 8 << 20
+"""Bytes written between two looks at ``cancelled``."""
+
+
+class Cancelled(Exception):  # noqa: N818 - it is not an error
+    """``cancelled()`` said so: the plan was made again without this writer. The file is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor that is spread over several shards.
+
+    Args:
+        tensor: the part that this rank holds.
+        shape: of the whole tensor.
+        offsets: where the part begins in the whole, one number per dimension.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+
+def write_shard(
+    draft: Path,
+    file: str,
+    state: Mapping[str, Any],
+    *,
+    shard: Shard,
+    writer: Rank,
+    to_host: ToHost = Tensor.cpu,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Piece:
+    """Write ``state`` to ``draft/file`` and return when it is on the disk.
+
+    Args:
+        draft: the draft directory; it exists.
+        file: name of the new file inside of it.
+        state: nested mappings and lists of tensors, ``Chunk``s and plain values. Nobody changes it meanwhile.
+        shard: what the piece belongs to.
+        writer: this rank.
+        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end. Its
+            result is used before the next call.
+        cancelled: asked between tensors, and every 8 MiB within one.
+
+    Raises:
+        Cancelled: ``cancelled`` returned true.
+        CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
+        OSError: the disk refused.
+    """
+    target = HashingFile(draft / file)
+    try:
+        with _without_crc32():
+            items, left_out = _write_items(_Stream(target, cancelled), file, state, to_host)
+        size, digest = target.sync_and_close()
+    except BaseException:
+        with suppress(OSError):
+            target.close()
+        (draft / file).unlink(missing_ok=True)
+        raise
+    for key in left_out:
+        _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
+    return Piece(file, size, digest, SHARD_KIND, shard, writer, encode_table(items, left_out))
+
+
+def _write_items(stream: _Stream, file: str, state: Mapping[str, Any], to_host: ToHost) -> tuple[list[Item], list[str]]:
+    items: list[Item] = []
+    left_out: list[str] = []
+    written: dict[tuple[Any, ...], Item] = {}  # tied weights are stored once and listed under each of their names
+    for path, int_keys, value in leaves(state):
+        stream.check()
+        if isinstance(value, (Tensor, Chunk)):
+            chunk = value if isinstance(value, Chunk) else Chunk(value, tuple(value.shape), (0,) * value.dim())
+            item = _write_tensor(stream, Item(path, file, 0, 0, int_keys=int_keys), chunk, written, to_host)
+        elif (blob := dump(value, to_host)) is not None:
+            item = Item(path, file, stream.position, len(blob), int_keys=int_keys)
+            stream.write(memoryview(blob))
+        else:
+            left_out.append(".".join(map(str, path)))
+            continue
+        stream.check()
+        items.append(item)
+    return items, left_out
+
+
+def _write_tensor(
+    stream: _Stream, name: Item, chunk: Chunk, written: dict[tuple[Any, ...], Item], to_host: ToHost
+) -> Item:
+    tensor = chunk.tensor.detach()
+    _check_storable(name.key, tensor)
+    same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), chunk.offsets)
+    first = written.get(same) if tensor.numel() else None
+    if first is not None and first.shape == chunk.shape:
+        offset, length = first.offset, first.length
+    else:
+        offset = stream.position
+        host = tensor if tensor.device.type == "cpu" else to_host(tensor)
+        torch.save(whole(host), cast("Any", stream))
+        length = stream.position - offset
+    item = Item(
+        name.path,
+        name.file,
+        offset,
+        length,
+        str(tensor.dtype).removeprefix("torch."),
+        tuple(chunk.shape),
+        tuple(chunk.offsets),
+        tuple(tensor.shape),
+        tensor.device.type,
+        name.int_keys,
+    )
+    written.setdefault(same, item)
+    return item
+
+
+def _check_storable(key: str, tensor: Tensor) -> None:
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        raise CheckpointError(
+            f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain "
+            "dense tensors only"
+        )
+
+
+class _Stream:
+    """What ``torch.save`` writes to. Once something goes wrong it accepts everything and does nothing.
+
+    torch's zip writer does not survive an exception from ``write``: it replaces it by one of its own, and in some
+    versions ends the process from a destructor. So the first problem is kept, and raised by ``check``.
+    """
+
+    def __init__(self, target: HashingFile, cancelled: Callable[[], bool]) -> None:
+        self._target = target
+        self._cancelled = cancelled
+        self._problem: BaseException | None = None
+        self.position = 0
+
+    def write(self, data: memoryview) -> int:
+        """Append ``data``; never raises."""
+        self.position += data.nbytes
+        for start in range(0, data.nbytes, _SLICE):
+            if self._problem is None:
+                self._write(data[start : start + _SLICE])
+        return data.nbytes
+
+    def flush(self) -> None:
+        """Nothing: the target is flushed once, at the end."""
+
+    def check(self) -> None:
+        """Raise the first problem, or ``Cancelled``."""
+        if self._problem is None and self._cancelled():
+            self._problem = Cancelled()
+        if self._problem is not None:
+            raise self._problem
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            self.check()
+            self._target.write(data)
+        except BaseException as problem:
+            self._problem = problem
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """The pieces have a better digest, and crc32 costs a third of the throughput. Newer torch keeps the setting per thread."""
+    setter = getattr(torch.serialization, "set_crc32_options", None)
+    if setter is None:
+        yield
+        return
+    before = torch.serialization.get_crc32_options()
+    setter(False)
+    try:
+        yield
+    finally:
+        setter(before)

@@ -1,0 +1,230 @@
+"""Keeps the layout of DistributedDataParallel's all-reduce buckets over a restart.
+
+Theory of operation
+-------------------
+With three or more ranks an all-reduce adds the parts of an element in an order that depends on the element's place in
+the buffer. DDP begins with one layout and, in the forward pass after the first synchronised backward pass, switches
+to another: parameters in the order in which their gradients became ready. A resumed job would do its first step in the
+first layout where the unbroken job did the same step in the second, and the bits would differ for good. So the layout
+is saved with the version and given to the new reducer before its first step. That one then rebuilds its buckets by
+the same rule from the same order, and arrives where it is.
+
+DDP shows the rebuilt layout in its logging data, but only from the third forward pass on, and only to a caller that can
+wait: the lock in question is held while the main thread hangs in an all-reduce. Hence ``BucketWatch``: for the first
+backward pass it records the order by hooks and computes the layout as the reducer will; it asks DDP on the training
+thread, between updates, and can be read from any thread.
+
+All of this is private to torch. When something is not as expected, training is left as it is and a reason is returned.
+"""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+Buckets = list[list[int]]
+
+_POLLS_MAX = 12
+"""Updates after which ``BucketWatch`` stops asking DDP: it has rebuilt its buckets by then, or never will."""
+
+_applied: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
+_WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
+
+
+def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in ``model`` or ``model`` itself; None when there is none, or more than one."""
+    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    return found[0] if len(found) == 1 else None
+
+
+def bucket_layout(ddp: DistributedDataParallel) -> str | None:
+    """Layout of the buckets for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
+
+    None: the one that DDP begins with, or not known yet. Only for the training thread, outside of a backward pass: while
+    an all-reduce hangs this would hang too.
+    """
+    try:
+        text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    except _WHAT_MAY_FAIL:
+        text = None
+    return str(text) if text else _applied.get(ddp)
+
+
+def apply_bucket_layout(ddp: DistributedDataParallel, layout: str) -> str | None:
+    """Make ``ddp`` reduce in ``layout`` from its first step on; all ranks alike, before the first forward pass.
+
+    Returns:
+        None when done; otherwise why not, and ``ddp`` is as it was.
+    """
+    try:
+        buckets = _parse(layout)
+        parameters, sparse = ddp._build_params_for_reducer()
+        if (reason := _objection(ddp, buckets, len(parameters))) is not None:
+            return reason
+        _replace_reducer(ddp, buckets, parameters, sparse)
+    except _WHAT_MAY_FAIL as problem:
+        return f"the bucket layout of DistributedDataParallel could not be restored ({problem!r})"
+    _applied[ddp] = layout
+    return None
+
+
+class BucketWatch:
+    """Knows the layout that the next step will use, from the first update on.
+
+    It costs a Python call per parameter in the first synchronised backward pass (the second, for a static graph).
+
+    Args:
+        ddp: before its first forward pass; later is fine too, but then the layout is known only when DDP shows it.
+    """
+
+    def __init__(self, ddp: DistributedDataParallel) -> None:
+        self._ddp = ddp
+        self._layout: str | None = None
+        self._order: dict[int, None] = {}
+        self._backwards_to_skip = 1 if ddp.static_graph else 0
+        self._polls_left = 0 if ddp.find_unused_parameters and not ddp.static_graph else _POLLS_MAX
+        self._handles: list[Any] = []
+        self._parameters: list[Tensor] = []
+        try:
+            if self._polls_left and not ddp._has_rebuilt_buckets:
+                self._listen()
+        except _WHAT_MAY_FAIL:
+            self.close()
+
+    @property
+    def layout(self) -> str | None:
+        """For the step after the last finished update; None for the one that DDP begins with. From any thread."""
+        return self._layout or _applied.get(self._ddp)
+
+    def update_finished(self) -> None:
+        """Call it on the training thread after every update."""
+        if self._polls_left:
+            self._polls_left -= 1
+            self._look()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _listen(self) -> None:
+        self._parameters, self._sparse = self._ddp._build_params_for_reducer()
+        for index, parameter in enumerate(self._parameters):
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._ready, index)))
+
+    def _ready(self, index: int, _parameter: Tensor) -> None:
+        if self._ddp.require_forward_param_sync:  # false in the backward pass of a forward pass under no_sync()
+            self._order.pop(index, None)
+            self._order[index] = None
+
+    def _look(self) -> None:
+        shown = bucket_layout(self._ddp) if self._ddp._has_rebuilt_buckets else None
+        if shown is not None and shown != _applied.get(self._ddp):
+            self._layout, self._polls_left = shown, 0
+        elif self._handles and len(self._order) == len(self._parameters):
+            self._use_order()
+        if not self._polls_left:
+            self.close()
+
+    def _use_order(self) -> None:
+        if self._backwards_to_skip:
+            self._backwards_to_skip -= 1
+            self._order.clear()
+            return
+        self.close()
+        try:
+            self._layout = _format(_rebuilt_buckets(self._ddp, self._parameters, self._sparse, list(self._order)))
+        except _WHAT_MAY_FAIL:
+            self._layout = None  # it comes later, from DDP itself
+
+
+# -------------------------------------------------------------------------------------------------------------- private
+
+
+def _format(buckets: Buckets) -> str:
+    return ", ".join(" ".join(map(str, bucket)) for bucket in buckets)
+
+
+def _parse(layout: str) -> Buckets:
+    return [[int(index) for index in bucket.split()] for bucket in layout.split(",")]
+
+
+def _objection(ddp: DistributedDataParallel, buckets: Buckets, count: int) -> str | None:
+    if sorted(index for bucket in buckets for index in bucket) != list(range(count)):
+        return f"the checkpoint's bucket layout is not for the {count} parameters of this DistributedDataParallel"
+    if ddp.mixed_precision is not None:
+        return "DistributedDataParallel with mixed_precision= keeps state in its reducer that cannot be carried over"
+    if getattr(ddp, "_use_python_reducer", False):
+        return "the Python reducer of compiled DistributedDataParallel has no buckets"
+    if not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"):
+        return "a built-in communication hook is registered on DistributedDataParallel"
+    return None
+
+
+def _replace_reducer(ddp: DistributedDataParallel, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
+    """Run DDP's own construction of its reducer, with our answer to the one question that decides the layout."""
+    answers: list[Buckets] = []
+
+    def answer(*_args: Any, **_kwargs: Any) -> tuple[Buckets, list[int]]:
+        answers.append(buckets)
+        first, *others = _limits(ddp)
+        limits = [first, *(others[min(n, len(others) - 1)] if others else first for n in range(len(buckets) - 1))]
+        # DDP reverses both lists, because it expects buckets in the order of definition.
+        return buckets[::-1], limits[::-1]
+
+    before = ddp.reducer
+    names = ddp._build_debug_param_to_name_mapping(parameters)
+    with _Replaced(dist, "_compute_bucket_assignment_by_size", answer):
+        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    if ddp.reducer is before or not answers:
+        raise RuntimeError("this torch chooses its buckets in another way")
+    if ddp.static_graph:
+        ddp.reducer._set_static_graph()
+        cast("Any", ddp.logger)._set_static_graph()
+    for hook, state in ddp._comm_hooks:
+        dist._register_comm_hook(ddp.reducer, state, hook)
+
+
+def _rebuilt_buckets(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]
+) -> Buckets:
+    """What the reducer will make of this order; ``Reducer::rebuild_buckets`` in C++ is the model."""
+    small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
+    if small_last:
+        order = order[::-1]
+    compute: Callable[..., tuple[Buckets, Any]] = dist._compute_bucket_assignment_by_size
+    found, _ = compute([parameters[index] for index in order], _limits(ddp), sparse, order)
+    return found[::-1] if small_last else found
+
+
+def _limits(ddp: DistributedDataParallel) -> list[int]:
+    """Bytes of the buckets of a rebuilt layout: the first one, then all others."""
+    config = getattr(ddp, "_bucket_config", None)
+    if config is None:  # before torch 2.9
+        first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+        return [first, ddp.bucket_bytes_cap]
+    if config.per_bucket_bytes_caps:
+        return list(config.per_bucket_bytes_caps)
+    return [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
+
+
+class _Replaced:
+    """Another value for a module's attribute, for a moment."""
+
+    def __init__(self, module: Any, name: str, value: Any) -> None:
+        self._module, self._name, self._value = module, name, value
+
+    def __enter__(self) -> None:
+        self._before = getattr(self._module, self._name)
+        setattr(self._module, self._name, self._value)
+
+    def __exit__(self, *_exc: object) -> None:
+        setattr(self._module, self._name, self._before)

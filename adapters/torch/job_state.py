@@ -1,0 +1,77 @@
+"""What is equal on every rank and saved once: version, learning-rate schedule, loss scale, bucket layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.encoding import EncodingError, decode, encode
+
+JOB_KIND = "job"
+
+
+@dataclass(frozen=True, slots=True)
+class JobState:
+    """The job-wide scalars of one version.
+
+    Args:
+        version: finished updates.
+        scheduler: ``state_dict()`` of the LR scheduler; None without one.
+        scaler: ``state_dict()`` of the GradScaler; None without one.
+        scheduler_pending: the update was finished but ``scheduler.step()`` after it was not: it is due on restore.
+        scaler_pending: the same for ``scaler.update()``.
+        ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it.
+        extra: whatever else is equal everywhere, by name.
+    """
+
+    version: int
+    scheduler: dict[str, Any] | None = None
+    scaler: dict[str, Any] | None = None
+    scheduler_pending: bool = False
+    scaler_pending: bool = False
+    ddp_buckets: str | None = None
+    extra: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> bytes:
+        """The bytes of ``job_{g}.msgpack``.
+
+        Raises:
+            EncodingError: something in it has no form on disk; the text says where.
+        """
+        return encode({f.name: getattr(self, f.name) for f in fields(self)}, "job")
+
+    @classmethod
+    def decode(cls, data: bytes) -> JobState:
+        """Inverse of ``encode``. Names that this ttp does not know are ignored, absent ones have their defaults.
+
+        Raises:
+            CheckpointError: the bytes are damaged or are something else.
+        """
+        try:
+            found = decode(data)
+        except EncodingError as problem:
+            raise CheckpointError(f"the job state cannot be read: {problem}") from problem
+        if not isinstance(found, dict) or type(found.get("version")) is not int:
+            raise CheckpointError("the job state has no version: this is not a job state of ttp")
+        known = {f.name for f in fields(cls)}
+        return cls(**{name: value for name, value in found.items() if name in known})
+
+
+def read_job_state(path: Path, pieces: Sequence[Piece]) -> JobState:
+    """The job state of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: there is none, or it cannot be read.
+    """
+    files = [piece.file for piece in pieces if piece.kind == JOB_KIND]
+    if len(files) != 1:
+        raise CheckpointError(f"{path} has {len(files)} job states instead of 1")
+    try:
+        data = (path / files[0]).read_bytes()
+    except OSError as problem:
+        raise CheckpointError(f"{path / files[0]} cannot be read: {problem.strerror or problem}") from problem
+    return JobState.decode(data)

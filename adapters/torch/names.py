@@ -1,0 +1,128 @@
+"""Names of a model's tensors, fixed once when the optimizer is registered.
+
+The names are the ones that ``torch.distributed.checkpoint.state_dict`` uses, so that stock torch reads our checkpoints:
+wrappers (DistributedDataParallel, ``torch.compile``, activation checkpointing) leave no trace in them, and a tied
+weight has several.
+
+The parameters are remembered as objects. At save time the main thread may be inside a forward pass, where a sharding
+library may have swapped what ``named_parameters()`` shows; the objects in ``optimizer.param_groups`` stay the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ttp.errors import CheckpointError, ConfigError
+
+_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+EXTRA_STATE = "_extra_state"
+_LISTED_MAX = 5
+
+
+class ModelNames:
+    """Which tensor of ``model`` and ``optimizer`` has which name.
+
+    Args:
+        model: the module that owns every parameter of the optimizer; wrapped or not.
+        optimizer: its ``param_groups`` are looked up by identity.
+
+    Raises:
+        ConfigError: the optimizer holds parameters that the model does not name.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self.parameters: dict[str, Tensor] = {}
+        """Every name, and the parameter behind it. Tied weights appear once per name."""
+        self._buffer_owners: dict[str, tuple[nn.Module, str]] = {}
+        self._extra_owners: dict[str, nn.Module] = {}
+        self._canonical: dict[str, str] = {}
+        self._by_identity: dict[int, str] = {}
+        self._record()
+        self._check(optimizer)
+
+    @property
+    def buffers(self) -> dict[str, Tensor]:
+        """Name -> live tensor of every buffer that belongs into a checkpoint (persistent, not ``None``)."""
+        found = ((name, owner._buffers.get(key)) for name, (owner, key) in self._buffer_owners.items())
+        return {name: tensor for name, tensor in found if tensor is not None}
+
+    @property
+    def extra_states(self) -> Mapping[str, nn.Module]:
+        """Name of the extra state -> module that defines ``get_extra_state`` and ``set_extra_state``."""
+        return self._extra_owners
+
+    def canonical(self, name: str) -> str:
+        """The checkpoint's name for ``name`` as ``model.named_parameters()`` or ``named_buffers()`` spells it."""
+        return self._canonical.get(name, name)
+
+    def of(self, parameter: Tensor) -> str:
+        """The one name under which the optimizer's state of ``parameter`` is kept.
+
+        Raises:
+            CheckpointError: the model does not contain it.
+        """
+        name = self._by_identity.get(id(parameter))
+        if name is None:
+            self._record()  # the model was changed after registration: layers added, parameters replaced
+            name = self._by_identity.get(id(parameter))
+        if name is None:
+            raise CheckpointError(f"the optimizer holds a parameter of shape {tuple(parameter.shape)} without a name")
+        return name
+
+    def replace_buffer(self, name: str, tensor: Tensor) -> None:
+        """Put another tensor in the place of the buffer ``name``."""
+        owner, key = self._buffer_owners[name]
+        owner._buffers[key] = tensor
+
+    def _record(self) -> None:
+        self.parameters.clear()
+        self._by_identity.clear()
+        for raw, name, owner in _walk(self._model):
+            for key, parameter in owner._parameters.items():
+                if parameter is not None:
+                    self.parameters[name + key] = parameter
+                    self._by_identity.setdefault(id(parameter), name + key)
+                    self._canonical[raw + key] = name + key
+            for key in owner._buffers:
+                self._canonical[raw + key] = name + key
+                if key not in owner._non_persistent_buffers_set:
+                    self._buffer_owners[name + key] = (owner, key)
+            if type(owner).get_extra_state is not nn.Module.get_extra_state:
+                self._canonical[raw + EXTRA_STATE] = name + EXTRA_STATE
+                self._extra_owners[name + EXTRA_STATE] = owner
+
+    def _check(self, optimizer: Optimizer) -> None:
+        unknown = [
+            f"group {number}, position {position}, shape {tuple(parameter.shape)}"
+            for number, group in enumerate(optimizer.param_groups)
+            for position, parameter in enumerate(group["params"])
+            if id(parameter) not in self._by_identity
+        ]
+        if unknown:
+            listed = "; ".join(unknown[:_LISTED_MAX]) + ("; ..." if len(unknown) > _LISTED_MAX else "")
+            raise ConfigError(
+                f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without a name "
+                "they cannot be saved. Pass the module that owns all of them, for example "
+                "nn.ModuleDict({'model': model, 'loss': loss})"
+            )
+
+
+def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
+    """Every module with its prefix as torch spells it and as the checkpoint does."""
+    yield raw, name, module
+    for key, child in module._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{raw}{key}.", name if _is_wrapped(module, key) else f"{name}{key}.")
+
+
+def _is_wrapped(module: nn.Module, key: str) -> bool:
+    if isinstance(module, DistributedDataParallel):
+        return key == "module"
+    # By name: importing torch._dynamo takes seconds, and whoever has such a module has imported it.
+    compiled = type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
+    return key == _CHECKPOINT_WRAPPER or (compiled and key == "_orig_mod")

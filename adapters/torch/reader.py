@@ -1,0 +1,105 @@
+"""Reads a checkpoint through ``torch.distributed.checkpoint`` without ever unpickling what could run code.
+
+Stock torch loads ``.metadata`` by pickle and plain values by ``torch.load(weights_only=False)``. Here the description
+comes from the manifest, which is JSON, and values are loaded with ``weights_only=True``. Everything else is torch's own:
+a job of another world size or sharding asks for other parts of the tensors and gets them.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ttp.adapters.torch.leaves import put
+from ttp.adapters.torch.metadata import build_metadata
+from ttp.adapters.torch.table import Item, items_of
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+
+
+class ManifestReader(dcp.FileSystemReader):
+    """A storage reader that knows what is in the checkpoint from the manifest alone.
+
+    Args:
+        path: the checkpoint.
+        pieces: as the manifest lists them.
+
+    Raises:
+        CheckpointError: the tables are garbled, or the shards do not fit together.
+    """
+
+    def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
+        super().__init__(path)
+        self._metadata = build_metadata(items_of(pieces), StorageMeta())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch passes a rank at times
+        """What ``.metadata`` says, made from the manifest."""
+        if self._metadata.storage_meta is not None:
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """The default planner, but plain values are loaded with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one plain value into the state dict."""
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            put(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial: bool = False) -> None:
+    """Fill ``state_dict`` in place from the checkpoint, without any communication.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        state_dict: nested as torch does it, e.g. ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
+            sharding) are written into; whatever stands for a plain value is replaced.
+        partial: names that the checkpoint lacks are left alone instead of being an error.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a name, or has another shape for it, or cannot be read.
+    """
+    reader, planner = ManifestReader(path, manifest.pieces), SafeLoadPlanner(allow_partial_load=partial)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
+    except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
+        causes = [failure[0] for failure in getattr(problem, "failures", {}).values()] or [problem]
+        raise CheckpointError(f"{path} cannot be loaded: {causes[0]}") from problem
+
+
+def read_values(path: Path, items: Sequence[Item]) -> dict[str, Any]:
+    """These items as nested state of their own, on the CPU. For small ones: every item is read whole.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is not what the table says.
+    """
+    root: dict[str, Any] = {}
+    for item in items:
+        try:
+            with (path / item.file).open("rb") as file:
+                file.seek(item.offset)
+                blob = file.read(item.length)
+            value = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+        except Exception as problem:
+            raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
+        put(root, item.path, value, item.int_keys)
+    return root

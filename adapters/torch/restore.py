@@ -1,0 +1,273 @@
+"""Puts a checkpoint back into a live model, optimizer, scheduler and scaler, bit for bit.
+
+``optimizer.load_state_dict`` is not used: it casts moments to the dtype of the parameters. The optimizer's state is
+built from the checkpoint's table, so that no step has to be faked: weights and random numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.compare import model_differences, optimizer_differences
+from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp
+from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.adapters.torch.leaves import get, put
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.reader import load, read_values
+from ttp.adapters.torch.table import Item, items_of, left_out_of
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+_STATE = ("optim", "state")
+_GROUPS = ("optim", "param_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came back.
+
+    Args:
+        version: finished updates.
+        job: the job-wide scalars; ``extra`` is for the caller to put back.
+        notes: what may not be as it was, in words.
+    """
+
+    version: int
+    job: JobState
+    notes: tuple[str, ...]
+
+
+def restore_into(
+    path: Path,
+    manifest: Manifest,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    scaler: Any = None,
+) -> Restored:
+    """Load the checkpoint at ``path`` into these objects, in place.
+
+    Every rank calls it, with the same checkpoint, before the first forward pass; nothing is communicated.
+
+    Args:
+        path: the checkpoint; its digests have been verified.
+        manifest: of it.
+        model: wrapped or not, in any way.
+        optimizer: of the same class and with the same param groups as the one that was saved.
+        scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is done here.
+        scaler: a GradScaler; the same.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model or optimizer (nothing has been modified), or a piece
+            of it cannot be read.
+    """
+    names = ModelNames(model, optimizer)
+    items = _distinct(items_of(manifest.pieces))
+    left_out = left_out_of(manifest.pieces)
+    job = read_job_state(path, manifest.pieces)
+    small = read_values(path, [item for item in items if _is_small(item, names)])
+    groups = small.get("optim", {}).get("param_groups", [])
+    _refuse_foreign(path, manifest, names, optimizer, items, left_out, job, groups, small)
+
+    _load_model(path, manifest, names, items, small.get("model", {}))
+    _load_optimizer(path, manifest, names, optimizer, items, groups)
+    notes = [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in left_out]
+    notes += _load_scheduler(scheduler, job) + _load_scaler(scaler, job) + _load_buckets(model, job)
+    for note in notes:
+        _log.warning("restored version %d from %s, but %s", job.version, path, note)
+    return Restored(job.version, job, tuple(notes))
+
+
+def _distinct(items: Sequence[Item]) -> list[Item]:
+    """One item per name: any chunk of a tensor tells its name, dtype and whole shape."""
+    return list({item.key: item for item in items}.values())
+
+
+def _is_small(item: Item, names: ModelNames) -> bool:
+    if item.path[0] == "model":
+        return item.path[1] in names.extra_states
+    return item.path[0] == "ttp" or item.path[:2] == _GROUPS
+
+
+def _refuse_foreign(
+    path: Path,
+    manifest: Manifest,
+    names: ModelNames,
+    optimizer: Optimizer,
+    items: Sequence[Item],
+    left_out: Sequence[str],
+    job: JobState,
+    groups: Sequence[Mapping[str, Any]],
+    small: Mapping[str, Any],
+) -> None:
+    if job.version != manifest.version:
+        raise CheckpointError(f"{path} is of version {manifest.version}, but its job state is of version {job.version}")
+    problems = model_differences(names, items, left_out)
+    problems += optimizer_differences(names, optimizer, groups, str(small.get("ttp", {}).get("optimizer", "")))
+    if problems:
+        raise CheckpointError(
+            f"{path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that wrote it, or "
+            "another save_dir to start from nothing"
+        )
+
+
+# --------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _load_model(
+    path: Path, manifest: Manifest, names: ModelNames, items: Sequence[Item], extra_states: Mapping[str, Any]
+) -> None:
+    tensors = names.parameters | names.buffers
+    target = {
+        name: _writable(tensors[name])
+        for item in items
+        if item.path[0] == "model" and (name := str(item.path[1])) in tensors
+    }
+    load(path, manifest, {"model": target})
+    for name, loaded in target.items():
+        if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
+            names.replace_buffer(name, loaded)
+    for name, owner in names.extra_states.items():
+        if name in extra_states:
+            owner.set_extra_state(extra_states[name])
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself, or for one whose elements share memory (expanded) a fresh one: torch refuses to write into it."""
+    tensor = tensor.detach()
+    overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlapping else tensor
+
+
+def _shares_memory(one: Tensor, two: Tensor) -> bool:
+    return one.data_ptr() == two.data_ptr()
+
+
+def _load_optimizer(
+    path: Path,
+    manifest: Manifest,
+    names: ModelNames,
+    optimizer: Optimizer,
+    items: Sequence[Item],
+    groups: Sequence[Mapping[str, Any]],
+) -> None:
+    owners = {
+        names.of(parameter): (parameter, saved)
+        for group, saved in zip(optimizer.param_groups, groups, strict=True)
+        for parameter in group["params"]
+    }
+    devices = {str(item.path[1]): item.device for item in items if item.path[0] == "model"}
+    ours = [item for item in items if item.path[:2] == _STATE]
+    target: dict[str, Any] = {}
+    for item in ours:
+        put(target, item.path, _empty(item, owners, devices) if item.is_tensor else None)
+    load(path, manifest, target)
+    loaded: dict[str, Any] = {}
+    for item in ours:
+        int_keys = [position - len(_STATE) for position in item.int_keys]
+        put(loaded, item.path[len(_STATE) :], get(target, item.path), int_keys)
+    optimizer.state.clear()
+    for name, values in loaded.items():
+        optimizer.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        _load_group(group, saved)
+
+
+def _empty(item: Item, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str]) -> Tensor:
+    """Room for one tensor of the optimizer's state, where the optimizer would have put it itself."""
+    owner = str(item.path[2])
+    if owner not in owners:
+        return torch.empty(item.shape, dtype=item.torch_dtype)
+    parameter, group = owners[owner]
+    if not _belongs_to_device(item, devices.get(owner, "cpu"), parameter, group):
+        return torch.empty(item.shape, dtype=item.torch_dtype)
+    if item.shape == tuple(parameter.shape):
+        return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
+    return torch.empty(item.shape, dtype=item.torch_dtype, device=parameter.device)
+
+
+def _belongs_to_device(item: Item, saved_parameter: str, parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the tensor goes where its parameter is; if not, to the CPU.
+
+    It does what it did in the job that saved it. When that says nothing (everything was on the CPU, and now there is an
+    accelerator), it follows the rule of torch's optimizers.
+    """
+    if item.device != saved_parameter:
+        return item.device != "cpu"
+    if saved_parameter == parameter.device.type or item.path[-1] != "step":
+        return True
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        current = group.get(key)
+        if key == "params":
+            continue
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+            current.copy_(value)  # schedulers and compiled steps hold on to the tensor
+        else:
+            group[key] = value
+
+
+# --------------------------------------------------------------------------------------------------------------- the rest
+
+
+def _load_scheduler(scheduler: Any, job: JobState) -> list[str]:
+    if scheduler is None or job.scheduler is None:
+        return _one_sided("an LR scheduler", scheduler, job.scheduler)
+    scheduler.load_state_dict(job.scheduler)
+    if not job.scheduler_pending:
+        return []
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps does not apply here
+            scheduler.step()
+    except TypeError as problem:
+        return [f"the LR scheduler could not make the step that was due ({problem})"]
+    return []
+
+
+def _load_scaler(scaler: Any, job: JobState) -> list[str]:
+    if scaler is None or not job.scaler or not scaler.is_enabled():
+        return _one_sided(
+            "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
+        )
+    scaler.load_state_dict(_updated(job.scaler) if job.scaler_pending else job.scaler)
+    return []
+
+
+def _updated(scaler: Mapping[str, Any]) -> dict[str, Any]:
+    """The scaler's state after ``update()`` following a step that was not skipped; a skipped one makes no version."""
+    tracker = int(scaler["_growth_tracker"]) + 1
+    if tracker < int(scaler["growth_interval"]):
+        return dict(scaler) | {"_growth_tracker": tracker}
+    grown = float(torch.tensor(scaler["scale"] * scaler["growth_factor"], dtype=torch.float32))
+    return dict(scaler) | {"_growth_tracker": 0, "scale": grown if math.isfinite(grown) else scaler["scale"]}
+
+
+def _one_sided(what: str, here: Any, there: Any) -> list[str]:
+    if here is not None:
+        return [f"it has no state of {what}: that begins anew"]
+    return [f"it has the state of {what}, and this job has none"] if there else []
+
+
+def _load_buckets(model: nn.Module, job: JobState) -> list[str]:
+    ddp = find_ddp(model)
+    if ddp is None or job.ddp_buckets is None:
+        return []
+    reason = apply_bucket_layout(ddp, job.ddp_buckets)
+    return [] if reason is None else [f"the next steps may differ in the last bits from an unbroken run: {reason}"]

@@ -1,0 +1,71 @@
+"""What a checkpoint consists of, as references to live tensors: nothing is copied here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.names import ModelNames
+
+
+def checkpoint_state(
+    names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState
+) -> dict[str, Any]:
+    """The state of one shard, ready for ``write_shard``.
+
+    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` and ``ttp`` are
+    there for people who load the checkpoint without ttp; ttp itself reads the job state.
+
+    Args:
+        names: of the registered model.
+        optimizer: the registered optimizer.
+        captured: buffers of the version being saved; see ``model_state``.
+        job: the job-wide scalars.
+    """
+    state: dict[str, Any] = {
+        "model": model_state(names, captured),
+        "optim": optimizer_state(names, optimizer),
+        "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
+    }
+    if job.scheduler is not None:
+        state["scheduler"] = job.scheduler
+    return state
+
+
+def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``model.state_dict()`` would show, without running any of its hooks.
+
+    Args:
+        names: of the registered model.
+        captured: buffers (and extra states) of the version being saved, by either spelling of their names. What is
+            absent is taken from the live module; names that do not belong into a checkpoint are ignored.
+    """
+    state: dict[str, Any] = dict(names.parameters)
+    state.update(names.buffers)
+    known = {names.canonical(name): value for name, value in captured.items()}
+    for name, owner in names.extra_states.items():
+        state[name] = known[name] if name in known else owner.get_extra_state()
+    state.update((name, value) for name, value in known.items() if name in state and name not in names.parameters)
+    return state
+
+
+def optimizer_state(names: ModelNames, optimizer: Optimizer) -> dict[str, Any]:
+    """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy."""
+    state: dict[str, Any] = {}
+    for owner, values in list(optimizer.state.items()):
+        state[names.of(owner) if isinstance(owner, Tensor) else str(owner)] = values
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names.of(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Its class, to recognise a checkpoint of another optimizer."""
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

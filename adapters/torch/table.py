@@ -1,0 +1,156 @@
+"""The table of contents of a shard file: what is in it, and where.
+
+It travels with the piece (``Piece.table``, JSON) into the manifest, so that a checkpoint can be described, checked and
+loaded without unpickling anything. Defaults are left out, because a large model has tens of thousands of items.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.manifest import safe_path
+
+FORMAT = 1
+SHARD_KIND = "shard"
+
+Path = tuple[str | int, ...]
+"""Where a value sits in the nested state: a string is a mapping's key, a number an index into a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One value in one shard file.
+
+    Args:
+        path: where it sits in the nested state.
+        file: the shard file, relative to the checkpoint.
+        offset: of its first byte in the file.
+        length: bytes in the file.
+        dtype: ``float32`` and so on; empty for a value that is no tensor.
+        shape: of the whole tensor, over all shards.
+        offsets: where this chunk begins in the whole tensor, one number per dimension.
+        sizes: of this chunk, one number per dimension.
+        device: kind of device that the tensor lived on.
+        int_keys: positions in ``path`` whose mapping key was an ``int`` and became a string.
+    """
+
+    path: Path
+    file: str
+    offset: int
+    length: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    device: str = "cpu"
+    int_keys: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The flattened name, as torch's own planner makes it."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_tensor(self) -> bool:
+        return bool(self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Raises: CheckpointError: this torch does not know the dtype."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")
+        return found
+
+
+def encode_table(items: Iterable[Item], left_out: Sequence[str] = ()) -> str:
+    """The table as JSON. ``left_out`` names values that could not be stored safely."""
+    table: dict[str, Any] = {"format": FORMAT, "items": [_item_to_json(item) for item in items]}
+    if left_out:
+        table["left_out"] = list(left_out)
+    return json.dumps(table, separators=(",", ":"))
+
+
+def items_of(pieces: Iterable[Piece]) -> list[Item]:
+    """Every item of every shard file among ``pieces``.
+
+    Raises:
+        CheckpointError: a table is absent, garbled or of a newer format.
+    """
+    found: list[Item] = []
+    for piece in pieces:
+        if piece.kind == SHARD_KIND:
+            found += _decode_items(piece)
+    return found
+
+
+def left_out_of(pieces: Iterable[Piece]) -> list[str]:
+    """Names of the values that the writers had to leave out."""
+    names: list[str] = []
+    for piece in pieces:
+        if piece.kind == SHARD_KIND:
+            names += [str(name) for name in _parse(piece).get("left_out", [])]
+    return sorted(set(names))
+
+
+def _item_to_json(item: Item) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": item.path, "at": (item.offset, item.length)}
+    if item.is_tensor:
+        row |= {"dtype": item.dtype, "shape": item.shape}
+        if item.sizes != item.shape:
+            row["chunk"] = (item.offsets, item.sizes)
+        if item.device != "cpu":
+            row["device"] = item.device
+    if item.int_keys:
+        row["int_keys"] = item.int_keys
+    return row
+
+
+def _parse(piece: Piece) -> dict[str, Any]:
+    try:
+        table = json.loads(piece.table)
+        written = int(table["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{piece.file} has no readable table of contents: {error!r}") from error
+    if written > FORMAT:
+        raise CheckpointError(
+            f"{piece.file} was written in format {written}, this ttp reads up to {FORMAT}: update ttp"
+        )
+    return dict(table)
+
+
+def _decode_items(piece: Piece) -> list[Item]:
+    table = _parse(piece)
+    if not safe_path(piece.file):
+        raise CheckpointError(f"the manifest names a file outside of the checkpoint: {piece.file!r}")
+    try:
+        return [_item_from_json(piece.file, row) for row in table["items"]]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"the table of contents of {piece.file} is garbled: {error!r}") from error
+
+
+def _item_from_json(file: str, row: dict[str, Any]) -> Item:
+    path = tuple(step if isinstance(step, int) else str(step) for step in row["path"])
+    offset, length = _numbers(row["at"])
+    int_keys = _numbers(row.get("int_keys", ()))
+    if "dtype" not in row:
+        return Item(path, file, offset, length, int_keys=int_keys)
+    shape = _numbers(row["shape"])
+    offsets, sizes = map(_numbers, row.get("chunk", ((0,) * len(shape), shape)))
+    return Item(
+        path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, row.get("device", "cpu"), int_keys
+    )
+
+
+def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
+    numbers = tuple(int(value) for value in values)
+    if any(number < 0 for number in numbers):
+        raise ValueError(f"negative number in {numbers}")
+    return numbers
