@@ -10,7 +10,8 @@ from pathlib import Path
 
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, TtpError
-from ttp.launch.controller_process import ensure_controller, listens, log_tail, stop_controller
+from ttp.launch.controller_process import ensure_controller, log_tail, stop_controller
+from ttp.launch.presence import listens
 
 logger = logging.getLogger("ttp.launch")
 
@@ -101,5 +102,7 @@ class ControllerKeeper:
         self._child = None
         self._job_over = code == 0
         if code not in (0, EXIT_BAD_CONFIG):  # 64: somebody else's was faster
-            logger.warning("the controller ended (exit code %d) and is replaced\n%s", code, log_tail(self._run_dir, 3))
+            logger.warning(
+                "the controller ended (exit code %d) and is replaced\n%s", code, log_tail(self._run_dir, lines=3)
+            )
         return not self._job_over

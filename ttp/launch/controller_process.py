@@ -8,29 +8,38 @@ from __future__ import annotations
 
 import logging
 import os
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError
+from ttp.launch.presence import PROBE_S, Presence, is_local, port_owner, probe
 from ttp.launch.run_dir import make_private
+
+__all__ = [
+    "Presence",
+    "ensure_controller",
+    "is_local",
+    "log_tail",
+    "port_owner",
+    "probe",
+    "start_controller",
+    "stop_controller",
+    "wait_until_serving",
+]
 
 logger = logging.getLogger("ttp.launch")
 
 LOG_FILE = "controller.log"
+COMMAND = (sys.executable, "-m", "ttp.controller")
 
-Presence = Literal["controller", "nobody", "other", "refused"]
-"""Who is at a port: our controller; nobody reachable; something else; a controller that does not take our token."""
-
-PROBE_S = 2.0
 STRANGER_S = 3.0
 """A controller that is just starting listens for a moment before it answers."""
 STARTS_MAX = 3
 TAIL_LINES = 15
+TAIL_BYTES = 1 << 16
 
 
 def start_controller(
@@ -55,7 +64,7 @@ def start_controller(
     Raises:
         ConfigError: the log cannot be written or the interpreter not be started.
     """
-    command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
+    command = [*COMMAND, "--port", str(port), "--bind", bind, "--run-dir", str(run_dir)]
     if owner_pid is not None:
         command += ["--owner-pid", str(owner_pid)]
     if abandoned_s is not None:
@@ -89,98 +98,23 @@ def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 5.0) -> 
         child.wait()
 
 
-def log_tail(run_dir: Path, lines: int = TAIL_LINES) -> str:
-    """The last lines of the controller's log; empty when there is none."""
+def log_size(run_dir: Path) -> int:
+    """Bytes of the controller's log by now: what a controller that is started next writes comes after them."""
     try:
-        text = (run_dir / LOG_FILE).read_text(errors="replace")
+        return (run_dir / LOG_FILE).stat().st_size
+    except OSError:
+        return 0
+
+
+def log_tail(run_dir: Path, since: int = 0, lines: int = TAIL_LINES) -> str:
+    """The last lines of the controller's log after its first ``since`` bytes; empty when there are none."""
+    try:
+        with (run_dir / LOG_FILE).open("rb") as log:
+            log.seek(max(since, log_size(run_dir) - TAIL_BYTES))
+            text = log.read(TAIL_BYTES).decode(errors="replace")
     except OSError:
         return ""
     return "\n".join(text.splitlines()[-lines:])
-
-
-def port_owner(port: int) -> str | None:
-    """Who listens on a TCP port of this machine, such as ``pid 123 (redis-server)``; None if nobody is seen."""
-    import psutil
-
-    try:
-        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
-    except (psutil.Error, OSError):
-        return None
-    pids = {c.pid for c in listeners if c.laddr and c.laddr.port == port}
-    if not pids:
-        return None
-    known = sorted(pid for pid in pids if pid is not None)
-    return ", ".join(_describe(pid) for pid in known) or "a process of another user"
-
-
-def _describe(pid: int) -> str:
-    import psutil
-
-    try:
-        return f"pid {pid} ({psutil.Process(pid).name()})"
-    except (psutil.Error, OSError):
-        return f"pid {pid}"
-
-
-def is_local(address: str) -> bool:
-    """Whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
-    try:
-        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
-    except OSError:
-        return False
-    return any(_can_bind(family, where) for family, _, _, _, where in found)
-
-
-def _can_bind(family: int, where: Any) -> bool:
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probing:
-            probing.bind(where)
-    except OSError:
-        return False
-    return True
-
-
-def target(address: str, port: int) -> str:
-    """``host:port`` in gRPC's spelling."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
-def channel_options() -> list[tuple[str, int]]:
-    """Options of every short connection to a controller: no HTTP proxy, no shared connection, quick reconnects."""
-    return [
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),
-        ("grpc.initial_reconnect_backoff_ms", 100),
-        ("grpc.max_reconnect_backoff_ms", 500),
-    ]
-
-
-def listens(address: str, port: int, timeout_s: float) -> bool:
-    """Whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
-    try:
-        socket.create_connection((address, port), timeout_s).close()
-    except OSError:
-        return False
-    return True
-
-
-def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
-    """Find out who is at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
-    if not listens(address, port, timeout_s):
-        return "nobody"
-    import grpc
-
-    from ttp.wire.v1.controller_pb2 import GetStatusRequest
-    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
-
-    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
-        try:
-            ControllerStub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),))
-        except grpc.RpcError as problem:
-            code = problem.code()
-            refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
-            return "refused" if refused else "other"
-    return "controller"
 
 
 def wait_until_serving(address: str, port: int, token: str, timeout_s: float) -> bool:
@@ -205,7 +139,7 @@ def ensure_controller(
     owner_pid: int | None = None,
     abandoned_s: float | None = None,
     patience_s: float = 30.0,
-    cancelled: Callable[[], bool] = bool,
+    cancelled: Callable[[], bool] = lambda: False,
 ) -> subprocess.Popen[bytes] | None:
     """See to it that a controller of this job serves at ``address:port``.
 
@@ -217,7 +151,8 @@ def ensure_controller(
         loser may be returned while it is still exiting (with code 64).
 
     Raises:
-        ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to do.
+        ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
+            do.
     """
     start = _Start(address, port, token, run_dir)
     deadline_s = time.monotonic() + patience_s
@@ -246,6 +181,7 @@ class _Start:
         self._address, self._port, self._token, self._run_dir = address, port, token, run_dir
         self._child: subprocess.Popen[bytes] | None = None
         self._starts = 0
+        self._log_size = 0
         self._stranger_since: float | None = None
 
     def wanted(self, presence: Presence) -> bool:
@@ -253,6 +189,7 @@ class _Start:
 
     def begin(self, *, bind: str, owner_pid: int | None, abandoned_s: float | None) -> None:
         self._starts += 1
+        self._log_size = log_size(self._run_dir)
         self._child = start_controller(
             port=self._port,
             bind=bind,
@@ -280,7 +217,9 @@ class _Start:
         if code is not None:
             self._child = None
             if code != EXIT_BAD_CONFIG or (presence == "nobody" and self._starts >= STARTS_MAX):
-                raise ConfigError(f"the controller cannot start (exit code {code}):\n{log_tail(self._run_dir)}")
+                raise ConfigError(
+                    f"the controller cannot start (exit code {code}):\n{log_tail(self._run_dir, self._log_size)}"
+                )
         self._complain_about_stranger(presence)
 
     def _complain_about_stranger(self, presence: Presence) -> None:
@@ -291,8 +230,8 @@ class _Start:
             self._stranger_since = now
         elif now - self._stranger_since >= STRANGER_S:
             raise ConfigError(
-                f"port {self._port} of {self._address} is in use by something that is no ttp controller{self._owner()}: "
-                "choose another TTP_PORT"
+                f"port {self._port} of {self._address} is in use by something that is no ttp controller"
+                f"{self._owner()}: choose another TTP_PORT"
             )
 
     def timed_out(self, patience_s: float) -> str:
@@ -300,11 +239,11 @@ class _Start:
         if self._child is not None:
             return (
                 f"the controller runs but does not answer at {where} within {patience_s:.0f} s; check TTP_BIND.\n"
-                f"{log_tail(self._run_dir)}"
+                f"{log_tail(self._run_dir, self._log_size)}"
             )
         if not is_local(self._address):
             return f"no controller answers at {where} within {patience_s:.0f} s; the first node should run it"
-        return f"the controller at {where} does not answer within {patience_s:.0f} s.\n{log_tail(self._run_dir)}"
+        return f"the controller at {where} does not answer within {patience_s:.0f} s.\n{log_tail(self._run_dir, self._log_size)}"
 
     def _owner(self) -> str:
         owner = port_owner(self._port) if is_local(self._address) else None

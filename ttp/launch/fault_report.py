@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from ttp.launch.controller_process import channel_options, target
+from ttp.launch.presence import channel_options, target
 
 logger = logging.getLogger("ttp.launch")
 

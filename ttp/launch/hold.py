@@ -69,18 +69,20 @@ class Hold:
         self._patience_s = patience_s
         self._first_lease_s = first_lease_s
         self._held: set[Pid] = set()
+        self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
-        """With ``KILL_HUNG``: whom."""
+        """With ``KILL_HUNG``: whom. They are not mentioned again: a process in the kernel may take long to die."""
 
     def look(self, now: float, scene: Scene) -> Verdict:
         """Decide with what is seen now. Ask again after ``WAIT`` and ``KILL_HUNG``."""
-        holding = {pid for pid in scene.alive if scene.deadlines.get(pid, now) > now}
+        alive = scene.alive - self._given_up
+        holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
         if holding:
             self._held |= holding
             self._quiet_since = now
-        if not scene.alive:
+        if not alive:
             return Verdict.LEFT
-        armed = scene.alive & (scene.armed | holding)
+        armed = alive & (scene.armed | holding)
         if not armed:
             return Verdict.STOP
         if now - self._started >= self._patience_s:
@@ -91,6 +93,7 @@ class Hold:
         quiet_s = now - self._quiet_since
         self.hung = armed - self._held
         if self.hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):
+            self._given_up |= self.hung
             return Verdict.KILL_HUNG
         return Verdict.WAIT if quiet_s < self._first_lease_s else Verdict.STOP
 

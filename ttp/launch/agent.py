@@ -1,0 +1,110 @@
+"""Torch's elastic agent, with patience.
+
+``TtpAgent`` differs from ``LocalElasticAgent`` in when it stops workers, not in how, and only if ranks armed
+themselves (see ``ttp.launch.hold``). Everything of ours fails open: an error in it is logged, and torch goes on as it
+would have without us.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable, Mapping
+from subprocess import Popen
+from typing import Any
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+
+from ttp.launch.deaths import ORDERLY_EXITS
+from ttp.launch.fresh_store import give_fresh_stores
+from ttp.launch.host import GRACE_S, Host
+
+logger = logging.getLogger("ttp.launch")
+
+
+class TtpAgent(LocalElasticAgent):
+    """A ``LocalElasticAgent`` that lets healthy ranks finish saving.
+
+    Args:
+        host: what ttp does on this host.
+        args: as ``LocalElasticAgent``.
+        kwargs: as ``LocalElasticAgent``.
+    """
+
+    def __init__(self, *args: Any, host: Host, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._host = host
+        give_fresh_stores(self._worker_group.spec)
+
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        """As torch's; ends what we started."""
+        try:
+            return super().run(*args, **kwargs)
+        finally:
+            self._fail_open(lambda: self._host.close(several_nodes=(self._worker_group.group_world_size or 1) > 1))
+
+    def exit_codes(self) -> list[int]:
+        """How the workers of the last attempt ended, negative for a signal."""
+        codes = [worker.poll() for worker in self._workers().values()]
+        return [code for code in codes if code is not None]
+
+    def _start_workers(self, worker_group: Any) -> Any:
+        self._host.before_workers(worker_group.master_addr, first_node=worker_group.group_rank == 0)
+        ids = super()._start_workers(worker_group)
+        self._fail_open(lambda: self._host.watch(self._workers()))
+        return ids
+
+    def _monitor_workers(self, worker_group: Any) -> Any:
+        """Before torch stops the others of a worker that failed, let them save.
+
+        This must block: were we to say HEALTHY meanwhile, torch would look for nodes that wait to join and restart.
+        """
+        workers = self._workers()
+        if any(worker.poll() not in (None, 0) for worker in workers.values()):
+            self._fail_open(lambda: self._host.hold(workers))
+            self._fail_open(lambda: self._host.expect_stop(workers))
+        result = super()._monitor_workers(worker_group)
+        result.failures = _root_causes_first(result.failures)
+        return result
+
+    def _shutdown(self, *args: Any, **kwargs: Any) -> None:
+        """Stop what runs: by an operator's signal, a change of members (no signal given), or an error of the agent."""
+        workers = self._workers()
+        if args or "death_sig" in kwargs:
+            how = args[0] if args else kwargs["death_sig"]
+            self._obey(workers, how, float(kwargs.get("timeout", GRACE_S)))
+        else:
+            self._fail_open(lambda: self._host.hold(workers))
+        self._fail_open(lambda: self._host.expect_stop(workers))
+        super()._shutdown(*args, **kwargs)
+
+    def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
+        """Pass an operator's signal on and be patient; schedulers repeat SIGTERM, a second Ctrl-C means it."""
+        while True:
+            try:
+                self._fail_open(lambda: self._host.stop(workers, how, grace_s))
+                return
+            except SignalException as again:
+                if again.sigval == signal.SIGINT:
+                    logger.warning("interrupted again: not waiting for ranks that save")
+                    return
+
+    def _workers(self) -> dict[int, Popen[Any]]:
+        """Worker processes by global rank; empty where torch runs them in another way (``--run-path``)."""
+        handlers = getattr(self._pcontext, "subprocess_handlers", None) or {}
+        ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
+        return {ranks[local_rank]: handler.proc for local_rank, handler in handlers.items()}
+
+    def _fail_open(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except SignalException:  # torch's way to say that the agent got a signal
+            raise
+        except Exception:
+            logger.exception("ttp cannot protect this job here; going on as torchrun does")
+
+
+def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:
+    """Torch names the first of the failures it saw in the same second as the root cause: never a rank that saved."""
+    return dict(sorted(failures.items(), key=lambda item: (item[1].exitcode in ORDERLY_EXITS, item[0])))

@@ -1,0 +1,88 @@
+"""A fresh TCPStore for each restart under torch's static rendezvous.
+
+The static rendezvous lets the workers use the agent's own store, on the port the user gave, and torch no longer
+prefixes their keys with the attempt ("We create a new TCPStore for every retry", says torch/distributed/rendezvous.py,
+which is not so here). A restarted gloo job finds the addresses of its dead predecessor in it, and hangs or fails. So
+from the second attempt on the first node's agent hosts a new store on a free port, and tells the others through the old
+one. It outlives rank 0, as torch's own does. The first attempt is torch's own: same port, same store.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+KEY = "ttp/workers_store_port"
+
+
+class FreshStoreRendezvous(RendezvousHandler):
+    """A static rendezvous, but for the address of the workers' store after a restart.
+
+    Args:
+        inner: what is asked for everything else.
+        master_addr: host of the first node, where the stores live.
+    """
+
+    def __init__(self, inner: Any, master_addr: str) -> None:
+        self._inner = inner
+        self._master_addr = master_addr
+        self._attempt = 0
+        self._store: Any = None  # held: the server ends with its last reference
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes; from the second time on with a store that nobody has used."""
+        info = self._inner.next_rendezvous()
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        if attempt == 0:
+            return info
+        port = self._agree_on_port(info, f"{KEY}/{attempt}")
+        where = RendezvousStoreInfo(self._master_addr, port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, where)
+
+    def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
+        """Every node restarts when its ranks were released, so all come here as often as the first one does."""
+        if info.rank == 0:
+            self._store = dist.TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
+            info.store.set(key, str(self._store.port))
+        return int(info.store.get(key))
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers connect to a store that runs in an agent: always, as with torch's own."""
+        return bool(self._inner.use_agent_store)
+
+    def get_backend(self) -> str:
+        """Name of the inner one: this is no other kind."""
+        return str(self._inner.get_backend())
+
+    def is_closed(self) -> bool:
+        """See torch."""
+        return bool(self._inner.is_closed())
+
+    def set_closed(self) -> None:
+        """See torch."""
+        self._inner.set_closed()
+
+    def num_nodes_waiting(self) -> int:
+        """See torch."""
+        return int(self._inner.num_nodes_waiting())
+
+    def get_run_id(self) -> str:
+        """See torch."""
+        return str(self._inner.get_run_id())
+
+    def shutdown(self) -> bool:
+        """See torch."""
+        return bool(self._inner.shutdown())
+
+
+def give_fresh_stores(spec: Any) -> None:
+    """Make a worker spec with a static rendezvous restart on fresh stores; other specs stay as they are."""
+    if spec.rdzv_handler.get_backend() != "static" or not spec.master_addr:
+        return
+    spec.rdzv_handler = FreshStoreRendezvous(spec.rdzv_handler, spec.master_addr)
+    # Torch lets this field overrule what the rendezvous says; without it, the rendezvous' port (the same one in the
+    # first attempt) is used.
+    spec.master_port = None

@@ -1,0 +1,173 @@
+"""What a launcher does for ttp on one host, whatever launches the workers. Knows nothing of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.controller_keeper import ControllerKeeper
+from ttp.launch.fault_report import FaultReporter
+from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
+from ttp.launch.leases import Leases
+from ttp.launch.presence import job_is_busy
+from ttp.launch.worker_watch import WorkerWatch
+
+logger = logging.getLogger("ttp.launch")
+
+Workers = Mapping[int, Popen[Any]]
+"""Worker processes by global rank; each leads its own process group."""
+
+LOOK_S = 0.02
+GRACE_S = 30.0
+"""How long torch leaves a worker between SIGTERM and SIGKILL."""
+
+
+class Host:
+    """Patience with saving workers, witness of their deaths, and (on the first node) the controller.
+
+    Args:
+        config: settings; ``config.port`` is set.
+        run_dir: prepared by ``prepare_run_dir``.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._config = config
+        self._leases = Leases(run_dir)
+        self._keeper = ControllerKeeper(config, run_dir)
+        self._keeps = False
+        self._watch = WorkerWatch()
+        self._reporter: FaultReporter | None = None
+        self._address = ""
+        self._leases.sweep()
+
+    def before_workers(self, address: str, first_node: bool) -> None:
+        """Call before each start of workers; ``address`` is the job's MASTER_ADDR.
+
+        Raises:
+            ConfigError: at the first start, when this is the first node and no controller can serve. Later it is only
+                logged: training without protection is better than none.
+        """
+        self._leases.sweep()
+        first_start, self._address = not self._address, address
+        if not first_node:
+            return
+        try:
+            self._keeper.start(address)
+            self._keeps = True
+        except ConfigError as problem:
+            if first_start:
+                raise
+            logger.error("the job restarts without a controller: a failure would lose steps. %s", problem)
+
+    def watch(self, workers: Workers) -> None:
+        """Report deaths of these from now on."""
+        assert self._config.port is not None
+        if self._reporter is not None:
+            self._reporter.close()
+        self._reporter = FaultReporter(self._address, self._config.port, self._config.token)
+        self._watch.watch(workers, self._reporter)
+
+    def hold(self, workers: Workers) -> None:
+        """A worker failed, or the group is to be restarted: return when the survivors may be stopped.
+
+        Survivors that are armed but get no lease are asked with SIGTERM, which a processor understands as "save now".
+        """
+        verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, FIRST_LEASE_S))
+        if verdict is Verdict.STOP and self._armed(workers):
+            logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
+            self.stop(workers, signal.SIGTERM)
+
+    def stop(self, workers: Workers, how: signal.Signals, grace_s: float = GRACE_S) -> None:
+        """Send ``how`` to the workers and wait while they save; kill armed ones that neither save nor leave.
+
+        Does nothing when nobody is armed.
+
+        Args:
+            workers: by rank.
+            how: the signal.
+            grace_s: how long to wait for a worker that holds no lease.
+        """
+        if not self._armed(workers):
+            return
+        self._send(_alive(workers), how, workers)
+        verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, grace_s))
+        if verdict in (Verdict.STOP, Verdict.OUT_OF_PATIENCE):
+            self._send(self._armed(workers), signal.SIGKILL, workers)
+
+    def expect_stop(self, workers: Workers) -> None:
+        """The launcher stops what is left of these now."""
+        self._watch.expect(_alive(workers))
+
+    def close(self, several_nodes: bool) -> None:
+        """The job is over here. With several nodes the controller outlives us until nobody needs it."""
+        self._watch.close()
+        if self._reporter is not None:
+            self._reporter.close()
+        try:
+            if self._keeps and several_nodes:
+                self._wait_for_other_nodes()
+        finally:
+            self._keeper.stop()
+            self._leases.sweep()
+
+    def _wait(self, workers: Workers, hold: Hold) -> Verdict:
+        waiting = False
+        while True:
+            verdict = hold.look(time.monotonic(), self._scene(workers))
+            if verdict is Verdict.KILL_HUNG:
+                logger.warning("killing %s: hung while the others saved and left", _names(workers, hold.hung))
+                self._send(hold.hung, signal.SIGKILL, workers)
+            elif verdict is not Verdict.WAIT:
+                break
+            elif not waiting:
+                waiting = True
+                logger.info("waiting up to %.0f s for ranks that save", self._config.rescue_patience_s)
+            time.sleep(LOOK_S)
+        if verdict is Verdict.OUT_OF_PATIENCE:
+            patience_s = self._config.rescue_patience_s
+            logger.error("%s still saving after TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
+        return verdict
+
+    def _scene(self, workers: Workers) -> Scene:
+        exits = {worker.pid: worker.poll() for worker in workers.values()}
+        return Scene(
+            alive=frozenset(pid for pid, code in exits.items() if code is None),
+            exits={pid: code for pid, code in exits.items() if code is not None},
+            armed=frozenset(self._leases.armed()),
+            deadlines=self._leases.deadlines(),
+        )
+
+    def _armed(self, workers: Workers) -> set[int]:
+        return _alive(workers) & self._leases.armed()
+
+    def _send(self, pids: Iterable[int], how: signal.Signals, workers: Workers) -> None:
+        self._watch.expect(pids)
+        for pid in _alive(workers) & set(pids):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(pid, how)
+
+    def _wait_for_other_nodes(self) -> None:
+        """Their ranks may still be saving: ours can have died without a local survivor to wait for."""
+        assert self._config.port is not None
+        deadline_s = time.monotonic() + self._config.rescue_patience_s
+        while time.monotonic() < deadline_s and job_is_busy(self._address, self._config.port, self._config.token):
+            time.sleep(LOOK_S * 10)
+
+
+def _alive(workers: Workers) -> set[int]:
+    return {worker.pid for worker in workers.values() if worker.poll() is None}
+
+
+def _names(workers: Workers, pids: Iterable[int]) -> str:
+    wanted = set(pids)
+    ranks = sorted(rank for rank, worker in workers.items() if worker.pid in wanted)
+    return ", ".join(f"rank {rank}" for rank in ranks)

@@ -1,0 +1,70 @@
+"""Making torch's launcher use our agent. Shared by ``ttp run`` and the plug-in for stock torchrun."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ttp.config import Config
+from ttp.launch.host import Host
+from ttp.launch.run_dir import prepare_run_dir
+
+logger = logging.getLogger("ttp.launch")
+
+
+def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None) -> Callable[..., Any]:
+    """A stand-in for ``LocalElasticAgent`` in torch's launcher.
+
+    Exports what workers and torch's rendezvous must know to this process' environment.
+
+    Args:
+        config: settings; ``config.port`` is set.
+        made: is told of the agent.
+
+    Raises:
+        ConfigError: the run directory cannot be used.
+    """
+    from ttp.launch.agent import TtpAgent
+
+    run_dir = prepare_run_dir(config.resolved_run_dir())
+    os.environ["TTP_RUN_DIR"] = str(run_dir)
+    # Else a restarted gloo job finds the addresses of its dead predecessor in the store that the rendezvous shares
+    # with the workers, and hangs or fails.
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+    def make(*args: Any, **kwargs: Any) -> TtpAgent:
+        agent = TtpAgent(*args, host=Host(config, run_dir), **kwargs)
+        made(agent)
+        return agent
+
+    make.of_ttp = True  # type: ignore[attr-defined]
+    return make
+
+
+def replaceable(launcher_api: Any) -> bool:
+    """Whether torch's launcher still makes its own agent: not ours already, nor somebody else's."""
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+
+    current = launcher_api.LocalElasticAgent
+    if current is LocalElasticAgent:
+        return True
+    if not getattr(current, "of_ttp", False):
+        logger.warning("something else replaced torch's agent (%r): ranks may not get the time to save", current)
+    return False
+
+
+@contextmanager
+def installed(maker: Callable[..., Any]) -> Iterator[None]:
+    """Let torch's launcher make its agents with ``maker`` meanwhile."""
+    from torch.distributed.launcher import api
+
+    launcher_api: Any = api
+    stock = launcher_api.LocalElasticAgent
+    launcher_api.LocalElasticAgent = maker
+    try:
+        yield
+    finally:
+        launcher_api.LocalElasticAgent = stock

@@ -1,0 +1,67 @@
+"""Entry point ``torchrun.handlers``: teaches stock torchrun to let healthy ranks save.
+
+Torch loads it in the agent, not in workers, and only when ``TTP_PORT`` is set does it do anything. It is called while
+``torch.distributed.launcher.api`` is half imported, so the agent is replaced later: when torch creates the rendezvous
+handler, just before it makes the agent.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+logger = logging.getLogger("ttp.launch")
+
+
+def handler() -> Callable[..., Any]:
+    """What torch calls at start. Returns a creator for a rendezvous backend ``ttp``, which does not exist."""
+    if os.environ.get("TTP_PORT"):
+        try:
+            _wrap_registry()
+        except Exception as problem:
+            _stay_stock(problem)
+    return _no_backend
+
+
+def _wrap_registry() -> None:
+    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
+
+    create = registry.create_handler
+    if getattr(create, "of_ttp", False):
+        return
+
+    def create_handler(*args: Any, **kwargs: Any) -> Any:
+        try:
+            _replace_agent()
+        except Exception as problem:
+            _stay_stock(problem)
+        return create(*args, **kwargs)
+
+    create_handler.of_ttp = True  # type: ignore[attr-defined]
+    registry.create_handler = create_handler  # type: ignore[method-assign]
+
+
+def _replace_agent() -> None:
+    """Put our agent in the place of torch's, unless it is there already."""
+    from ttp.config import Config
+    from ttp.launch.install import agent_maker, replaceable
+    from ttp.launch.torch_compat import differences
+
+    launcher_api = sys.modules.get("torch.distributed.launcher.api")
+    if launcher_api is None or not replaceable(launcher_api):
+        return
+    unknown = differences()
+    if unknown:
+        raise RuntimeError(f"this torch is not as ttp knows it: {'; '.join(unknown)}")
+    launcher_api.LocalElasticAgent = agent_maker(Config.from_env())  # type: ignore[attr-defined]
+
+
+def _stay_stock(problem: Exception) -> None:
+    logger.warning("TTP_PORT is set, but torchrun stays as it is and may stop ranks that are saving: %s", problem)
+
+
+def _no_backend(*_: Any, **__: Any) -> Any:
+    raise ValueError("ttp is no rendezvous backend; choose another --rdzv-backend (ttp works with any)")

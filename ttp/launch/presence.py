@@ -1,0 +1,113 @@
+"""Who is at a port: our controller, another job's, something else, or nobody."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any, Literal
+
+Presence = Literal["controller", "nobody", "other", "refused"]
+"""Our controller; nobody reachable; something else; a controller that does not take our token."""
+
+PROBE_S = 2.0
+
+
+def port_owner(port: int) -> str | None:
+    """Who listens on a TCP port of this machine, such as ``pid 123 (redis-server)``; None if nobody is seen."""
+    import psutil
+
+    try:
+        listeners = [c for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
+    except (psutil.Error, OSError):
+        return None
+    pids = {c.pid for c in listeners if c.laddr and c.laddr.port == port}
+    if not pids:
+        return None
+    known = sorted(pid for pid in pids if pid is not None)
+    return ", ".join(_describe(pid) for pid in known) or "a process of another user"
+
+
+def _describe(pid: int) -> str:
+    import psutil
+
+    try:
+        return f"pid {pid} ({psutil.Process(pid).name()})"
+    except (psutil.Error, OSError):
+        return f"pid {pid}"
+
+
+def is_local(address: str) -> bool:
+    """Whether ``address`` (name or number) is one of this machine: only then can something be bound to it."""
+    try:
+        found = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)
+    except OSError:
+        return False
+    return any(_can_bind(family, where) for family, _, _, _, where in found)
+
+
+def _can_bind(family: int, where: Any) -> bool:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probing:
+            probing.bind(where)
+    except OSError:
+        return False
+    return True
+
+
+def target(address: str, port: int) -> str:
+    """``host:port`` in gRPC's spelling."""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
+
+
+def channel_options() -> list[tuple[str, int]]:
+    """Options of every short connection to a controller: no HTTP proxy, no shared connection, quick reconnects."""
+    return [
+        ("grpc.enable_http_proxy", 0),
+        ("grpc.use_local_subchannel_pool", 1),
+        ("grpc.initial_reconnect_backoff_ms", 100),
+        ("grpc.max_reconnect_backoff_ms", 500),
+    ]
+
+
+def listens(address: str, port: int, timeout_s: float) -> bool:
+    """Whether anything accepts TCP connections there. Cheap; says nothing about what it is."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except OSError:
+        return False
+    return True
+
+
+def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Presence:
+    """Find out who is at a port. Takes up to ``2 * timeout_s`` seconds; never raises for what it finds."""
+    if not listens(address, port, timeout_s):
+        return "nobody"
+    import grpc
+
+    from ttp.wire.v1.controller_pb2 import GetStatusRequest
+    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
+        try:
+            ControllerStub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),))
+        except grpc.RpcError as problem:
+            code = problem.code()
+            refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
+            return "refused" if refused else "other"
+    return "controller"
+
+
+def job_is_busy(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> bool:
+    """Whether a rank is attached that still trains or saves; False if no controller answers."""
+    import grpc
+
+    from ttp.wire.v1.controller_pb2 import GetStatusRequest
+    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
+        try:
+            status = ControllerStub(channel).GetStatus(
+                GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),)
+            )
+        except grpc.RpcError:
+            return False
+    return any(rank.state in ("live", "frozen") for rank in status.ranks)

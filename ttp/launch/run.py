@@ -1,0 +1,142 @@
+"""``ttp run``: torchrun, with the controller, patience for ranks that save, and restarts that resume."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import secrets
+import socket
+import sys
+import traceback
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ttp.config import Config
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError
+from ttp.launch.run_dir import prepare_run_dir, write_token
+
+logger = logging.getLogger("ttp.launch")
+
+EXIT_FAILED = 1
+
+EPILOG = """
+ttp run takes every flag of torchrun and launches in the same way. In addition: it starts the job's controller on the
+first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy ones get up to TTP_OT seconds
+(default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
+with any rendezvous. Exit code: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, 64 bad
+configuration, 1 anything else.
+"""
+
+
+def run(argv: list[str]) -> int:
+    """Launch a job as ``torchrun`` would with ``argv``, protected by ttp.
+
+    Returns:
+        The exit code, see ``--help``. Errors are printed to stderr as one clear message.
+    """
+    try:
+        arguments = _parse(argv)
+        config = _settle(_several_nodes(arguments.nnodes))
+        return _Launch(config).run(arguments)
+    except ConfigError as problem:
+        return _refuse(str(problem))
+    except SystemExit as leaving:  # argparse has said what it does not like, or has printed the help
+        return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
+
+
+def _parse(argv: list[str]) -> Any:
+    try:
+        from torch.distributed.run import get_args_parser
+    except ImportError as problem:
+        raise ConfigError(f"ttp run launches torch jobs, and torch is missing: {problem}") from None
+    parser = get_args_parser()
+    parser.prog, parser.epilog = "ttp run", EPILOG
+    return parser.parse_args(argv)
+
+
+def _several_nodes(nnodes: str) -> bool:
+    from torch.distributed.run import parse_min_max_nnodes
+
+    try:
+        return bool(parse_min_max_nnodes(nnodes)[1] > 1)
+    except (RuntimeError, ValueError):
+        raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
+
+
+def _settle(several_nodes: bool) -> Config:
+    """Complete the settings, and leave them in the environment for the workers."""
+    config = Config.from_env()
+    if several_nodes and config.port is None:
+        raise ConfigError(
+            "a job of several nodes needs TTP_PORT, the same port on all: where the first node's controller listens"
+        )
+    if config.port is None:
+        config = dataclasses.replace(config, port=_free_port())
+    if not config.token and not several_nodes:
+        config = dataclasses.replace(config, token=secrets.token_hex(16))
+    run_dir = prepare_run_dir(config.resolved_run_dir())
+    if config.token:
+        write_token(run_dir, config.token)
+    os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
+    return config
+
+
+def _free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("", 0))
+        return int(probing.getsockname()[1])
+
+
+class _Launch:
+    """One call of torch's launcher with our agent."""
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._agent: Any = None
+
+    def run(self, arguments: Any) -> int:
+        from torch.distributed.elastic.multiprocessing import SignalException
+        from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
+        from torch.distributed.run import run as torchrun
+
+        try:
+            with self._our_agent():
+                record(torchrun)(arguments)
+        except ConfigError:
+            raise
+        except (ChildFailedError, SignalException) as problem:
+            print(problem, file=sys.stderr)
+        except Exception as problem:
+            if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
+                return _refuse(str(problem))  # torch did not like the flags
+            traceback.print_exc()
+        else:
+            return EXIT_TRAINED
+        return self._verdict()
+
+    def _verdict(self) -> int:
+        codes = [] if self._agent is None else self._agent.exit_codes()
+        return next((code for code in (EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
+
+    def _our_agent(self) -> AbstractContextManager[None]:
+        from ttp.launch.install import agent_maker, installed
+        from ttp.launch.torch_compat import differences
+
+        unknown = differences()
+        if unknown:
+            logger.warning("this torch is not as ttp knows it; ranks may be stopped while they save: %s", unknown)
+            return nullcontext()
+        return installed(agent_maker(self._config, self._remember))
+
+    def _remember(self, agent: Any) -> None:
+        self._agent = agent
+
+
+def _refuse(text: str) -> int:
+    print(f"ttp run: {text}", file=sys.stderr)
+    return EXIT_BAD_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,0 +1,53 @@
+"""What we rely on inside torch's elastic agent, and whether this torch still has it.
+
+The agent is extended through names that are not public. A torch that differs is left alone: the job runs as under the
+stock launcher, with one warning.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from typing import Any
+
+logger = logging.getLogger("ttp.launch")
+
+
+def differences() -> list[str]:
+    """What of torch is not as we know it; empty when the agent can be extended."""
+    try:
+        return [text for text, holds in _expectations() if not holds]
+    except Exception as problem:
+        return [f"{type(problem).__name__}: {problem}"]
+
+
+def _expectations() -> list[tuple[str, bool]]:
+    from torch.distributed.elastic.agent.server.api import SimpleElasticAgent, WorkerGroup
+    from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+    from torch.distributed.elastic.multiprocessing import SubprocessContext
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+    from torch.distributed.launcher import api
+
+    return [
+        ("launcher.api.launch_agent makes a LocalElasticAgent", "LocalElasticAgent" in _names(api.launch_agent)),
+        ("LocalElasticAgent keeps its workers in _pcontext", "_pcontext" in _names(LocalElasticAgent._start_workers)),
+        ("_monitor_workers(worker_group)", _accepts(LocalElasticAgent._monitor_workers, "worker_group")),
+        ("_start_workers(worker_group)", _accepts(LocalElasticAgent._start_workers, "worker_group")),
+        ("_shutdown(death_sig)", _accepts(LocalElasticAgent._shutdown, "death_sig")),
+        ("_stop_workers calls _shutdown", "_shutdown" in _names(LocalElasticAgent._stop_workers)),
+        ("run calls _shutdown", "_shutdown" in _names(SimpleElasticAgent.run)),
+        ("SubprocessContext.subprocess_handlers", "subprocess_handlers" in _names(SubprocessContext.__init__)),
+        ("SubprocessHandler.proc", "proc" in _names(SubprocessHandler.__init__)),
+        ("WorkerGroup.master_addr", "master_addr" in _names(WorkerGroup.__init__)),
+        ("WorkerGroup.group_rank", "group_rank" in _names(WorkerGroup.__init__)),
+    ]
+
+
+def _names(function: Any) -> tuple[str, ...]:
+    """Every global and attribute name in a function's code, below decorators."""
+    code = inspect.unwrap(function).__code__
+    return code.co_names
+
+
+def _accepts(function: Any, parameter: str) -> bool:
+    return parameter in inspect.signature(function).parameters

@@ -1,0 +1,83 @@
+"""A thread of the launcher that tells the controller about a dead worker at once."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterable, Mapping
+from subprocess import Popen
+from typing import Any, Protocol
+
+from ttp.launch.deaths import ORDERLY_EXITS, DeathWatch, describe_exit
+
+logger = logging.getLogger("ttp.launch")
+
+TURN_S = 0.2
+"""How soon the thread notices new workers; those that died before are seen then."""
+
+
+class Reporter(Protocol):
+    """Who is told. Must neither block nor raise."""
+
+    def exited(self, rank: int, pid: int, reason: str) -> None:
+        """``rank``, process ``pid``, ended for ``reason``."""
+
+
+class WorkerWatch:
+    """Watches the workers of this host, one group after the other.
+
+    An orderly exit (0, 75, 70) is not reported, nor is the death of a worker that the launcher itself stops.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._next: tuple[dict[int, Popen[Any]], Reporter] | None = None
+        self._expected: set[int] = set()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="ttp-worker-watch", daemon=True)
+        self._thread.start()
+
+    def watch(self, workers: Mapping[int, Popen[Any]], reporter: Reporter) -> None:
+        """Watch these workers (by global rank) instead of the earlier ones."""
+        with self._lock:
+            self._next = (dict(workers), reporter)
+            self._expected = set()
+
+    def expect(self, pids: Iterable[int]) -> None:
+        """The launcher is about to stop these: their deaths are no news."""
+        with self._lock:
+            self._expected.update(pids)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        watch = DeathWatch({})
+        workers: dict[int, Popen[Any]] = {}
+        reporter: Reporter | None = None
+        while not self._over.is_set():
+            try:
+                with self._lock:
+                    fresh, self._next = self._next, None
+                if fresh is not None:
+                    watch.close()
+                    workers, reporter = fresh
+                    watch = DeathWatch(workers)
+                for rank, code in watch.wait(TURN_S).items():
+                    if reporter is not None:
+                        self._tell(reporter, rank, workers[rank].pid, code)
+            except Exception:
+                logger.exception("cannot watch the workers; their deaths are noticed by other means")
+                return
+        watch.close()
+
+    def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
+        with self._lock:
+            expected = pid in self._expected
+        if code in ORDERLY_EXITS or expected:
+            return
+        reason = describe_exit(code)
+        reporter.exited(rank, pid, reason)
+        logger.warning("rank %d (pid %d): %s", rank, pid, reason)
