@@ -524,6 +524,9 @@ class ProcessorMachine:
         self._returned = event
         self._phase = m.Phase.DONE
         self._report(m.Goodbye(self._hello.rank, event.reason, self._version))
+        if event.reason is m.GoodbyeReason.LEFT:
+            self._do(LetGo(rescued=True))  # the user is not kept waiting for the others
+            self.gone = True
 
     # --------------------------------------------------------------------------------------------------------- output
 

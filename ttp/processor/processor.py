@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 from ttp._version import __version__
@@ -62,7 +61,9 @@ class Processor:
         self.incarnation = 0
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
-        self._machine = pm.ProcessorMachine(_hello(config, env, layout, source, save_dir, version), _manners(config, env), time.monotonic())
+        self._machine = pm.ProcessorMachine(
+            _hello(config, env, layout, source, save_dir, version), _manners(config, env), time.monotonic()
+        )
         self._inbox: queue.SimpleQueue[pm.Event] = queue.SimpleQueue()
         self._stream: Stream | None = None
         self._saver = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ttp-saver")
@@ -145,8 +146,7 @@ class Processor:
         if self._problem is None and not self._closed:
             self.gate.mark_done()
             self._inbox.put(pm.Returned(reason))
-            if reason is m.GoodbyeReason.DONE:
-                _wait(self._let_go)
+            _wait(self._let_go)
         self.close()
 
     def close(self) -> None:
@@ -165,15 +165,13 @@ class Processor:
     # ------------------------------------------------------------------------------------------------ the owner thread
 
     def _run(self) -> None:
-        while not self._closed:
+        while not (self._closed or self._machine.gone):
             try:
                 event = self._next_event()
                 for action in self._machine.on_event(event, time.monotonic()):
                     self._perform(action)
             except Exception:  # whatever happens here, training goes on
                 log.exception("the processor stumbled; training is not affected")
-            if self._machine.gone and self._machine.deadline() is None and self._problem is None and self._let_go.done():
-                return
 
     def _next_event(self) -> pm.Event:
         deadline = self._machine.deadline()
@@ -187,7 +185,9 @@ class Processor:
     def _perform(self, action: pm.Action) -> None:
         match action:
             case pm.Connect(start_controller):
-                threading.Thread(target=self._connect, args=(start_controller,), name="ttp-connect", daemon=True).start()
+                threading.Thread(
+                    target=self._connect, args=(start_controller,), name="ttp-connect", daemon=True
+                ).start()
             case pm.Send(report):
                 if self._stream is not None:
                     self._stream.send(report)
@@ -279,28 +279,15 @@ class Processor:
         previous = self._stream
         if previous is not None:
             previous.abort()
-        holder: list[Stream] = []
-
-        def up() -> None:
-            self._stream = holder[0]
-            self._inbox.put(pm.StreamUp())
-
-        gate = threading.Event()
-
-        def wait_up() -> None:
-            gate.wait()
-            up()
-
-        stream = Stream(
+        self._stream = Stream(
             self.env.master_addr,
             self.config.port,
             self.config.token,
-            on_up=wait_up,
+            on_up=lambda: self._inbox.put(pm.StreamUp()),
             on_order=lambda order: self._inbox.put(pm.OrderReceived(order)),
             on_down=self._on_down,
         )
-        holder.append(stream)
-        gate.set()
+        self._stream.start()
 
     def _on_down(self, reason: str) -> None:
         level = logging.WARNING if self._joined.is_set() else logging.DEBUG
@@ -376,7 +363,9 @@ def _wait(future: concurrent.futures.Future[bool]) -> bool:
 
 def _words(problem: BaseException) -> str:
     if isinstance(problem, OSError) and problem.errno is not None:
-        return f"{type(problem).__name__}: [errno {problem.errno}] {problem.strerror}: {problem.filename or ''}".rstrip(": ")
+        return f"{type(problem).__name__}: [errno {problem.errno}] {problem.strerror}: {problem.filename or ''}".rstrip(
+            ": "
+        )
     return f"{type(problem).__name__}: {problem}"
 
 
@@ -416,6 +405,3 @@ def _manners(config: Config, env: RankEnv) -> pm.Manners:
         rescue_s=config.rescue_patience_s,
         start_controller_after=2 + 3 * env.local_rank,
     )
-
-
-Clock = Callable[[], float]

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from ttp.core import messages as m
+from ttp.processor import forks
 from ttp.wire import channel as wire
 from ttp.wire.convert import WireError, order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -41,9 +42,13 @@ class Stream:
     ) -> None:
         self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
         self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
+        self._port = port
         self._channel = wire.open_channel(address, port)
         self._call = wire.stub(self._channel).Attach(self._reports(), metadata=wire.metadata(token))
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen; ``on_up`` or ``on_down`` follows."""
         self._thread.start()
 
     def send(self, report: m.Report) -> None:
@@ -73,6 +78,7 @@ class Stream:
         reason = "the controller ended the stream"
         try:
             self._call.initial_metadata()  # sent when the controller accepts the stream
+            forks.close_in_children(self._port)
             self._on_up()
             for message in self._call:
                 try:

@@ -21,7 +21,12 @@ _COMMON = [
     ("grpc.http2.bdp_probe", 0),
 ]
 
-CLIENT_OPTIONS = [*_COMMON, ("grpc.use_local_subchannel_pool", 1), ("grpc.enable_retries", 0), ("grpc.enable_http_proxy", 0)]
+CLIENT_OPTIONS = [
+    *_COMMON,
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    ("grpc.enable_http_proxy", 0),
+]
 
 SERVER_OPTIONS = [
     *_COMMON,

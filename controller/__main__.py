@@ -1,0 +1,114 @@
+"""``python -m ttp.controller``: one controller process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttp._version import __version__
+from ttp.config import Config
+from ttp.controller.driver import Driver
+from ttp.controller.journal import Journal
+from ttp.controller.service import start_server, stop_server
+from ttp.core.controller_events import Patience
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.controller_process import port_owner
+
+log = logging.getLogger("ttp.controller")
+
+OWNER_CHECK_S = 1.0
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line of a controller."""
+    p = argparse.ArgumentParser(
+        prog="ttp controller",
+        description="Run one controller. Ranks find it at MASTER_ADDR:TTP_PORT. It ends when the job is over, or when "
+        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from TTP_TOKEN.",
+    )
+    p.add_argument("--port", type=int, default=None, help="port to listen on (default: TTP_PORT)")
+    p.add_argument("--bind", default=None, help="address to bind (default: TTP_BIND, else every address)")
+    p.add_argument("--run-dir", type=Path, default=None, help="where logs go (default: TTP_RUN_DIR)")
+    p.add_argument("--owner-pid", type=int, default=None, help="end when this process is gone and no rank is attached")
+    p.add_argument("--abandoned-s", type=float, default=None, help="end after so long without any rank")
+    return p
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run until the job is over. Returns the exit code."""
+    args = parser().parse_args(argv)
+    try:
+        config = Config.from_env()
+        port = args.port if args.port is not None else config.port
+        if port is None:
+            raise ConfigError("no port: give --port or set TTP_PORT")
+        if not 1 <= port <= 65535:
+            raise ConfigError(f"--port {port} is not a port: a number from 1 to 65535 is wanted")
+    except ConfigError as problem:
+        print(f"ttp controller: {problem}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
+    logging.basicConfig(
+        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
+    )
+    return asyncio.run(serve(config, args, port))
+
+
+async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
+    """The life of a controller."""
+    patience = Patience(
+        answer_s=config.answer_patience_s,
+        freeze_s=config.freeze_patience_s,
+        grace_s=config.reconnect_grace_s,
+        rescue_s=config.rescue_patience_s,
+        abandoned_s=args.abandoned_s or config.abandoned_s,
+    )
+    run_dir = args.run_dir or config.resolved_run_dir()
+    journal = Journal(run_dir)
+    driver = Driver(patience, journal)
+    bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
+    try:
+        server = await start_server(driver, bind, port, config.token)
+    except RuntimeError:
+        owner = port_owner(port)
+        held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"
+        print(
+            f"ttp controller: port {port} on {bind} cannot be used: {held}. Choose another TTP_PORT.", file=sys.stderr
+        )
+        return EXIT_BAD_CONFIG
+    log.info("ttp %s controller, pid %s, listens on %s:%s", __version__, os.getpid(), bind, port)
+    loop = asyncio.get_running_loop()
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(signum, driver.stopped.set)
+    watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid)) if args.owner_pid else None
+    await driver.stopped.wait()
+    if watcher is not None:
+        watcher.cancel()
+    await stop_server(server)
+    journal.close(timeout_s=5.0)
+    return EXIT_TRAINED
+
+
+async def _watch_owner(driver: Driver, pid: int) -> None:
+    """A controller whose launcher is gone and that no rank is attached to is an orphan."""
+    while not driver.stopped.is_set():
+        await asyncio.sleep(OWNER_CHECK_S)
+        gone = False
+        with contextlib.suppress(PermissionError):
+            try:
+                os.kill(pid, 0)
+            except ProcessLookupError:
+                gone = True
+        if gone and not driver.machine.job.live:
+            log.info("the launcher (pid %s) is gone and no rank is attached", pid)
+            driver.stopped.set()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,248 @@
+"""The gRPC face of the controller: ``ttp.wire.v1.Controller``, health and reflection, behind the token."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import json
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio as health
+from grpc_reflection.v1alpha import reflection
+
+from ttp._version import __version__
+from ttp.controller.driver import Connection, Driver
+from ttp.core import controller_events as ce
+from ttp.core import messages as m
+from ttp.core.incident import Incident
+from ttp.core.layout import Rank
+from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
+from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, report_from_wire
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import controller_pb2_grpc as rpc
+
+log = logging.getLogger("ttp.controller")
+
+SERVICE = "ttp.wire.v1.Controller"
+
+
+class ControllerService(rpc.ControllerServicer):
+    """Translates between the wire and the driver; decides nothing."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+
+    async def Attach(  # type: ignore[override]  # the generated stub describes the synchronous server
+        self, request_iterator: AsyncIterator[pb.RankReport], context: Any
+    ) -> AsyncIterator[pb.ControllerOrder]:
+        """See the proto."""
+        connection = self._driver.connect()
+        await context.send_initial_metadata(())
+        reader = asyncio.create_task(self._read(request_iterator, connection))
+        try:
+            while (order := await connection.outbox.get()) is not None:
+                yield order_to_wire(order)
+        finally:
+            self._driver.disconnect(connection)
+            reader.cancel()
+
+    async def _read(self, reports: AsyncIterator[pb.RankReport], connection: Connection) -> None:
+        try:
+            async for message in reports:
+                self._driver.feed(ce.Received(connection.id, report_from_wire(message)))
+        except WireError as problem:
+            connection.outbox.put_nowait(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
+        except (grpc.RpcError, asyncio.CancelledError):
+            pass  # the stream broke; what that means is decided by the machine
+        except Exception:
+            log.exception("a report could not be handled; its stream is closed")
+        finally:
+            self._driver.disconnect(connection)
+            connection.outbox.put_nowait(None)
+
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # type: ignore[override]
+        """See the proto."""
+        return status_of(self._driver)
+
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # type: ignore[override]
+        """See the proto."""
+        queue = self._driver.watch(request.replay)
+        await context.send_initial_metadata(())
+        try:
+            while True:
+                h = await queue.get()
+                yield pb.Event(
+                    sequence=h.sequence,
+                    unix_s=h.unix_s,
+                    monotonic_s=h.monotonic_s,
+                    kind=h.kind,
+                    incident=h.incident,
+                    json=h.facts,
+                )
+        finally:
+            self._driver.unwatch(queue)
+
+    async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:  # type: ignore[override]
+        """See the proto."""
+        members = self._driver.machine.job.members
+        ranks = [Rank(r) for r in request.ranks]
+        if request.host:
+            ranks += [r for r, member in members.items() if member.hello.host == request.host and r not in ranks]
+        if request.pids and len(request.pids) != len(request.ranks):
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
+        known = [r for r in ranks if r in members]
+        if not known:
+            what = f"host {request.host!r}" if request.host else f"ranks {ranks}"
+            return pb.ReportFaultResponse(text=f"{what}: no such rank in this job; nothing was done")
+        kind = enum_from_wire(m.FaultKind, request.kind) if request.kind else m.FaultKind.OUTSIDE
+        pids = tuple(request.pids) + (0,) * (len(ranks) - len(request.pids)) if request.pids else ()
+        self._driver.accuse(tuple(ranks), kind, request.reason or "reported from outside", pids)
+        return pb.ReportFaultResponse(accused=known, text=f"an incident is open for ranks {known}")
+
+    async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:  # type: ignore[override]
+        """See the proto."""
+        answer = await self._driver.save(request.reason)
+        return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
+
+
+def status_of(driver: Driver) -> pb.GetStatusResponse:
+    """A picture of the job now."""
+    machine, now = driver.machine, time.monotonic()
+    job = machine.job
+    response = pb.GetStatusResponse(
+        ttp_version=__version__,
+        term=machine.term,
+        run_id=job.run_id,
+        incarnation=job.incarnation,
+        world_size=job.layout.world_size if job.layout else 0,
+        save_dir=machine.save_dir,
+        framework=next((mb.hello.framework for mb in job.members.values()), ""),
+        incidents_total=machine.incidents_total,
+        stage=machine.stage,
+        pid=os.getpid(),
+        uptime_s=now - driver.started_at,
+    )
+    if job.layout is not None:
+        response.groups.extend(pb.ShardGroup(name=s, ranks=ranks) for s, ranks in job.layout.groups.items())
+        response.ranks.extend(_rank_status(driver, Rank(r), now) for r in range(job.layout.world_size))
+    incident = machine.incident or machine.last_incident
+    if incident is not None:
+        response.last_incident.CopyFrom(_incident_status(incident, open_now=machine.incident is not None, now=now))
+    return response
+
+
+def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
+    machine = driver.machine
+    member = machine.job.members.get(rank)
+    if member is None:
+        return pb.RankStatus(rank=rank, state="missing")
+    if member.left or member.done:
+        state = "done" if member.done else "released"
+    elif rank not in machine.job.live:
+        state = "lost"
+    elif machine.incident is not None and machine.incident.answered(rank):
+        state = "frozen"
+    else:
+        state = "broken" if member.broken else "live"
+    return pb.RankStatus(
+        rank=rank,
+        host=member.hello.host,
+        pid=member.hello.pid,
+        version=member.version,
+        phase=enum_to_wire(member.phase),  # type: ignore[arg-type]
+        state=state,
+        silent_s=max(0.0, now - member.last_seen),
+    )
+
+
+def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.IncidentStatus:
+    return pb.IncidentStatus(
+        id=incident.id,
+        stage=incident.stage.value if open_now else "closed",
+        cause=incident.cause,
+        version=incident.plan.version if incident.plan else 0,
+        outcome=incident.outcome,
+        reason=incident.plan.reason if incident.plan else incident.release_text,
+        path=incident.path,
+        opened_unix_s=time.time() - (now - incident.opened_at),
+    )
+
+
+class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+    """Refuses every request without the job's token, except health checks."""
+
+    def __init__(self, token: str) -> None:
+        self._token = token.encode()
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """See grpc.aio."""
+        handler = await continuation(handler_call_details)
+        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
+        open_to_all = handler_call_details.method.startswith("/grpc.health.v1.Health/")
+        if handler is None or open_to_all or hmac.compare_digest(str(given).encode(), self._token):
+            return handler
+        return _refuse_like(handler)
+
+
+def _refuse_like(handler: Any) -> Any:
+    """A handler of the same kind that refuses."""
+    text = "the request does not carry this job's token: set TTP_TOKEN to what the job was started with"
+
+    async def unary(request: Any, context: Any) -> None:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+
+    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
+        yield  # makes this a generator
+
+    kinds = {
+        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
+        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
+        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
+        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
+    }
+    make, behaviour = kinds[(bool(handler.request_streaming), bool(handler.response_streaming))]
+    return make(
+        behaviour,
+        request_deserializer=handler.request_deserializer,
+        response_serializer=handler.response_serializer,
+    )
+
+
+async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc.aio.Server:
+    """A server that listens.
+
+    Raises:
+        RuntimeError: the port cannot be bound.
+    """
+    interceptors = [TokenInterceptor(token)] if token else []
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+    rpc.add_ControllerServicer_to_server(ControllerService(driver), server)  # type: ignore[no-untyped-call,unused-ignore]
+    health_servicer = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
+    for name in ("", SERVICE):
+        await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    if server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
+        raise RuntimeError(f"cannot bind {bind}:{port}")
+    await server.start()
+    return server
+
+
+async def stop_server(server: grpc.aio.Server) -> None:
+    """Let what is on its way arrive, then end."""
+    with contextlib.suppress(Exception):
+        await server.stop(grace=0.5)
+
+
+def dump(driver: Driver) -> str:
+    """The status as JSON, for logs."""
+    return json.dumps({"stage": driver.machine.stage, "term": driver.machine.term})

@@ -1,0 +1,89 @@
+"""Try To Persist: when a rank of a distributed training job dies, no finished step is lost.
+
+``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from ttp._version import __version__
+from ttp.errors import (
+    CheckpointError,
+    ConfigError,
+    RefusedError,
+    RestoreError,
+    TtpError,
+    UsageError,
+)
+
+if TYPE_CHECKING:
+    from ttp.api import restore, step_done, ttp_to_persist, wrap_optimizer
+    from ttp.core.layout import Layout
+    from ttp.legacy import (
+        ttp_end_updating_os,
+        ttp_init_controller,
+        ttp_init_processor,
+        ttp_register_rename_handler,
+        ttp_register_save_ckpt_handler,
+        ttp_set_ckpt_args,
+        ttp_start_controller,
+        ttp_start_processor,
+        ttp_start_updating_os,
+    )
+
+_HOME = {
+    "Layout": "ttp.core.layout",
+    "restore": "ttp.api",
+    "step_done": "ttp.api",
+    "ttp_to_persist": "ttp.api",
+    "wrap_optimizer": "ttp.api",
+    "ttp_end_updating_os": "ttp.legacy",
+    "ttp_init_controller": "ttp.legacy",
+    "ttp_init_processor": "ttp.legacy",
+    "ttp_register_rename_handler": "ttp.legacy",
+    "ttp_register_save_ckpt_handler": "ttp.legacy",
+    "ttp_set_ckpt_args": "ttp.legacy",
+    "ttp_start_controller": "ttp.legacy",
+    "ttp_start_processor": "ttp.legacy",
+    "ttp_start_updating_os": "ttp.legacy",
+}
+
+__all__ = [
+    "CheckpointError",
+    "ConfigError",
+    "Layout",
+    "RefusedError",
+    "RestoreError",
+    "TtpError",
+    "UsageError",
+    "__version__",
+    "restore",
+    "step_done",
+    "ttp_end_updating_os",
+    "ttp_init_controller",
+    "ttp_init_processor",
+    "ttp_register_rename_handler",
+    "ttp_register_save_ckpt_handler",
+    "ttp_set_ckpt_args",
+    "ttp_start_controller",
+    "ttp_start_processor",
+    "ttp_start_updating_os",
+    "ttp_to_persist",
+    "wrap_optimizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Load a public name from its home on first use."""
+    home = _HOME.get(name)
+    if home is None:
+        raise AttributeError(f"module 'ttp' has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,171 @@
+"""The public face: a decorator, a wrapper, a restore."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from ttp import session
+from ttp.core.layout import Layout
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
+
+log = logging.getLogger("ttp")
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def ttp_to_persist(func: F) -> F: ...
+@overload
+def ttp_to_persist(*, exit_on_bad_config: bool = ...) -> Callable[[F], F]: ...
+def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) -> F | Callable[[F], F]:
+    """Decorate ``train()``: what it raises is reported, the rescue is waited for, the process leaves with the right code.
+
+    Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the configuration
+    is wrong. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
+
+    ``KeyboardInterrupt`` and ``sys.exit(0)`` stay the user's. When ``train()`` returns, the decorator waits until it has
+    returned on every rank, so that a rank which dies in its last step can still be saved from the others.
+
+    Args:
+        func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
+        exit_on_bad_config: leave with code 64 on a ``ConfigError`` or ``RefusedError`` instead of raising it.
+    """
+
+    def decorate(train: F) -> F:
+        @functools.wraps(train)
+        def protected(*args: Any, **kwargs: Any) -> Any:
+            return _run(train, args, kwargs, exit_on_bad_config)
+
+        return protected  # type: ignore[return-value]
+
+    return decorate if func is None else decorate(func)
+
+
+def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exit_on_bad_config: bool) -> Any:
+    try:
+        current = session.current()
+        if not current.enabled or current.in_train:
+            return train(*args, **kwargs)
+        current.in_train = True
+        try:
+            return _protected(current, train, args, kwargs)
+        finally:
+            current.in_train = False
+            session.reset()
+    except (ConfigError, RefusedError) as problem:
+        if not exit_on_bad_config:
+            raise
+        log.error("%s", problem)
+        print(f"ttp: {problem}", file=sys.stderr)
+        sys.exit(EXIT_BAD_CONFIG)
+
+
+def _protected(
+    current: session.Session, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    try:
+        result = train(*args, **kwargs)
+    except KeyboardInterrupt:
+        current.left()
+        raise
+    except SystemExit as leaving:
+        if leaving.code in (None, 0):
+            current.left()
+        else:
+            current.raised(leaving)
+        raise
+    except (ConfigError, RefusedError):
+        current.left()
+        raise
+    except BaseException as problem:
+        current.raised(problem)
+        raise
+    current.returned()
+    return result
+
+
+def wrap_optimizer(
+    optimizer: Any,
+    *,
+    model: Any = None,
+    scheduler: Any = None,
+    save_dir: str | Path = "checkpoints",
+    extra_state: Any = None,
+    scaler: Any = None,
+    layout: Layout | None = None,
+) -> Any:
+    """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
+
+    Args:
+        optimizer: a ``torch.optim.Optimizer``. The object comes back itself, with step hooks attached.
+        model: the module that is trained, wrapped (DDP) or not.
+        scheduler: its learning-rate scheduler, if any.
+        save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
+        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at the
+            end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read when a
+            checkpoint is written.
+        scaler: a ``torch.amp.GradScaler``, if any.
+        layout: replica groups, where they cannot be told from the objects.
+
+    Raises:
+        ConfigError: the settings or the save_dir are unusable; said now rather than at the failure.
+        RefusedError: the controller does not accept this rank; the text says why.
+        UsageError: called twice, or with objects of no known framework.
+    """
+    from ttp.store.writable import check_writable
+
+    current = session.current()
+    directory = current.config.save_dir or str(save_dir)
+    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler)
+    path = check_writable(directory) if current.enabled else Path(directory)
+    current.register(adapter, path.absolute(), layout)
+    return optimizer
+
+
+def _adapter_for(optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any) -> session.Adapter:
+    families = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    if "torch" in families:
+        from ttp.adapters.torch.adapter import TorchAdapter
+
+        if model is None:
+            raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
+        extra: Mapping[str, Any] | Any = extra_state
+        return TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra, scaler=scaler)
+    raise UsageError(
+        f"wrap_optimizer() knows torch.optim.Optimizer; {type(optimizer).__module__}.{type(optimizer).__qualname__} is "
+        "none of its kind"
+    )
+
+
+def restore() -> int:
+    """Put the newest whole checkpoint of ``save_dir`` into the registered objects.
+
+    All ranks agree on one checkpoint. Digests are verified; checkpoints that are not whole are skipped, said in the log,
+    and left alone.
+
+    Returns:
+        The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.
+
+    Raises:
+        RestoreError: the ranks do not see one common checkpoint; the text says who saw what.
+        CheckpointError: the checkpoint belongs to another model; names and shapes are listed.
+        UsageError: ``wrap_optimizer`` was not called.
+    """
+    return session.current().restore()
+
+
+def step_done() -> None:
+    """Mark the end of a training step explicitly (optional).
+
+    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see. Once called, a version counts as
+    finished only here: everything between ``optimizer.step()`` and this call belongs to the update.
+    """
+    adapter = session.current().adapter
+    if adapter is None:
+        raise UsageError("step_done() without wrap_optimizer()")
+    adapter.step_done()

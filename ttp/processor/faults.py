@@ -1,0 +1,24 @@
+"""What an exception in a training loop says about its cause."""
+
+from __future__ import annotations
+
+import re
+
+_COLLECTIVE = re.compile(
+    r"gloo|nccl|hccl|mccl|ProcessGroup|Connection (closed|reset) by peer|connectFullMesh|DistStoreError|DistNetworkError|"
+    r"DistBackendError|TCPStore|AllReduce|Broken pipe|Socket Timeout|Timed out waiting \d+ms",
+    re.IGNORECASE,
+)
+_KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")
+
+
+def is_collective_error(problem: BaseException) -> bool:
+    """Whether this is what a peer's death looks like from here: secondary to the fault that caused it."""
+    named = any(kind.__name__ in _KINDS for kind in type(problem).__mro__)
+    return named and bool(_COLLECTIVE.search(f"{type(problem).__name__}: {problem}"))
+
+
+def describe(problem: BaseException) -> str:
+    """One line, bounded."""
+    text = f"{type(problem).__name__}: {problem}".splitlines()[0] if str(problem) else type(problem).__name__
+    return text if len(text) <= 500 else text[:497] + "..."

@@ -1,0 +1,72 @@
+"""SIGTERM as a fault report, even while the main thread hangs in C.
+
+A Python signal handler runs only when the main thread gets back to Python, which in a collective can take half an hour.
+``signal.set_wakeup_fd`` is served by the C-level handler at once, so a reader thread hears of the signal in any case.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+log = logging.getLogger("ttp.processor")
+
+Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
+
+
+class Preemption:
+    """Turns SIGTERM into a call of ``report`` for as long as it is installed.
+
+    Args:
+        report: gets the signal's name in a sentence; runs on a thread of its own.
+    """
+
+    def __init__(self, report: Callable[[str], None]) -> None:
+        self._report = report
+        self._read_fd = self._write_fd = -1
+        self._previous: Handler = None
+        self._previous_fd = -1
+        self._installed = False
+
+    def install(self) -> None:
+        """Begin to listen. Outside of the main thread nothing can be installed; that is said once and left."""
+        if threading.current_thread() is not threading.main_thread():
+            log.warning("not on the main thread: SIGTERM ends this process as usual instead of saving first")
+            return
+        self._read_fd, self._write_fd = os.pipe()
+        os.set_blocking(self._write_fd, False)
+        self._previous = signal.signal(signal.SIGTERM, self._handle)
+        self._previous_fd = signal.set_wakeup_fd(self._write_fd, warn_on_full_buffer=False)
+        self._installed = True
+        threading.Thread(target=self._listen, name="ttp-signals", daemon=True).start()
+
+    def uninstall(self) -> None:
+        """Give SIGTERM back."""
+        if not self._installed or threading.current_thread() is not threading.main_thread():
+            return
+        self._installed = False
+        with contextlib.suppress(ValueError, OSError):
+            signal.set_wakeup_fd(self._previous_fd)
+        signal.signal(signal.SIGTERM, self._previous if self._previous is not None else signal.SIG_DFL)
+        with contextlib.suppress(OSError):
+            os.close(self._write_fd)
+
+    def _handle(self, signum: int, frame: FrameType | None) -> None:
+        """Keeps the default action away; the user's own handler still runs."""
+        if callable(self._previous):
+            self._previous(signum, frame)
+
+    def _listen(self) -> None:
+        while data := os.read(self._read_fd, 64):
+            if self._previous_fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.write(self._previous_fd, data)
+            if signal.SIGTERM in data:
+                self._report("SIGTERM: this process was asked to end (preemption, or a launcher that stops the job)")
+        os.close(self._read_fd)

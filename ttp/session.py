@@ -1,0 +1,231 @@
+"""What one training process has switched on: its settings, its adapter, its processor."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout, Version
+from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
+from ttp.errors import RestoreError, UsageError
+from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.source import StateSource
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+    from ttp.processor.signals import Preemption
+
+log = logging.getLogger("ttp")
+
+
+class Adapter(Protocol):
+    """A framework's objects, registered by ``wrap_optimizer``."""
+
+    @property
+    def source(self) -> StateSource:
+        """What the processor saves from."""
+
+    def layout(self, world_size: int) -> Layout:
+        """The replica groups of the wrapped objects."""
+
+    def attach(self, processor: Processor) -> None:
+        """Report updates to ``processor`` from now on."""
+
+    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
+        """What all ranks have in common, through the framework's own collectives; an error in words if nothing."""
+
+    def load(self, checkpoint: Path, rank: int, *, protected: bool) -> Version:
+        """Put the state of a checkpoint into the registered objects."""
+
+    def step_done(self) -> None:
+        """See ``ttp.step_done``."""
+
+
+class Session:
+    """One per process; made by the first call that needs it.
+
+    Args:
+        config: settings of the job.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.adapter: Adapter | None = None
+        self.save_dir: Path | None = None
+        self.processor: Processor | None = None
+        self.in_train = False
+        self._preemption: Preemption | None = None
+        configure_logging(config)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the environment switches ttp on."""
+        return self.config.port is not None
+
+    # ----------------------------------------------------------------------------------------------------------- begin
+
+    def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None) -> None:
+        """Take an adapter; when switched on, join the job.
+
+        Raises:
+            UsageError: something is registered already.
+            ConfigError: the environment does not describe a rank, or does not fit ``layout``.
+            RefusedError: the controller does not accept this rank.
+        """
+        if self.adapter is not None:
+            raise UsageError("wrap_optimizer() was called twice in this process: wrap one optimizer per process")
+        if self.enabled:
+            env = RankEnv.from_env()
+            self.start_processor(env, layout or adapter.layout(env.world_size), adapter.source, save_dir)
+            assert self.processor is not None
+            adapter.attach(self.processor)
+        self.adapter, self.save_dir = adapter, save_dir
+
+    def start_processor(self, env: RankEnv, layout: Layout, source: StateSource, save_dir: Path) -> Processor:
+        """Join the job as ``env.rank``."""
+        from ttp.processor.processor import Processor
+        from ttp.processor.signals import Preemption
+
+        processor = Processor(self.config, env, layout, source, str(save_dir))
+        processor.start()
+        self.processor = processor
+        self._preemption = Preemption(processor.report_preemption)
+        self._preemption.install()
+        atexit.register(self._at_exit, os.getpid())
+        return processor
+
+    # ------------------------------------------------------------------------------------------------------------ end
+
+    def returned(self) -> None:
+        """train() has returned."""
+        self._leave(GoodbyeReason.DONE)
+
+    def left(self) -> None:
+        """The user left train() on purpose."""
+        self._leave(GoodbyeReason.LEFT)
+
+    def raised(self, problem: BaseException) -> None:
+        """train() has raised: report it and wait for the rescue. Returns only when no rescue can come."""
+        if self.processor is None:
+            return
+        kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
+        detail = "".join(traceback.format_exception(problem))
+        log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
+        write_error_file(problem)
+        text = f"rank {self.processor.env.rank} raised {describe(problem)}"
+        self.processor.report(kind, text, detail[-8000:])
+        self.processor.wait_released()
+        log.error("no controller came to the rescue; the error is raised as it would be without ttp")
+        self.processor.close()
+        self.processor = None
+
+    def _leave(self, reason: GoodbyeReason) -> None:
+        if self._preemption is not None:
+            self._preemption.uninstall()
+            self._preemption = None
+        if self.processor is not None:
+            self.processor.leave(reason)
+            self.processor = None
+
+    def _at_exit(self, pid: int) -> None:
+        """A program that does not decorate train() says goodbye here; one that died of an exception does not."""
+        if self.processor is None or os.getpid() != pid:
+            return
+        with contextlib.suppress(Exception):
+            if getattr(sys, "last_value", None) is None:
+                self._leave(GoodbyeReason.LEFT)
+
+    # -------------------------------------------------------------------------------------------------------- restore
+
+    def restore(self) -> int:
+        """See ``ttp.restore``."""
+        from ttp.store.catalog import find_whole
+        from ttp.store.manifest import manifest_digest
+
+        if self.adapter is None or self.save_dir is None:
+            raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
+        found, skipped = find_whole(self.save_dir)
+        for reason in skipped:
+            log.warning("restore skipped %s", reason)
+        chosen = self._agree(tuple(found), tuple(skipped))
+        version = Version(0)
+        if chosen.name:
+            checkpoint = self.save_dir / chosen.name
+            if manifest_digest(checkpoint) != chosen.manifest_digest:
+                raise RestoreError(f"{checkpoint} is not the checkpoint that the ranks agreed on")
+            rank = self.processor.env.rank if self.processor else int(os.environ.get("RANK", "0"))
+            version = self.adapter.load(checkpoint, rank, protected=self.processor is not None)
+            log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
+        if self.processor is not None:
+            self.processor.set_base_version(version)
+        return int(version)
+
+    def _agree(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate:
+        assert self.adapter is not None
+        if self.processor is not None:
+            decision = self.processor.agree_on_restore(found, skipped)
+            return Candidate(decision.version, decision.manifest_digest, decision.name)
+        verdict = self.adapter.agree_without_controller(found, skipped)
+        if isinstance(verdict, str):
+            raise RestoreError(verdict)
+        return verdict
+
+
+_session: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process, made on first use.
+
+    Raises:
+        ConfigError: the environment is wrong.
+    """
+    global _session
+    if _session is None:
+        _session = Session(Config.from_env())
+    return _session
+
+
+def reset() -> None:
+    """Forget the session; the next ``train()`` of this process begins anew."""
+    global _session
+    _session = None
+
+
+def configure_logging(config: Config) -> None:
+    """Give the ``ttp`` logger a handler when the program has configured none: silence at 3 a.m. helps nobody."""
+    logger = logging.getLogger("ttp")
+    if config.port is None or logging.getLogger().handlers or logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    rank = os.environ.get("RANK", "?")
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s"))
+    logger.addHandler(handler)
+    logger.setLevel(config.log_level.upper())
+
+
+def write_error_file(problem: BaseException) -> None:
+    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    import json
+
+    trace = "".join(traceback.format_exception(problem))
+    content = {
+        "message": {
+            "message": describe(problem),
+            "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
+        }
+    }
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content))
