@@ -193,7 +193,7 @@ class _Stream:
 
 @contextmanager
 def _without_crc32() -> Iterator[None]:
-    """The pieces have a better digest, and crc32 costs a third of the throughput. Newer torch keeps the setting per thread."""
+    """Pieces have a better digest, and crc32 costs a third of the speed. New torch keeps the setting per thread."""
     setter = getattr(torch.serialization, "set_crc32_options", None)
     if setter is None:
         yield

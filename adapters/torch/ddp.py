@@ -23,18 +23,22 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 Buckets = list[list[int]]
+Ddp = Any
+"""A ``DistributedDataParallel``: what is used of it is private, so no type checker knows it."""
+
+_dist: Any = torch.distributed
 
 _POLLS_MAX = 12
 """Updates after which ``BucketWatch`` stops asking DDP: it has rebuilt its buckets by then, or never will."""
 
-_applied: weakref.WeakKeyDictionary[DistributedDataParallel, str] = weakref.WeakKeyDictionary()
+_applied: weakref.WeakKeyDictionary[Ddp, str] = weakref.WeakKeyDictionary()
 _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
 
@@ -44,11 +48,11 @@ def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
     return found[0] if len(found) == 1 else None
 
 
-def bucket_layout(ddp: DistributedDataParallel) -> str | None:
+def bucket_layout(ddp: Ddp) -> str | None:
     """Layout of the buckets for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
 
-    None: the one that DDP begins with, or not known yet. Only for the training thread, outside of a backward pass: while
-    an all-reduce hangs this would hang too.
+    None: the one that DDP begins with, or not known yet. Only for the training thread, outside of a backward pass:
+    while an all-reduce hangs this would hang too.
     """
     try:
         text = ddp._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
@@ -57,7 +61,7 @@ def bucket_layout(ddp: DistributedDataParallel) -> str | None:
     return str(text) if text else _applied.get(ddp)
 
 
-def apply_bucket_layout(ddp: DistributedDataParallel, layout: str) -> str | None:
+def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
     """Make ``ddp`` reduce in ``layout`` from its first step on; all ranks alike, before the first forward pass.
 
     Returns:
@@ -84,14 +88,14 @@ class BucketWatch:
         ddp: before its first forward pass; later is fine too, but then the layout is known only when DDP shows it.
     """
 
-    def __init__(self, ddp: DistributedDataParallel) -> None:
+    def __init__(self, ddp: Ddp) -> None:
         self._ddp = ddp
         self._layout: str | None = None
         self._order: dict[int, None] = {}
         self._backwards_to_skip = 1 if ddp.static_graph else 0
         self._polls_left = 0 if ddp.find_unused_parameters and not ddp.static_graph else _POLLS_MAX
         self._handles: list[Any] = []
-        self._parameters: list[Tensor] = []
+        self._parameters: list[Any] = []
         try:
             if self._polls_left and not ddp._has_rebuilt_buckets:
                 self._listen()
@@ -157,7 +161,7 @@ def _parse(layout: str) -> Buckets:
     return [[int(index) for index in bucket.split()] for bucket in layout.split(",")]
 
 
-def _objection(ddp: DistributedDataParallel, buckets: Buckets, count: int) -> str | None:
+def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:
     if sorted(index for bucket in buckets for index in bucket) != list(range(count)):
         return f"the checkpoint's bucket layout is not for the {count} parameters of this DistributedDataParallel"
     if ddp.mixed_precision is not None:
@@ -169,7 +173,7 @@ def _objection(ddp: DistributedDataParallel, buckets: Buckets, count: int) -> st
     return None
 
 
-def _replace_reducer(ddp: DistributedDataParallel, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
+def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
     """Run DDP's own construction of its reducer, with our answer to the one question that decides the layout."""
     answers: list[Buckets] = []
 
@@ -182,34 +186,32 @@ def _replace_reducer(ddp: DistributedDataParallel, buckets: Buckets, parameters:
 
     before = ddp.reducer
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    with _Replaced(dist, "_compute_bucket_assignment_by_size", answer):
+    with _Replaced(_dist, "_compute_bucket_assignment_by_size", answer):
         ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
     if ddp.reducer is before or not answers:
         raise RuntimeError("this torch chooses its buckets in another way")
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
-        cast("Any", ddp.logger)._set_static_graph()
+        ddp.logger._set_static_graph()
     for hook, state in ddp._comm_hooks:
-        dist._register_comm_hook(ddp.reducer, state, hook)
+        _dist._register_comm_hook(ddp.reducer, state, hook)
 
 
-def _rebuilt_buckets(
-    ddp: DistributedDataParallel, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]
-) -> Buckets:
+def _rebuilt_buckets(ddp: Ddp, parameters: Sequence[Tensor], sparse: Sequence[bool], order: list[int]) -> Buckets:
     """What the reducer will make of this order; ``Reducer::rebuild_buckets`` in C++ is the model."""
     small_last = os.environ.get("DDP_SET_LAST_BUCKET_CAP") == "1"
     if small_last:
         order = order[::-1]
-    compute: Callable[..., tuple[Buckets, Any]] = dist._compute_bucket_assignment_by_size
+    compute: Callable[..., tuple[Buckets, Any]] = _dist._compute_bucket_assignment_by_size
     found, _ = compute([parameters[index] for index in order], _limits(ddp), sparse, order)
     return found[::-1] if small_last else found
 
 
-def _limits(ddp: DistributedDataParallel) -> list[int]:
+def _limits(ddp: Ddp) -> list[int]:
     """Bytes of the buckets of a rebuilt layout: the first one, then all others."""
     config = getattr(ddp, "_bucket_config", None)
     if config is None:  # before torch 2.9
-        first = dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
+        first = _dist._DEFAULT_FIRST_BUCKET_BYTES if ddp.bucket_bytes_cap_default else ddp.bucket_bytes_cap
         return [first, ddp.bucket_bytes_cap]
     if config.per_bucket_bytes_caps:
         return list(config.per_bucket_bytes_caps)

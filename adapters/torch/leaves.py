@@ -52,13 +52,13 @@ def put(root: MutableMapping[Any, Any], path: Path, value: Any, int_keys: Sequen
     """Set ``value`` at ``path``, making the mappings and lists on the way: the inverse of :func:`leaves`."""
     node: Any = root
     for depth, step in enumerate(path):
-        key = int(step) if depth in int_keys else step
+        key: Any = int(step) if depth in int_keys else step
         if isinstance(node, list):
-            node.extend([None] * (int(key) + 1 - len(node)))
+            node.extend([None] * (int(step) + 1 - len(node)))
         if depth == len(path) - 1:
             node[key] = value
             return
-        if isinstance(node, list) and node[int(key)] is None or isinstance(node, dict) and key not in node:
+        if (node[key] is None) if isinstance(node, list) else (key not in node):
             node[key] = [] if isinstance(path[depth + 1], int) else {}
         node = node[key]
 
@@ -72,7 +72,7 @@ def get(root: Mapping[Any, Any], path: Path) -> Any:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """``tensor`` (strided, on the CPU) as one that owns exactly its bytes, because ``torch.save`` writes all of a storage.
+    """``tensor`` (strided, on the CPU) as one that owns just its bytes, because ``torch.save`` writes all of a storage.
 
     A contiguous view is not copied: the result looks at the same memory, which must outlive it.
     """

@@ -30,10 +30,11 @@ from ttp.store.durable import write_durably
 
 METADATA_FILE = ".metadata"
 METADATA_KIND = "metadata"
+NOBODY = Rank(-1)
 _LISTED_MAX = 5
 
 
-def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = Rank(-1)) -> list[Piece]:
+def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> list[Piece]:
     """Write ``draft/.metadata`` for the shards among ``pieces``; durable on return.
 
     Args:

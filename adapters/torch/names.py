@@ -106,7 +106,7 @@ class ModelNames:
         if unknown:
             listed = "; ".join(unknown[:_LISTED_MAX]) + ("; ..." if len(unknown) > _LISTED_MAX else "")
             raise ConfigError(
-                f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without a name "
+                f"the optimizer holds {len(unknown)} parameters that model= does not contain ({listed}): without names "
                 "they cannot be saved. Pass the module that owns all of them, for example "
                 "nn.ModuleDict({'model': model, 'loss': loss})"
             )

@@ -1,8 +1,8 @@
 """Reads a checkpoint through ``torch.distributed.checkpoint`` without ever unpickling what could run code.
 
 Stock torch loads ``.metadata`` by pickle and plain values by ``torch.load(weights_only=False)``. Here the description
-comes from the manifest, which is JSON, and values are loaded with ``weights_only=True``. Everything else is torch's own:
-a job of another world size or sharding asks for other parts of the tensors and gets them.
+comes from the manifest, which is JSON, and values are loaded with ``weights_only=True``. Everything else is torch's
+own: a job of another world size or sharding asks for other parts of the tensors and gets them.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
@@ -28,7 +29,7 @@ from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 
 
-class ManifestReader(dcp.FileSystemReader):
+class ManifestReader(FileSystemReader):
     """A storage reader that knows what is in the checkpoint from the manifest alone.
 
     Args:
@@ -43,7 +44,7 @@ class ManifestReader(dcp.FileSystemReader):
         super().__init__(path)
         self._metadata = build_metadata(items_of(pieces), StorageMeta())
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002 - torch passes a rank at times
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What ``.metadata`` says, made from the manifest."""
         if self._metadata.storage_meta is not None:
             self._metadata.storage_meta.load_id = self.load_id
@@ -69,7 +70,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     Args:
         path: the checkpoint.
         manifest: of it.
-        state_dict: nested as torch does it, e.g. ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
+        state_dict: nested as torch does it: ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
             sharding) are written into; whatever stands for a plain value is replaced.
         partial: names that the checkpoint lacks are left alone instead of being an error.
 
@@ -80,7 +81,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
+            state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
     except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
         causes = [failure[0] for failure in getattr(problem, "failures", {}).values()] or [problem]
         raise CheckpointError(f"{path} cannot be loaded: {causes[0]}") from problem

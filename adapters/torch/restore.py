@@ -7,8 +7,6 @@ built from the checkpoint's table, so that no step has to be faked: weights and 
 from __future__ import annotations
 
 import logging
-import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.leaves import get, put
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.reader import load, read_values
+from ttp.adapters.torch.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.table import Item, items_of, left_out_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -75,25 +74,48 @@ def restore_into(
             of it cannot be read.
     """
     names = ModelNames(model, optimizer)
-    items = _distinct(items_of(manifest.pieces))
-    left_out = left_out_of(manifest.pieces)
-    job = read_job_state(path, manifest.pieces)
-    small = read_values(path, [item for item in items if _is_small(item, names)])
-    groups = small.get("optim", {}).get("param_groups", [])
-    _refuse_foreign(path, manifest, names, optimizer, items, left_out, job, groups, small)
-
-    _load_model(path, manifest, names, items, small.get("model", {}))
-    _load_optimizer(path, manifest, names, optimizer, items, groups)
-    notes = [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in left_out]
-    notes += _load_scheduler(scheduler, job) + _load_scaler(scaler, job) + _load_buckets(model, job)
+    saved = _read(path, manifest, names)
+    _refuse_foreign(saved, names, optimizer)
+    _load_model(saved, names)
+    _load_optimizer(saved, names, optimizer)
+    job = saved.job
+    notes = [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
+    notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
     return Restored(job.version, job, tuple(notes))
 
 
-def _distinct(items: Sequence[Item]) -> list[Item]:
-    """One item per name: any chunk of a tensor tells its name, dtype and whole shape."""
-    return list({item.key: item for item in items}.values())
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What is read of a checkpoint before anything is modified: descriptions of all, values of what is small."""
+
+    path: Path
+    manifest: Manifest
+    job: JobState
+    model: Sequence[Item]
+    optimizer: Sequence[Item]
+    groups: Sequence[Mapping[str, Any]]
+    optimizer_kind: str
+    extra_states: Mapping[str, Any]
+    left_out: Sequence[str]
+
+
+def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
+    # One item per name: any chunk of a tensor tells its name, dtype and whole shape.
+    items = list({item.key: item for item in items_of(manifest.pieces)}.values())
+    small = read_values(path, [item for item in items if _is_small(item, names)])
+    return _Saved(
+        path=path,
+        manifest=manifest,
+        job=read_job_state(path, manifest.pieces),
+        model=[item for item in items if item.path[0] == "model"],
+        optimizer=[item for item in items if item.path[:2] == _STATE],
+        groups=small.get("optim", {}).get("param_groups", []),
+        optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
+        extra_states=small.get("model", {}),
+        left_out=left_out_of(manifest.pieces),
+    )
 
 
 def _is_small(item: Item, names: ModelNames) -> bool:
@@ -102,51 +124,36 @@ def _is_small(item: Item, names: ModelNames) -> bool:
     return item.path[0] == "ttp" or item.path[:2] == _GROUPS
 
 
-def _refuse_foreign(
-    path: Path,
-    manifest: Manifest,
-    names: ModelNames,
-    optimizer: Optimizer,
-    items: Sequence[Item],
-    left_out: Sequence[str],
-    job: JobState,
-    groups: Sequence[Mapping[str, Any]],
-    small: Mapping[str, Any],
-) -> None:
-    if job.version != manifest.version:
-        raise CheckpointError(f"{path} is of version {manifest.version}, but its job state is of version {job.version}")
-    problems = model_differences(names, items, left_out)
-    problems += optimizer_differences(names, optimizer, groups, str(small.get("ttp", {}).get("optimizer", "")))
+def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> None:
+    version = saved.manifest.version
+    if saved.job.version != version:
+        raise CheckpointError(f"{saved.path} is of version {version}, but its job state of version {saved.job.version}")
+    problems = model_differences(names, saved.model, saved.left_out)
+    problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
     if problems:
         raise CheckpointError(
-            f"{path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that wrote it, or "
-            "another save_dir to start from nothing"
+            f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "
+            "wrote it, or another save_dir to start from nothing"
         )
 
 
-# --------------------------------------------------------------------------------------------------------------- tensors
+# -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def _load_model(
-    path: Path, manifest: Manifest, names: ModelNames, items: Sequence[Item], extra_states: Mapping[str, Any]
-) -> None:
+def _load_model(saved: _Saved, names: ModelNames) -> None:
     tensors = names.parameters | names.buffers
-    target = {
-        name: _writable(tensors[name])
-        for item in items
-        if item.path[0] == "model" and (name := str(item.path[1])) in tensors
-    }
-    load(path, manifest, {"model": target})
+    target = {name: _writable(tensors[name]) for item in saved.model if (name := str(item.path[1])) in tensors}
+    load(saved.path, saved.manifest, {"model": target})
     for name, loaded in target.items():
         if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
             names.replace_buffer(name, loaded)
     for name, owner in names.extra_states.items():
-        if name in extra_states:
-            owner.set_extra_state(extra_states[name])
+        if name in saved.extra_states:
+            owner.set_extra_state(saved.extra_states[name])
 
 
 def _writable(tensor: Tensor) -> Tensor:
-    """``tensor`` itself, or for one whose elements share memory (expanded) a fresh one: torch refuses to write into it."""
+    """``tensor`` itself; a fresh one when its elements share memory (expanded): torch refuses to write there."""
     tensor = tensor.detach()
     overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlapping else tensor
@@ -156,34 +163,23 @@ def _shares_memory(one: Tensor, two: Tensor) -> bool:
     return one.data_ptr() == two.data_ptr()
 
 
-def _load_optimizer(
-    path: Path,
-    manifest: Manifest,
-    names: ModelNames,
-    optimizer: Optimizer,
-    items: Sequence[Item],
-    groups: Sequence[Mapping[str, Any]],
-) -> None:
-    owners = {
-        names.of(parameter): (parameter, saved)
-        for group, saved in zip(optimizer.param_groups, groups, strict=True)
-        for parameter in group["params"]
-    }
-    devices = {str(item.path[1]): item.device for item in items if item.path[0] == "model"}
-    ours = [item for item in items if item.path[:2] == _STATE]
+def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> None:
+    pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
+    owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
+    devices = {str(item.path[1]): item.device for item in saved.model}
     target: dict[str, Any] = {}
-    for item in ours:
+    for item in saved.optimizer:
         put(target, item.path, _empty(item, owners, devices) if item.is_tensor else None)
-    load(path, manifest, target)
+    load(saved.path, saved.manifest, target)
     loaded: dict[str, Any] = {}
-    for item in ours:
+    for item in saved.optimizer:
         int_keys = [position - len(_STATE) for position in item.int_keys]
         put(loaded, item.path[len(_STATE) :], get(target, item.path), int_keys)
     optimizer.state.clear()
     for name, values in loaded.items():
         optimizer.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        _load_group(group, saved)
+    for group, other in pairs:
+        _load_group(group, other)
 
 
 def _empty(item: Item, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str]) -> Tensor:
@@ -223,46 +219,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
             group[key] = value
 
 
-# --------------------------------------------------------------------------------------------------------------- the rest
-
-
-def _load_scheduler(scheduler: Any, job: JobState) -> list[str]:
-    if scheduler is None or job.scheduler is None:
-        return _one_sided("an LR scheduler", scheduler, job.scheduler)
-    scheduler.load_state_dict(job.scheduler)
-    if not job.scheduler_pending:
-        return []
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps does not apply here
-            scheduler.step()
-    except TypeError as problem:
-        return [f"the LR scheduler could not make the step that was due ({problem})"]
-    return []
-
-
-def _load_scaler(scaler: Any, job: JobState) -> list[str]:
-    if scaler is None or not job.scaler or not scaler.is_enabled():
-        return _one_sided(
-            "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
-        )
-    scaler.load_state_dict(_updated(job.scaler) if job.scaler_pending else job.scaler)
-    return []
-
-
-def _updated(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaler's state after ``update()`` following a step that was not skipped; a skipped one makes no version."""
-    tracker = int(scaler["_growth_tracker"]) + 1
-    if tracker < int(scaler["growth_interval"]):
-        return dict(scaler) | {"_growth_tracker": tracker}
-    grown = float(torch.tensor(scaler["scale"] * scaler["growth_factor"], dtype=torch.float32))
-    return dict(scaler) | {"_growth_tracker": 0, "scale": grown if math.isfinite(grown) else scaler["scale"]}
-
-
-def _one_sided(what: str, here: Any, there: Any) -> list[str]:
-    if here is not None:
-        return [f"it has no state of {what}: that begins anew"]
-    return [f"it has the state of {what}, and this job has none"] if there else []
+# ------------------------------------------------------------------------------------------------------------- the rest
 
 
 def _load_buckets(model: nn.Module, job: JobState) -> list[str]:

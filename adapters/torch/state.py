@@ -17,8 +17,8 @@ def checkpoint_state(
 ) -> dict[str, Any]:
     """The state of one shard, ready for ``write_shard``.
 
-    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` and ``ttp`` are
-    there for people who load the checkpoint without ttp; ttp itself reads the job state.
+    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is there for
+    people who load the checkpoint without ttp; ttp itself reads the job state.
 
     Args:
         names: of the registered model.

@@ -59,6 +59,7 @@ class Item:
 
     @property
     def is_tensor(self) -> bool:
+        """Otherwise it is a plain value, a blob of ``torch.save``."""
         return bool(self.dtype)
 
     @property

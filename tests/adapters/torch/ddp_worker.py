@@ -1,0 +1,143 @@
+"""One rank of a small DistributedDataParallel job that can save, stop, and be resumed; run by test_ddp_buckets.py.
+
+Arguments: a JSON object, see ``Job``. Rank 0 prints one JSON line with digests of the final state.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adapters.torch.checkpoint import write_shard
+from ttp.adapters.torch.ddp import BucketWatch
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.metadata import finalise
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.restore import restore_into
+from ttp.adapters.torch.state import checkpoint_state
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Piece
+from ttp.store.digest import digest_bytes
+from ttp.store.manifest import MANIFEST, Manifest
+
+
+@dataclass
+class Job:
+    store: str
+    steps: int
+    bucket_cap_mb: float | None = None
+    widths: tuple[int, ...] = (20, 64, 64, 64, 10)
+    accumulate: int = 1
+    static_graph: bool = False
+    save_at: int = 0
+    save_to: str = ""
+    load: str = ""
+    forget_layout: bool = False
+
+
+class Model(nn.Module):
+    """Layers are used in another order than they are defined in, so the rebuilt layout is no simple reversal."""
+
+    def __init__(self, widths: tuple[int, ...]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.first = nn.Linear(widths[0], widths[0])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def train(job: Job, rank: int, world: int) -> dict[str, object]:
+    torch.manual_seed(7)
+    model = DistributedDataParallel(
+        Model(tuple(job.widths)),
+        bucket_cap_mb=job.bucket_cap_mb,  # type: ignore[arg-type]
+        static_graph=job.static_graph,
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    names, watch, start = ModelNames(model, optimizer), BucketWatch(model), 0
+    notes: tuple[str, ...] = ()
+    if job.load:
+        manifest = Manifest.load(Path(job.load))
+        restored = restore_into(Path(job.load), manifest, model=model, optimizer=optimizer)
+        start, notes = restored.version, restored.notes
+    layouts = [watch.layout]
+    for step in range(start, job.steps):
+        for micro in range(job.accumulate):
+            data = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
+            x = torch.randn(16, job.widths[0], generator=data)
+            last = micro == job.accumulate - 1
+            with contextlib.nullcontext() if last else model.no_sync():
+                model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        watch.update_finished()
+        layouts.append(watch.layout)
+        if rank == 0 and step + 1 == job.save_at:
+            save(job, names, optimizer, None if job.forget_layout else watch.layout, world)
+    shown = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+    return {"digest": digest(names, optimizer), "layouts": layouts, "shown": shown, "notes": notes}
+
+
+def save(job: Job, names: ModelNames, optimizer: torch.optim.Optimizer, layout: str | None, world: int) -> None:
+    draft, pieces = Path(job.save_to), list[Piece]()
+    draft.mkdir()
+    state = JobState(version=job.save_at, ddp_buckets=layout)
+
+    def write() -> None:  # as the processor's thread does
+        tree = checkpoint_state(names, optimizer, {}, state)
+        pieces.append(write_shard(draft, "__0_0.distcp", tree, shard=Shard("model"), writer=Rank(0)))
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    thread.join()
+    data = state.encode()
+    (draft / "job_0.msgpack").write_bytes(data)
+    pieces.append(Piece("job_0.msgpack", len(data), digest_bytes(data), "job", "", Rank(0)))
+    pieces += finalise(draft, pieces)
+    groups = {Shard("model"): tuple(Rank(r) for r in range(world))}
+    manifest = Manifest(
+        Version(job.save_at), "run", 1, "incident", "", "", world, groups, "torch", 0.0, tuple(pieces)
+    )
+    (draft / MANIFEST).write_text(manifest.to_json())
+
+
+def digest(names: ModelNames, optimizer: torch.optim.Optimizer) -> str:
+    found = hashlib.sha256()
+    for name, parameter in sorted(names.parameters.items()):
+        found.update(name.encode() + parameter.detach().numpy().tobytes())
+        for key, value in sorted(optimizer.state[parameter].items()):
+            found.update(key.encode() + value.numpy().tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    job, rank, world = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=rank, world_size=world)
+    result = train(job, rank, world)
+    digests: list[str | None] = [None] * world
+    dist.all_gather_object(digests, result["digest"])
+    if rank == 0:
+        print(json.dumps(result | {"same": len(set(digests)) == 1}), flush=True)
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
+
+
+if __name__ == "__main__":
+    main()
