@@ -1,0 +1,214 @@
+"""What is in a ``save_dir``: listing it, finding what can be restored, removing what is too old.
+
+Whatever cannot be read is left alone: it may be somebody's, or a newer ttp's, or readable again tomorrow.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ttp.core.layout import Version
+from ttp.core.messages import Candidate
+from ttp.errors import CheckpointError
+from ttp.store import names, verify
+from ttp.store.digest import Progress
+from ttp.store.disk import Disk
+from ttp.store.manifest import ForeignCheckpointError, Manifest, load_with_digest
+
+_log = logging.getLogger("ttp.store")
+
+Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One thing in a ``save_dir``.
+
+    Args:
+        path: where it is.
+        version: from its name; None when the name tells none.
+        kind: ``checkpoint``: has the name of one and a manifest, be it a damaged one. ``draft``: being written or
+            removed, or left over from that. ``superseded``: its name was taken by another checkpoint of the same
+            version. ``foreign``: not made by ttp; with a version when it bears the name of a checkpoint.
+        manifest: None when there is none or it cannot be read.
+        problem: why it is not whole as far as names, manifest and sizes tell; None for a sound one and for drafts.
+        manifest_digest: of the manifest's file; empty without one.
+    """
+
+    path: Path
+    version: Version | None
+    kind: Kind
+    manifest: Manifest | None = None
+    problem: str | None = None
+    manifest_digest: str = ""
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is a checkpoint, under its own or a superseded name, without a known problem."""
+        return self.kind in ("checkpoint", "superseded") and self.problem is None
+
+
+def scan(save_dir: Path) -> list[Entry]:
+    """Everything in ``save_dir`` that is or may be taken for a checkpoint, newest version first, unnumbered last.
+
+    Reads manifests and looks at sizes; reads no piece. A ``save_dir`` that does not exist is empty.
+
+    Raises:
+        CheckpointError: ``save_dir`` cannot be listed.
+    """
+    save_dir = Path(save_dir)
+    try:
+        found = Disk().names(save_dir)
+    except FileNotFoundError:
+        return []
+    except OSError as problem:
+        raise CheckpointError(f"cannot list {save_dir}: {problem.strerror or problem}") from problem
+    ours = (n for n in found if n != names.INCIDENTS and not n.startswith(names.PROBE_PREFIX))
+    return sorted((_look(save_dir / name) for name in ours), key=_newest_first)
+
+
+def find_whole(
+    save_dir: Path,
+    *,
+    attempts: int = 5,
+    deep: bool = True,
+    enough: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[list[Candidate], list[str]]:
+    """Walk back from the newest checkpoint and return the whole ones, newest first, and why others were skipped.
+
+    Deletes nothing. Each manifest and each piece is read at most once, and pieces only up to the first bad one.
+
+    Args:
+        save_dir: where to look.
+        attempts: how many checkpoints with a readable manifest to look at.
+        deep: recompute the digest of every piece; otherwise sizes must do.
+        enough: stop after so many whole ones; None: only ``attempts`` limits.
+        progress: called with the number of bytes newly read.
+
+    Raises:
+        CheckpointError: ``save_dir`` cannot be listed.
+    """
+    entries = scan(save_dir)
+    whole: list[Candidate] = []
+    skipped: list[str] = []
+    for entry in _restorable(entries):
+        if entry.manifest is None:
+            skipped.append(f"{entry.path.name}: {entry.problem}")
+            continue
+        if attempts <= 0 or (enough is not None and len(whole) >= enough):
+            break
+        attempts -= 1
+        problem = entry.problem or (_first_damage(entry, progress) if deep else None)
+        if problem is None:
+            whole.append(Candidate(entry.manifest.version, entry.manifest_digest, entry.path.name))
+        else:
+            skipped.append(f"{entry.path.name}: {problem}")
+    return whole, skipped + _unfinished(entries, whole)
+
+
+def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk | None = None) -> list[str]:
+    """Remove what is too old and return the names removed.
+
+    Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
+    than the newest whole one (a draft of that version or newer may be somebody's work in progress). Never touched: the
+    last whole one, anything that cannot be read, anything foreign, and the names in ``protect``.
+
+    Each is renamed to a draft before it is deleted, so that a half-deleted checkpoint never looks whole.
+
+    Args:
+        save_dir: where to look.
+        keep: whole checkpoints to keep, at least 1.
+        protect: names in ``save_dir`` that stay.
+        disk: where to delete.
+
+    Raises:
+        CheckpointError: ``save_dir`` cannot be listed.
+        OSError: something could not be renamed; what was, is deleted by the next call.
+    """
+    disk = disk or Disk()
+    victims = [e for e in _too_old(scan(save_dir), max(keep, 1)) if e.path.name not in protect]
+    doomed = [_set_aside(entry, disk) for entry in victims]
+    if doomed:
+        disk.sync_directory(Path(save_dir))
+    for path in doomed:
+        disk.remove_tree(path)
+    return [entry.path.name for entry in victims]
+
+
+def _look(path: Path) -> Entry:
+    name = path.name
+    if (draft := names.parse_draft_name(name)) is not None:
+        return Entry(path, draft[0], "draft")
+    if (version := names.parse_superseded_name(name)) is not None:
+        return _look_inside(path, version, "superseded")
+    version = names.parse_checkpoint_name(name)
+    if version is None:
+        return Entry(path, None, "foreign", problem="not made by ttp")
+    return _look_inside(path, version, "checkpoint")
+
+
+def _look_inside(path: Path, version: Version, kind: Kind) -> Entry:
+    try:
+        manifest, digest = load_with_digest(path)
+    except ForeignCheckpointError as problem:
+        return Entry(path, version, "foreign" if kind == "checkpoint" else kind, problem=str(problem))
+    except CheckpointError as problem:
+        return Entry(path, version, kind, problem=str(problem))
+    problems = verify.name_problems(path, manifest) or verify.size_problems(path, manifest)
+    return Entry(path, version, kind, manifest, "; ".join(problems) or None, digest)
+
+
+def _newest_first(entry: Entry) -> tuple[int, str, str]:
+    return (-1 if entry.version is None else -entry.version - 2, entry.kind, entry.path.name)
+
+
+def _restorable(entries: list[Entry]) -> Iterator[Entry]:
+    """What bears the name of a checkpoint, and a superseded one whose successor did not get as far as its name."""
+    published = {entry.version for entry in entries if entry.kind == "checkpoint"}
+    for entry in entries:
+        named = entry.kind in ("checkpoint", "foreign") and entry.version is not None
+        if named or (entry.kind == "superseded" and entry.version not in published):
+            yield entry
+
+
+def _first_damage(entry: Entry, progress: Progress | None) -> str | None:
+    assert entry.manifest is not None
+    return next(verify.piece_problems(entry.path, entry.manifest, progress), None)
+
+
+def _unfinished(entries: list[Entry], whole: list[Candidate]) -> list[str]:
+    """Drafts newer than what will be restored: somebody may wonder where that work went."""
+    newest = whole[0].version if whole else -1
+    drafts = [e for e in entries if e.kind == "draft" and e.version is not None and e.version > newest]
+    return [f"{entry.path.name}: a draft, never committed" for entry in drafts]
+
+
+def _too_old(entries: list[Entry], keep: int) -> Iterator[Entry]:
+    whole = [entry for entry in entries if entry.kind == "checkpoint" and entry.whole]
+    if not whole:
+        return
+    newest, oldest_kept = _version(whole[0]), _version(whole[:keep][-1])
+    for entry in entries:
+        aged = entry.whole and _version(entry) < oldest_kept
+        stale = entry.kind == "draft" and _version(entry) < newest
+        if (aged or stale) and not entry.path.is_symlink():
+            yield entry
+
+
+def _version(entry: Entry) -> int:
+    return -1 if entry.version is None else entry.version
+
+
+def _set_aside(entry: Entry, disk: Disk) -> Path:
+    if entry.kind == "draft":
+        return entry.path
+    taken = set(disk.names(entry.path.parent))
+    free = next(n for n in range(len(taken) + 1) if names.removed_name(Version(_version(entry)), n) not in taken)
+    target = entry.path.with_name(names.removed_name(Version(_version(entry)), free))
+    disk.rename(entry.path, target)
+    return target

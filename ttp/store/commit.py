@@ -1,0 +1,290 @@
+"""The moment at which a checkpoint begins to exist.
+
+Theory of operation
+-------------------
+Savers have written pieces into the draft and synced them. One rank, the committer, makes them a checkpoint. The order
+is the contract: what the rename shows is durable before it, so a plug pulled anywhere leaves the old or the new.
+
+1. **Claim.** A directory of its own, ``<draft>@g<generation>-r<rank>``, gets a second name (hard link) of every piece
+   that the order lists, after a look at its size. What the order does not list stays behind.
+2. **Finalise.** The adapter adds the framework's own files, such as torch's ``.metadata``.
+3. **Manifest**, then the names of all of that.
+4. **Rename** to the final name, which either exists whole or not at all; then the names of ``save_dir``.
+5. **Verify** what now has the name, as a reader would. Only then is it a success, and only then are drafts and
+   checkpoints beyond ``keep`` removed; failing at that does not undo the success.
+
+Two committers of one incident may live at the same time: one was declared lost and was not. They share no file that
+either of them writes, and renaming to the final name is won by one of them; the other finds the checkpoint there and is
+done too. That makes a repeated order harmless as well.
+
+A name taken by a checkpoint of another incident is taken over by an atomic exchange, and the old one stays as
+``.superseded-step_12-<n>``. Where the file system cannot exchange, two renames must do; a reader who comes between them
+finds the old one under that name (``catalog``). Where it cannot link, pieces are moved.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.core.layout import Rank, Shard
+from ttp.core.messages import Commit, Piece
+from ttp.errors import CheckpointError
+from ttp.store import catalog, names, verify
+from ttp.store.disk import OCCUPIED, UNSUPPORTED, Disk
+from ttp.store.manifest import MANIFEST, Manifest, safe_path
+
+_log = logging.getLogger("ttp.store")
+
+Finalise = Callable[[Path], Sequence[Piece]]
+"""Adds framework files to the directory it is given, durably, and returns them as pieces. May be called again."""
+
+
+def commit(
+    save_dir: Path,
+    order: Commit,
+    *,
+    run_id: str,
+    world_size: int,
+    groups: Mapping[Shard, Sequence[Rank]],
+    framework: str,
+    finalise: Finalise,
+    disk: Disk | None = None,
+) -> tuple[Path, int]:
+    """Make the pieces in ``save_dir/order.draft`` the checkpoint of ``order.version``.
+
+    May be repeated, by this rank or another: a checkpoint of the same incident under the final name is success.
+
+    Args:
+        save_dir: where checkpoints live.
+        order: what to commit; its incident is unique among all jobs that ever used ``save_dir``.
+        run_id: the job.
+        world_size: ranks of the job.
+        groups: replica groups of the job; each shard must be in some piece.
+        framework: name of the adapter.
+        finalise: see ``Finalise``.
+        disk: the disk.
+
+    Returns:
+        The checkpoint's path and the bytes of all its pieces.
+
+    Raises:
+        CheckpointError: it does not exist now: a piece is missing or of another size, the disk refused, or a newer
+            incarnation of the job has committed this version. What was there before is still there.
+    """
+    job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk())
+    return job.run()
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    save_dir: Path
+    order: Commit
+    run_id: str
+    world_size: int
+    groups: Mapping[Shard, Sequence[Rank]]
+    framework: str
+    finalise: Finalise
+    disk: Disk
+
+    @property
+    def final(self) -> Path:
+        return self.save_dir / names.checkpoint_name(self.order.version)
+
+    def run(self) -> tuple[Path, int]:
+        self._check_order()
+        try:
+            if self._committed() is None:
+                self._commit()
+            self.disk.sync_directory(self.save_dir)  # also when another renamed it: it may have died before this
+        except OSError as problem:
+            raise CheckpointError(f"version {self.order.version} cannot be committed: {problem}") from problem
+        manifest = self._committed()
+        if manifest is None:
+            raise CheckpointError(f"{self.final} was committed and is not whole now: it was changed from outside")
+        self._tidy()
+        return self.final, manifest.size
+
+    def _check_order(self) -> None:
+        draft = self.order.draft
+        if names.parse_draft_name(draft) is None or "@" in draft:
+            raise CheckpointError(f"{draft!r} is not the name of a draft")
+        files = [piece.file for piece in self.order.pieces]
+        unsafe = [file for file in files if not safe_path(file)]
+        if unsafe or len(set(files)) != len(files):
+            raise CheckpointError(f"version {self.order.version} cannot be committed: bad list of pieces {files}")
+        absent = sorted(set(self.groups) - {piece.shard for piece in self.order.pieces})
+        if absent:
+            raise CheckpointError(f"version {self.order.version} cannot be committed: no piece of shards {absent}")
+
+    def _commit(self) -> None:
+        claim = self.save_dir / names.claim_name(self.order.draft, self.order.generation, self.order.rank)
+        try:
+            self._assemble(claim)
+            self._publish(claim)
+        except Exception as problem:
+            if self._committed() is None:
+                raise
+            _log.info("%s: another committer was faster (here: %s)", self.final, problem)  # it removed our left-overs
+
+    # ---------------------------------------------------------------------------------------------------- assembling
+
+    def _assemble(self, claim: Path) -> None:
+        self._gather(claim)
+        pieces = self._merge(self.finalise(claim))
+        self._check_sizes(claim, pieces)
+        directories = self._drop_unlisted(claim, {piece.file for piece in pieces})
+        self.disk.write(claim / MANIFEST, self._manifest(pieces).to_json().encode())
+        for directory in directories:
+            self.disk.sync_directory(directory)
+
+    def _gather(self, claim: Path) -> None:
+        """Put the ordered pieces into ``claim``; on the way nothing that another committer may need is lost."""
+        source = self._source()
+        if source == claim:
+            return
+        if source.name != self.order.draft:  # its committer moved them there and came to nothing
+            self.disk.rename(source, claim)
+            return
+        self.disk.remove_tree(claim)  # an earlier try of ours; the draft has everything
+        self.disk.make_directory(claim)
+        try:
+            for piece in self.order.pieces:
+                self._bring(source / piece.file, claim / piece.file)
+        except OSError as problem:
+            if problem.errno not in UNSUPPORTED:
+                raise
+            self.disk.remove_tree(claim)
+            self.disk.rename(source, claim)
+
+    def _source(self) -> Path:
+        """The draft; or, where linking is not possible, a claim that the draft was moved to."""
+        draft = self.save_dir / self.order.draft
+        problems = self._size_problems(draft, self.order.pieces)
+        if not problems:
+            return draft
+        for claim in self._claims():
+            if not self._size_problems(claim, self.order.pieces):
+                return claim
+        raise CheckpointError(f"version {self.order.version} cannot be committed: {'; '.join(problems)}")
+
+    def _bring(self, source: Path, target: Path) -> None:
+        if target.parent != source.parent:
+            self.disk.make_directory(target.parent)
+        self.disk.link(source, target)
+
+    def _merge(self, added: Sequence[Piece]) -> tuple[Piece, ...]:
+        pieces = {piece.file: piece for piece in self.order.pieces}
+        for piece in added:
+            if not safe_path(piece.file) or pieces.setdefault(piece.file, piece) != piece:
+                raise CheckpointError(f"the adapter's {piece.file!r} is not a new file inside the checkpoint")
+        return tuple(pieces[file] for file in sorted(pieces))
+
+    def _drop_unlisted(self, claim: Path, listed: set[str]) -> list[Path]:
+        """Remove what no piece names; returns the directories left, the deepest first."""
+        directories, files = self.disk.tree(claim)
+        for file in files:
+            if file.relative_to(claim).as_posix() not in listed:
+                self.disk.remove(file)
+        return directories
+
+    def _manifest(self, pieces: tuple[Piece, ...]) -> Manifest:
+        return Manifest(
+            version=self.order.version,
+            run_id=self.run_id,
+            incarnation=self.order.incarnation,
+            incident=self.order.incident,
+            cause=self.order.cause,
+            reason=self.order.reason,
+            world_size=self.world_size,
+            groups={shard: tuple(ranks) for shard, ranks in self.groups.items()},
+            framework=self.framework,
+            created_unix_s=time.time(),
+            pieces=pieces,
+            missing_pages=tuple(self.order.missing_pages),
+        )
+
+    # ---------------------------------------------------------------------------------------------------- publishing
+
+    def _publish(self, claim: Path) -> None:
+        try:
+            self.disk.rename(claim, self.final)
+        except OSError as problem:
+            if problem.errno not in OCCUPIED:
+                raise
+            if self._committed() is None:
+                self._check_not_fenced()
+                self._supersede(claim)
+
+    def _check_not_fenced(self) -> None:
+        there = self._there()
+        if there and there.run_id == self.run_id and there.incarnation > self.order.incarnation:
+            raise CheckpointError(
+                f"version {self.order.version} was committed by incarnation {there.incarnation} of this job;"
+                f" this is incarnation {self.order.incarnation}, which is over"
+            )
+
+    def _supersede(self, claim: Path) -> None:
+        """Take the final name from what has it. The new one waits under the name that the old one shall get."""
+        aside = self._free_superseded()
+        self.disk.rename(claim, aside)
+        try:
+            self.disk.exchange(aside, self.final)
+            kept = aside
+        except OSError as problem:
+            if problem.errno not in UNSUPPORTED:
+                raise
+            kept = self._free_superseded()
+            self.disk.rename(self.final, kept)
+            self.disk.rename(aside, self.final)
+        _log.warning("%s was another checkpoint; it is kept as %s", self.final, kept.name)
+
+    def _free_superseded(self) -> Path:
+        taken = set(self.disk.names(self.save_dir))
+        candidates = (names.superseded_name(self.order.version, n) for n in range(len(taken) + 1))
+        return self.save_dir / next(name for name in candidates if name not in taken)
+
+    # ---------------------------------------------------------------------------------------------------- afterwards
+
+    def _committed(self) -> Manifest | None:
+        """The manifest of this incident's checkpoint under the final name, if that is whole."""
+        manifest = self._there()
+        if manifest is None:
+            return None
+        ours = (manifest.run_id, manifest.incarnation, manifest.incident, manifest.version)
+        if ours != (self.run_id, self.order.incarnation, self.order.incident, self.order.version):
+            return None
+        return None if verify.size_problems(self.final, manifest) else manifest
+
+    def _there(self) -> Manifest | None:
+        try:
+            return Manifest.load(self.final)
+        except CheckpointError:  # none, or unreadable: then it is nobody's word against ours
+            return None
+
+    def _tidy(self) -> None:
+        """Remove what is not needed any more. The checkpoint exists: whatever goes wrong here is only said."""
+        try:
+            for left in (self.save_dir / self.order.draft, *self._claims()):
+                self.disk.remove_tree(left)
+            removed = catalog.prune(self.save_dir, self.order.keep, {self.final.name}, self.disk)
+        except (OSError, CheckpointError) as problem:
+            _log.warning("%s is committed, but old files could not be removed: %s", self.final, problem)
+        else:
+            if removed:
+                _log.info("removed %s", ", ".join(removed))
+
+    def _claims(self) -> list[Path]:
+        found = self.disk.names(self.save_dir)
+        return [self.save_dir / name for name in found if name.startswith(f"{self.order.draft}@")]
+
+    def _check_sizes(self, directory: Path, pieces: Sequence[Piece]) -> None:
+        if problems := self._size_problems(directory, pieces):
+            raise CheckpointError(f"version {self.order.version} cannot be committed: {'; '.join(problems)}")
+
+    def _size_problems(self, directory: Path, pieces: Sequence[Piece]) -> list[str]:
+        found = ((piece, self.disk.size(directory / piece.file)) for piece in pieces)
+        return [verify.describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]

@@ -1,0 +1,107 @@
+"""The disk calls that ``commit`` and ``catalog`` make. One small class, so that tests can pull the plug at each."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.store import durable
+from ttp.store.digest import HashingFile
+
+UNSUPPORTED = frozenset(
+    {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EMLINK, errno.EXDEV}
+)
+"""What file systems answer to a call that they do not have."""
+
+OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
+"""What they answer to renaming a directory to a name that is taken."""
+
+
+class Disk:
+    """The real disk. Every method raises OSError when it refuses."""
+
+    def names(self, directory: Path) -> list[str]:
+        """Names inside ``directory``, sorted."""
+        return sorted(entry.name for entry in Path(directory).iterdir())
+
+    def tree(self, directory: Path) -> tuple[list[Path], list[Path]]:
+        """All directories at and below ``directory``, the deepest first; and all that is not a directory."""
+        directories, files = [], []
+        for folder, _, names in os.walk(directory, topdown=False):
+            directories.append(Path(folder))
+            files += [Path(folder, name) for name in names]
+        return directories, files
+
+    def size(self, file: Path) -> int | None:
+        """Bytes of a regular file; None when there is none."""
+        try:
+            return file.stat().st_size if file.is_file() else None
+        except FileNotFoundError:
+            return None
+
+    def make_directory(self, directory: Path) -> None:
+        """Make it and its parents; it may exist."""
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def link(self, source: Path, target: Path) -> None:
+        """A second name for a file."""
+        os.link(source, target)
+
+    def write(self, file: Path, data: bytes) -> str:
+        """Make a new file; its bytes are durable on return, its name is not. Returns its digest."""
+        hashing = HashingFile(file)
+        try:
+            hashing.write(data)
+        finally:
+            _, digest = hashing.sync_and_close()
+        return digest
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Atomically give ``source`` another name. A directory in the way is an error unless it is empty."""
+        source.rename(target)
+
+    def exchange(self, one: Path, other: Path) -> None:
+        """Atomically swap two names; the error is one of ``UNSUPPORTED`` where that is not possible."""
+        _exchange(one, other)
+
+    def sync_directory(self, directory: Path) -> None:
+        """Make the names inside ``directory`` durable."""
+        durable.sync_directory(directory)
+
+    def remove(self, file: Path) -> None:
+        """Remove a file."""
+        file.unlink(missing_ok=True)
+
+    def remove_tree(self, directory: Path) -> None:
+        """Remove a directory and all that is in it; it may be gone."""
+        try:
+            shutil.rmtree(directory)
+        except FileNotFoundError:
+            if directory.exists():  # somebody else removes it at the same time and was in between
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
+
+
+def _find_renameat2() -> Callable[..., int] | None:
+    found = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if found is not None:
+        found.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+    return found
+
+
+_renameat2 = _find_renameat2()
+
+
+def _exchange(one: Path, other: Path) -> None:
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(one))
+    if _renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
+        problem = ctypes.get_errno()
+        raise OSError(problem, os.strerror(problem), str(one), None, str(other))

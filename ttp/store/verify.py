@@ -1,0 +1,85 @@
+"""Is a checkpoint what its manifest says? Frameworks load a flipped byte without a word, so ttp looks itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ttp.errors import CheckpointError
+from ttp.store import names
+from ttp.store.digest import Progress, digest_file
+from ttp.store.manifest import MANIFEST, Manifest
+
+
+def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]:
+    """Read every piece of the checkpoint at ``path`` and return what is wrong with it; nothing wrong: an empty list.
+
+    A file that the manifest does not list is no problem, see ``unlisted_files``.
+
+    Args:
+        path: directory of the checkpoint.
+        progress: called with the number of bytes newly read; ``Manifest.size`` is what they add up to.
+    """
+    path = Path(path)
+    try:
+        manifest = Manifest.load(path)
+    except CheckpointError as problem:
+        return [str(problem)]
+    return [*name_problems(path, manifest), *piece_problems(path, manifest, progress)]
+
+
+def name_problems(path: Path, manifest: Manifest) -> list[str]:
+    """Whether the directory's name tells another version than its manifest."""
+    named = names.parse_checkpoint_name(Path(path).name)
+    if named is None or named == manifest.version:
+        return []
+    return [f"the directory is named for version {named}, but its manifest is of version {manifest.version}"]
+
+
+def size_problems(path: Path, manifest: Manifest) -> list[str]:
+    """Pieces that are missing or of another size. Reads no piece, so it costs one look per piece."""
+    found = ((piece, _size(path / piece.file)) for piece in manifest.pieces)
+    return [describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]
+
+
+def piece_problems(path: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[str]:
+    """Pieces that are missing, of another size, or of another content, as they are found."""
+    for piece in manifest.pieces:
+        file = path / piece.file
+        size = _size(file)
+        if size != piece.size:
+            yield describe(piece.file, size, piece.size)
+            continue
+        try:
+            read, digest = digest_file(file, progress)
+        except OSError as problem:
+            yield f"piece {piece.file} cannot be read: {problem.strerror or problem}"
+            continue
+        if (read, digest) != (piece.size, piece.digest):
+            yield f"piece {piece.file} is damaged: its digest is {digest}, the manifest says {piece.digest}"
+
+
+def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
+    """Files in the checkpoint that its manifest does not know; no harm, but nobody vouches for them."""
+    listed = {MANIFEST, *(piece.file for piece in manifest.pieces)}
+    found = (file.relative_to(path).as_posix() for file in Path(path).rglob("*") if not file.is_dir())
+    return sorted(set(found) - listed)
+
+
+def describe(file: str, size: int | str | None, wanted: int) -> str:
+    """What is wrong with a piece. ``size``: its bytes, None if it is missing, or why it is unreadable."""
+    if size is None:
+        return f"piece {file} is missing"
+    if isinstance(size, str):
+        return f"piece {file} cannot be read: {size}"
+    return f"piece {file} has {size} bytes instead of {wanted}"
+
+
+def _size(file: Path) -> int | str | None:
+    """Bytes of a regular file; None when there is none; or why that cannot be known."""
+    try:
+        return file.stat().st_size if file.is_file() else None
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        return problem.strerror or str(problem)
