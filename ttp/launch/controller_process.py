@@ -243,7 +243,7 @@ class _Start:
             )
         if not is_local(self._address):
             return f"no controller answers at {where} within {patience_s:.0f} s; the first node should run it"
-        return f"the controller at {where} does not answer within {patience_s:.0f} s.\n{log_tail(self._run_dir, self._log_size)}"
+        return f"what listens at {where} does not answer within {patience_s:.0f} s{self._owner()}"
 
     def _owner(self) -> str:
         owner = port_owner(self._port) if is_local(self._address) else None

@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
+import torch.distributed
 from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 KEY = "ttp/workers_store_port"
 
@@ -44,7 +46,7 @@ class FreshStoreRendezvous(RendezvousHandler):
     def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
         """Every node restarts when its ranks were released, so all come here as often as the first one does."""
         if info.rank == 0:
-            self._store = dist.TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
+            self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
             info.store.set(key, str(self._store.port))
         return int(info.store.get(key))
 

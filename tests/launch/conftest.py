@@ -1,0 +1,180 @@
+"""Real launchers with fake ranks."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent.parent
+PATIENCE_S = 60.0
+"""Bounds a wait; no test passes or fails by how long something took within it."""
+
+LAUNCHERS = {"ttp-run": ["-m", "ttp.launch.run"], "torchrun": ["-m", "torch.distributed.run"]}
+
+
+def free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("", 0))
+        return int(probing.getsockname()[1])
+
+
+class Job:
+    """One launcher process and its workers; ``out`` is where the workers leave files."""
+
+    def __init__(self, command: list[str], env: dict[str, str], out: Path, name: str) -> None:
+        self.out = out
+        self.log_path = out / f"{name}.log"
+        with self.log_path.open("w") as log:
+            self.process = subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=out
+            )
+
+    @property
+    def log(self) -> str:
+        return self.log_path.read_text(errors="replace")
+
+    def wait_for(self, name: str) -> str:
+        """Contents of a file that a worker writes."""
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (self.out / name).exists():
+            assert time.monotonic() < deadline_s, f"{name} did not appear\n{self.log}"
+            assert self.process.poll() is None, f"{name} was not written before the launcher ended\n{self.log}"
+            time.sleep(0.01)
+        return (self.out / name).read_text()
+
+    def wait_for_log(self, text: str) -> None:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while text not in self.log:
+            assert time.monotonic() < deadline_s, f"{text!r} is not in\n{self.log}"
+            time.sleep(0.01)
+
+    def pids(self, count: int, attempt: int = 0) -> list[int]:
+        """Pids of ranks 0..count-1, when they are all there."""
+        return [int(self.wait_for(f"pid-{rank}-{attempt}")) for rank in range(count)]
+
+    def has(self, name: str) -> bool:
+        return (self.out / name).exists()
+
+    def rescue(self) -> None:
+        """Tell the workers that it is time to save."""
+        (self.out / "rescue").touch()
+
+    def finish(self, timeout_s: float = PATIENCE_S) -> int:
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            pytest.fail(f"the launcher still runs after {timeout_s} s\n{self.log}")
+
+    def end(self) -> None:
+        """Kill whatever is left."""
+        pids = {int(path.read_text()) for path in self.out.glob("pid-*")}
+        if self.process.poll() is None:
+            pids |= {child.pid for child in psutil.Process(self.process.pid).children(recursive=True)}
+            self.process.kill()
+            self.process.wait()
+        for pid in pids:
+            if "worker.py" in _command(pid) or "controller" in _command(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _command(pid: int) -> str:
+    try:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
+        return ""
+
+
+class Controller:
+    """The stub controller, as a program of its own."""
+
+    def __init__(self, port: int, run_dir: Path, env: dict[str, str]) -> None:
+        self.port, self.run_dir = port, run_dir
+        run_dir.mkdir(mode=0o700, exist_ok=True)
+        command = [sys.executable, str(HERE / "stub_controller.py"), "--port", str(port), "--run-dir", str(run_dir)]
+        self.process = subprocess.Popen(command, env=env, start_new_session=True)
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not (run_dir / "started").exists():
+            assert time.monotonic() < deadline_s
+            assert self.process.poll() is None
+            time.sleep(0.01)
+
+    @property
+    def faults(self) -> list[dict[str, Any]]:
+        path = self.run_dir / "faults.jsonl"
+        return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+@pytest.fixture(scope="session")
+def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What to add to PYTHONPATH so that a stock torchrun sees our entry point: nothing where ttp is installed."""
+    found = importlib.metadata.entry_points(group="torchrun.handlers")
+    if any(entry.value == "ttp.launch.plugin:handler" for entry in found):
+        return []
+    site = tmp_path_factory.mktemp("site")
+    info = site / "ttp_ft-0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: ttp-ft\nVersion: 0\n")
+    (info / "entry_points.txt").write_text("[torchrun.handlers]\nttp = ttp.launch.plugin:handler\n")
+    return [str(site)]
+
+
+@pytest.fixture
+def environ(plugin_path: list[str], tmp_path: Path) -> dict[str, str]:
+    """An environment without any setting of ours or of an outer launcher, but for the run directory."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCH", "MASTER_", "PET_"))}
+    clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), *plugin_path, *filter(None, [clean.get("PYTHONPATH")])])
+    return clean | {"TTP_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    directory = tmp_path / "out"
+    directory.mkdir()
+    return directory
+
+
+@pytest.fixture
+def controller(environ: dict[str, str], tmp_path: Path) -> Iterator[Controller]:
+    """A stub controller that runs already; its port and token are in ``environ``."""
+    environ.update(TTP_PORT=str(free_port()), TTP_TOKEN="sesame")
+    running = Controller(int(environ["TTP_PORT"]), tmp_path / "run", environ)
+    yield running
+    running.end()
+
+
+@pytest.fixture(params=sorted(LAUNCHERS))
+def launcher(request: pytest.FixtureRequest) -> str:
+    """Both ways to launch."""
+    return str(request.param)
+
+
+@pytest.fixture
+def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
+    """``start(launcher, flags, script, *args, name=...)`` -> Job; ended with the test."""
+    jobs: list[Job] = []
+
+    def launch(launcher: str, flags: list[str], script: str, *args: str, name: str = "launcher") -> Job:
+        command = [sys.executable, *LAUNCHERS[launcher], *flags, str(HERE / script), str(out), *args]
+        jobs.append(Job(command, environ, out, name))
+        return jobs[-1]
+
+    yield launch
+    for job in jobs:
+        job.end()

@@ -1,0 +1,57 @@
+"""A rank without a framework: arms itself, trains until the test says ``rescue``, saves for a while, exits 75.
+
+Usage: fake_worker.py OUT PLAN. PLAN is JSON; the keys of its object are read below.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+from ttp.launch.leases import Leases
+
+OUT, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
+RANK, ATTEMPT, PID = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.getpid()
+LEASES = Leases(Path(os.environ["TTP_RUN_DIR"])) if "TTP_RUN_DIR" in os.environ else None
+
+
+def put(name: str, text: str = "") -> None:
+    draft = OUT / f".{name}.{PID}"
+    draft.write_text(text)
+    draft.replace(OUT / name)
+
+
+def save() -> NoReturn:
+    if LEASES is not None and PLAN.get("armed", True):
+        LEASES.grant(PID, time.monotonic() + PLAN.get("lease_s", 60))
+    put(f"saving-{RANK}-{ATTEMPT}")
+    time.sleep(PLAN.get("save_s", 2))
+    put(f"saved-{RANK}-{ATTEMPT}")
+    os._exit(PLAN.get("exit", 75))
+
+
+def on_sigterm(*_: object) -> None:
+    put(f"sigterm-{RANK}-{ATTEMPT}")
+    if PLAN.get("on_sigterm") == "save":
+        save()
+    os._exit(1)
+
+
+def main() -> None:
+    signal.signal(signal.SIGTERM, on_sigterm)
+    if LEASES is not None and PLAN.get("armed", True):
+        LEASES.arm(PID)
+    put(f"pid-{RANK}-{ATTEMPT}", str(PID))
+    if ATTEMPT >= PLAN.get("attempts", 1):
+        return
+    while not (OUT / "rescue").exists():
+        time.sleep(0.01)
+    save()
+
+
+main()

@@ -1,0 +1,72 @@
+"""A controller that only answers status and notes accusations; run as a program with a controller's flags."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+import threading
+from concurrent import futures
+from pathlib import Path
+
+import grpc
+
+from ttp.wire.v1 import controller_pb2 as wire
+from ttp.wire.v1.controller_pb2_grpc import ControllerServicer, add_ControllerServicer_to_server
+
+
+class Stub(ControllerServicer):
+    def __init__(self, run_dir: Path, busy: Path) -> None:
+        self._faults = run_dir / "faults.jsonl"
+        self._busy = busy
+
+    def GetStatus(self, request: wire.GetStatusRequest, context: grpc.ServicerContext) -> wire.GetStatusResponse:  # noqa: N802
+        self._check(context)
+        state = "frozen" if self._busy.exists() else "lost"
+        return wire.GetStatusResponse(pid=os.getpid(), ranks=[wire.RankStatus(rank=0, state=state)])
+
+    def ReportFault(  # noqa: N802
+        self, request: wire.ReportFaultRequest, context: grpc.ServicerContext
+    ) -> wire.ReportFaultResponse:
+        self._check(context)
+        said = {"ranks": list(request.ranks), "pids": list(request.pids), "reason": request.reason}
+        said["kind"] = wire.FaultKind.Name(request.kind)
+        with self._faults.open("a") as file:
+            file.write(json.dumps(said) + "\n")
+        return wire.ReportFaultResponse()
+
+    def _check(self, context: grpc.ServicerContext) -> None:
+        given = dict(context.invocation_metadata()).get("ttp-token", "")
+        if given != os.environ["TTP_TOKEN"]:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "wrong token")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    for flag in ("--port", "--bind", "--run-dir", "--owner-pid", "--abandoned-s"):
+        parser.add_argument(flag)
+    args = parser.parse_args()
+    run_dir = Path(args.run_dir)
+    if (run_dir / "refuse-to-start").exists():
+        print("no luck today", file=sys.stderr)
+        return 3
+    server = grpc.server(futures.ThreadPoolExecutor(4), options=[("grpc.so_reuseport", 0)])
+    add_ControllerServicer_to_server(Stub(run_dir, run_dir / "busy"), server)
+    try:
+        server.add_insecure_port(f"{args.bind or '0.0.0.0'}:{args.port}")
+    except RuntimeError:
+        print(f"port {args.port} is taken", file=sys.stderr)
+        return 64
+    over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: over.set())
+    server.start()
+    (run_dir / "started").open("a").write(f"{os.getpid()}\n")
+    over.wait()
+    server.stop(0).wait()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

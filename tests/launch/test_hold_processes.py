@@ -1,0 +1,135 @@
+"""Real launchers, fake ranks, real kills: who is stopped when."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Controller, Job
+
+Start = Callable[..., "Job"]
+THREE = ["--nproc-per-node", "3"]
+
+
+def plan(**changes: Any) -> str:
+    return json.dumps(changes)
+
+
+def exit_code(launcher: str, ttp_run: int) -> int:
+    """Stock torchrun has one code for every failure."""
+    return ttp_run if launcher == "ttp-run" else 1
+
+
+def test_saving_ranks_are_not_stopped(launcher: str, start: Start, controller: Controller) -> None:
+    """Stock torchrun would send SIGTERM within 0.1 s; these need 3 s, and two of them start saving late."""
+    job = start(launcher, THREE, "fake_worker.py", plan(save_s=3))
+    victim = job.pids(3)[1]
+    os.kill(victim, signal.SIGKILL)
+    job.rescue()
+    assert job.finish() == exit_code(launcher, 75)
+    assert job.has("saved-0-0")
+    assert job.has("saved-2-0")
+    assert not job.has("sigterm-0-0")
+    assert controller.faults == [
+        {"ranks": [1], "pids": [victim], "reason": "killed by signal 9 (SIGKILL)", "kind": "FAULT_KIND_EXITED"}
+    ]
+    if launcher == "torchrun":  # its summary names the dead rank, not one that saved
+        assert "Signal 9 (SIGKILL) received by PID" in job.log.split("Root Cause")[1]
+
+
+def test_nobody_armed_is_stock_behaviour(launcher: str, start: Start, controller: Controller) -> None:
+    job = start(launcher, THREE, "fake_worker.py", plan(armed=False))
+    os.kill(job.pids(3)[1], signal.SIGKILL)
+    assert job.finish() == 1
+    assert job.has("sigterm-0-0")
+    assert job.has("sigterm-2-0")
+
+
+def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start, controller: Controller) -> None:
+    """No controller froze them: SIGTERM tells their processors to save, and then they get their time."""
+    job = start(launcher, THREE, "fake_worker.py", plan(save_s=1, on_sigterm="save"))
+    os.kill(job.pids(3)[1], signal.SIGKILL)
+    assert job.finish() == exit_code(launcher, 75)
+    assert job.has("sigterm-0-0")
+    assert job.has("saved-0-0")
+    assert job.has("saved-2-0")
+
+
+def test_stopped_rank_is_killed_when_the_others_have_left(
+    launcher: str, start: Start, controller: Controller
+) -> None:
+    """Not 30 s later: this bound lies below that."""
+    job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
+    pids = job.pids(3)
+    os.kill(pids[2], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGKILL)
+    job.rescue()
+    assert job.finish(timeout_s=20) == exit_code(launcher, 75)
+    assert job.has("saved-0-0")
+    assert not psutil.pid_exists(pids[2])
+
+
+def test_lease_that_is_over_is_not_waited_for(launcher: str, start: Start, controller: Controller) -> None:
+    job = start(launcher, THREE, "fake_worker.py", plan(lease_s=1, save_s=50))
+    os.kill(job.pids(3)[1], signal.SIGKILL)
+    job.rescue()
+    assert job.finish() == 1
+    assert job.has("sigterm-0-0")
+    assert not job.has("saved-0-0")
+
+
+def test_operators_sigterm_leaves_time_to_save(launcher: str, start: Start, controller: Controller) -> None:
+    """With a shutdown timeout of 1 s torchrun would kill these, which need 4 s."""
+    flags = [*THREE, "--shutdown-timeout", "1"]
+    job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
+    job.pids(3)
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == exit_code(launcher, 75)
+    assert all(job.has(f"saved-{rank}-0") for rank in range(3))
+    assert controller.faults == []
+
+
+def test_second_sigterm_does_not_cut_the_time_short(launcher: str, start: Start, controller: Controller) -> None:
+    flags = [*THREE, "--shutdown-timeout", "1"]
+    job = start(launcher, flags, "fake_worker.py", plan(save_s=4, on_sigterm="save"))
+    job.pids(3)
+    job.process.send_signal(signal.SIGTERM)
+    job.wait_for("saving-0-0")
+    job.process.send_signal(signal.SIGTERM)
+    assert job.finish() == exit_code(launcher, 75)
+    assert all(job.has(f"saved-{rank}-0") for rank in range(3))
+
+
+def test_restart_after_a_rescue(launcher: str, start: Start, controller: Controller) -> None:
+    job = start(launcher, [*THREE, "--max-restarts", "1"], "fake_worker.py", plan(save_s=1))
+    os.kill(job.pids(3)[0], signal.SIGKILL)
+    job.rescue()
+    job.pids(3, attempt=1)
+    assert job.finish() == 0
+    assert job.has("saved-1-0")
+
+
+@pytest.mark.parametrize(("code", "expected"), [(70, 70), (3, 1)])
+def test_exit_code_tells_what_happened(
+    code: int, expected: int, launcher: str, start: Start, controller: Controller
+) -> None:
+    job = start(launcher, THREE, "fake_worker.py", plan(save_s=0, exit=code))
+    job.pids(3)
+    job.rescue()
+    assert job.finish() == exit_code(launcher, expected)
+
+
+def test_without_port_torchrun_is_stock(start: Start, environ: dict[str, str]) -> None:
+    """The plug-in is there, the job did not ask for it: an armed and saving rank is stopped at once."""
+    job = start("torchrun", THREE, "fake_worker.py", plan(save_s=50))
+    os.kill(job.pids(3)[1], signal.SIGKILL)
+    job.rescue()
+    assert job.finish() == 1
+    assert job.has("sigterm-0-0")
