@@ -15,6 +15,7 @@ from typing import Any
 import grpc
 import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import SERVICE_NAME as HEALTH_SERVICE
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
@@ -230,7 +231,7 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for name in ("", SERVICE):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
     if server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
         raise RuntimeError(f"cannot bind {bind}:{port}")
     await server.start()

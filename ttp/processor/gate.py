@@ -68,10 +68,10 @@ class Gate:
             self._opened.wait()
             self._parked = False
 
-    def end_update(self) -> None:
-        """The update is finished: the copy is of the next version."""
+    def end_update(self, version: Version | None = None) -> None:
+        """The update is finished: the copy is of the next version, or of ``version`` where the program counts itself."""
         with self._lock:
-            self.version = Version(self.version + 1)
+            self.version = Version(self.version + 1) if version is None else version
             self._updating = False
             closed = self._closed
         if closed:

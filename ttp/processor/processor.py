@@ -105,6 +105,10 @@ class Processor:
         """See ``UpdateReporter``."""
         self.gate.end_update()
 
+    def end_update_at(self, version: Version) -> None:
+        """Like ``end_update``, for programs that number their versions themselves."""
+        self.gate.end_update(version)
+
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
         self.gate.set_version(version)
@@ -145,6 +149,7 @@ class Processor:
         """train() is over: wait until it is over for every rank (or nobody can tell), then close."""
         if self._problem is None and not self._closed:
             self.gate.mark_done()
+            self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
             self._inbox.put(pm.Returned(reason))
             _wait(self._let_go)
         self.close()

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Version
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.convert import order_from_wire, report_to_wire
+from ttp.wire.v1 import controller_pb2 as pb
+
+
+class Controller:
+    """A real controller process."""
+
+    def __init__(self, run_dir: Path, *args: str, token: str = "", wait: bool = True, **env: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = int(probe.getsockname()[1])
+        self.token = token
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+        self.log = (run_dir / "controller.out").open("w+")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--run-dir", str(run_dir), *args],
+            env={**clean, "TTP_TOKEN": token, **env},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+        )
+        self.channel = open_channel("127.0.0.1", self.port)
+        if wait:
+            grpc.channel_ready_future(self.channel).result(timeout=30)
+        self.stub = stub(self.channel)
+        self.ranks: list[FakeRank] = []
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        return metadata(self.token)
+
+    def rank(self, number: int, **changes: Any) -> FakeRank:
+        rank = FakeRank(self, number, **changes)
+        self.ranks.append(rank)
+        return rank
+
+    def status(self) -> pb.GetStatusResponse:
+        response: pb.GetStatusResponse = self.stub.GetStatus(pb.GetStatusRequest(), metadata=self.metadata, timeout=10)
+        return response
+
+    def output(self) -> str:
+        self.log.flush()
+        self.log.seek(0)
+        return self.log.read()
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.drop()
+        self.channel.close()
+        self.process.kill()
+        self.process.wait()
+        self.log.close()
+
+
+class FakeRank:
+    """A stream that says what the test wants it to say."""
+
+    def __init__(self, controller: Controller, number: int, **changes: Any) -> None:
+        import queue
+
+        self.number = number
+        self._outbox: Any = queue.SimpleQueue()
+        self._channel = open_channel("127.0.0.1", controller.port)
+        self._call = stub(self._channel).Attach(iter(self._outbox.get, None), metadata=controller.metadata)
+        self.say(hello(number, **changes))
+
+    def say(self, report: m.Report) -> None:
+        self._outbox.put(report_to_wire(report))
+
+    def say_raw(self, message: pb.RankReport) -> None:
+        self._outbox.put(message)
+
+    def hear(self) -> m.Order:
+        return order_from_wire(next(self._call))
+
+    def expect(self, kind: type) -> Any:
+        order = self.hear()
+        while not isinstance(order, kind):
+            order = self.hear()
+        return order
+
+    def ended(self) -> bool:
+        """Whether the controller ends the stream."""
+        return next(self._call, None) is None
+
+    def drop(self) -> None:
+        self._outbox.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+
+def hello(rank: int, world_size: int = 2, layout: Layout | None = None, **changes: Any) -> m.Hello:
+    layout = layout or Layout.data_parallel(world_size)
+    values: dict[str, Any] = {
+        "rank": Rank(rank),
+        "protocol_major": m.PROTOCOL_MAJOR,
+        "protocol_minor": m.PROTOCOL_MINOR,
+        "ttp_version": "test",
+        "run_id": "job",
+        "launch": 0,
+        "incarnation": 0,
+        "nonce": f"process-{rank}",
+        "world_size": world_size,
+        "layout_digest": layout.digest,
+        "groups": tuple(m.ShardGroup(s, r) for s, r in layout.groups.items()),
+        "host": "host",
+        "pid": 1000 + rank,
+        "local_rank": rank,
+        "save_dir": "",
+        "framework": "test",
+        "version": Version(0),
+        "phase": m.Phase.IDLE,
+        "base_version": Version(0),
+        "term_seen": 0,
+        "incident": "",
+        "released": False,
+        "resume": False,
+    }
+    return m.Hello(**{**values, **changes})
+
+
+@pytest.fixture
+def controller(tmp_path: Path) -> Iterator[Controller]:
+    running = Controller(tmp_path)
+    yield running
+    running.close()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Any]:
+    running: list[Controller] = []
+
+    def make(*args: str, **kwargs: Any) -> Controller:
+        running.append(Controller(tmp_path, *args, **kwargs))
+        return running[-1]
+
+    yield make
+    for one in running:
+        one.close()
+
+
+def until(condition: Any, timeout_s: float = 15) -> None:
+    """Poll until true; fails loudly."""
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline, "did not come true in time"
+        time.sleep(0.02)

@@ -1,0 +1,267 @@
+"""The controller as its peers see it: a real process, real streams."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from tests.controller.conftest import Controller, hello, until
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.wire.v1 import controller_pb2 as pb
+
+
+def frozen(rank: int, incident: str, version: int, **changes: Any) -> m.Frozen:
+    return replace(m.Frozen(Rank(rank), incident, Version(version), m.Phase.IDLE, final=True), **changes)
+
+
+def save_whatever_is_asked(rank: Any, order: m.Save) -> m.Commit:
+    piece = m.Piece("__0_0.distcp", 1, "d", "shard", "model", Rank(rank.number))
+    rank.say(m.Saved(Rank(rank.number), order.incident, order.generation, (piece,)))
+    commit: m.Commit = rank.expect(m.Commit)
+    rank.say(m.Committed(Rank(rank.number), order.incident, order.generation, f"/d/step_{order.version}", 1))
+    return commit
+
+
+def test_a_lost_rank_is_saved_from_its_replica(controller: Controller) -> None:
+    zero, one = controller.rank(0), controller.rank(1)
+    assert zero.expect(m.Welcome).incarnation == one.expect(m.Welcome).incarnation == 1
+    until(lambda: controller.status().stage == "training")
+    one.drop()
+    freeze = zero.expect(m.Freeze)
+    assert freeze.incident and not freeze.snapshot
+    zero.say(frozen(0, freeze.incident, 5))
+    save = zero.expect(m.Save)
+    assert (save.version, save.order.shards, save.order.pages) == (5, ("model",), (0, 1))
+    commit = save_whatever_is_asked(zero, save)
+    assert commit.version == 5 and len(commit.pieces) == 1
+    release = zero.expect(m.Release)
+    assert release.exit_code == 75
+    incident = controller.status().last_incident
+    assert (incident.version, incident.path) == (5, "/d/step_5")
+
+
+def test_a_peer_of_another_major_version_is_refused_in_words(controller: Controller) -> None:
+    stranger = controller.rank(0, protocol_major=m.PROTOCOL_MAJOR + 1)
+    refused = stranger.expect(m.Refused)
+    assert refused.code is m.RefusalCode.PROTOCOL
+    assert "install the same ttp on every host" in refused.text
+    assert stranger.ended()
+
+
+def test_a_peer_of_another_minor_version_is_welcome(controller: Controller) -> None:
+    assert controller.rank(0, protocol_minor=99).expect(m.Welcome)
+
+
+def test_two_jobs_on_one_port(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    refused = controller.rank(1, run_id="another job").expect(m.Refused)
+    assert refused.code is m.RefusalCode.OTHER_JOB
+    assert "two jobs share TTP_PORT" in refused.text
+
+
+def test_a_second_process_that_claims_a_rank(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    refused = controller.rank(0, nonce="somebody else", pid=4711).expect(m.Refused)
+    assert refused.code is m.RefusalCode.RANK_TAKEN
+    assert "pid 1000" in refused.text and "same RANK" in refused.text
+
+
+def test_ranks_that_disagree_about_the_world_size(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    refused = controller.rank(1, world_size=3).expect(m.Refused)
+    assert refused.code is m.RefusalCode.MISMATCH
+    assert "WORLD_SIZE=3" in refused.text and "have 2" in refused.text
+
+
+def test_ranks_that_disagree_about_the_layout(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    other = Layout(2, {Shard("a"): (Rank(0),), Shard("b"): (Rank(1),)})
+    refused = controller.rank(1, layout=other).expect(m.Refused)
+    assert refused.code is m.RefusalCode.MISMATCH
+    assert "2 shards (a: 0, b: 1) against 1 shards (model: 0-1)" in refused.text
+
+
+def test_a_message_without_content_ends_its_stream_and_nothing_else(controller: Controller) -> None:
+    zero, one = controller.rank(0), controller.rank(1)
+    zero.expect(m.Welcome), one.expect(m.Welcome)
+    one.say_raw(pb.RankReport())
+    assert one.expect(m.Refused).code is m.RefusalCode.MALFORMED
+    assert zero.expect(m.Freeze)  # a rank that talks nonsense is a lost rank
+
+
+def test_status_names_ranks_groups_and_stage(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    status = controller.status()
+    assert (status.stage, status.world_size, status.run_id) == ("forming", 2, "job")
+    assert [(r.rank, r.state) for r in status.ranks] == [(0, "live"), (1, "missing")]
+    assert [(g.name, list(g.ranks)) for g in status.groups] == [("model", [0, 1])]
+
+
+def test_a_checkpoint_on_request_and_training_goes_on(controller: Controller) -> None:
+    ranks = [controller.rank(0), controller.rank(1)]
+    until(lambda: controller.status().stage == "training")
+    future = controller.stub.SaveNow.future(pb.SaveNowRequest(reason="test"), metadata=controller.metadata, timeout=30)
+    for rank in ranks:
+        freeze = rank.expect(m.Freeze)
+        assert freeze.snapshot
+        rank.say(frozen(rank.number, freeze.incident, 7))
+    save_whatever_is_asked(ranks[0], ranks[0].expect(m.Save))
+    answer = future.result()
+    assert (answer.saved, answer.version, answer.path) == (True, 7, "/d/step_7")
+    assert ranks[0].expect(m.Thaw) and ranks[1].expect(m.Thaw)
+    assert controller.status().stage == "training"
+
+
+def test_save_without_a_job_says_so(controller: Controller) -> None:
+    answer = controller.stub.SaveNow(pb.SaveNowRequest(), metadata=controller.metadata, timeout=10)
+    assert not answer.saved and "no job is training" in answer.text
+
+
+def test_a_fault_reported_from_outside(controller: Controller) -> None:
+    zero = controller.rank(0)
+    controller.rank(1)
+    until(lambda: controller.status().stage == "training")
+    report = pb.ReportFaultRequest(ranks=[1], reason="the node is drained")
+    answer = controller.stub.ReportFault(report, metadata=controller.metadata, timeout=10)
+    assert list(answer.accused) == [1]
+    assert zero.expect(m.Freeze)
+    assert "the node is drained" in controller.status().last_incident.cause
+
+
+def test_a_report_about_nobody_changes_nothing(controller: Controller) -> None:
+    answer = controller.stub.ReportFault(pb.ReportFaultRequest(ranks=[9]), metadata=controller.metadata, timeout=10)
+    assert "no such rank" in answer.text
+    assert controller.status().incidents_total == 0
+
+
+def test_watchers_see_the_past_and_the_present(controller: Controller) -> None:
+    controller.rank(0).expect(m.Welcome)
+    watch = controller.stub.WatchEvents(pb.WatchEventsRequest(replay=10), metadata=controller.metadata, timeout=20)
+    assert [next(watch).kind for _ in range(2)] == ["incarnation", "joined"]
+    controller.rank(1)
+    event = next(watch)
+    assert (event.kind, json.loads(event.json)["rank"]) == ("joined", 1)
+    watch.cancel()
+
+
+def test_health_and_reflection_are_served(controller: Controller) -> None:
+    health = health_pb2_grpc.HealthStub(controller.channel)
+    for name in ("", "ttp.wire.v1.Controller"):
+        assert health.Check(health_pb2.HealthCheckRequest(service=name), timeout=10).status == 1
+    reflection = reflection_pb2_grpc.ServerReflectionStub(controller.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    answer = next(reflection.ServerReflectionInfo(iter([request]), timeout=10))
+    assert "ttp.wire.v1.Controller" in [s.name for s in answer.list_services_response.service]
+
+
+@pytest.mark.parametrize("given", ["", "wrong"])
+def test_nobody_gets_in_without_the_token(start: Any, given: str) -> None:
+    controller = start(token="secret")
+    controller.token = given
+    calls: list[Any] = [
+        lambda: controller.status(),
+        lambda: controller.stub.SaveNow(pb.SaveNowRequest(), metadata=controller.metadata, timeout=10),
+        lambda: next(controller.stub.WatchEvents(pb.WatchEventsRequest(), metadata=controller.metadata, timeout=10)),
+        lambda: controller.rank(0).hear(),
+    ]
+    for call in calls:
+        with pytest.raises(grpc.RpcError) as caught:
+            call()
+        assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert "TTP_TOKEN" in caught.value.details()
+    controller.token = "secret"
+    assert controller.status().stage == "waiting"
+
+
+def test_a_port_in_use_names_port_and_owner(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("0.0.0.0", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = subprocess.run(
+            [sys.executable, "-m", "ttp.controller", "--port", port, "--run-dir", str(tmp_path)],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.returncode == 64
+    assert f"port {port}" in done.stderr and f"pid {os.getpid()}" in done.stderr
+
+
+@pytest.mark.parametrize("port", ["0", "70000", "-1"])
+def test_a_port_that_is_none(port: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "ttp.controller", "--port", port, "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 64 and "from 1 to 65535" in done.stderr
+
+
+def test_the_controller_ends_when_the_job_is_over(controller: Controller) -> None:
+    ranks = [controller.rank(0), controller.rank(1)]
+    for rank in ranks:
+        rank.expect(m.Welcome)
+        rank.say(m.Goodbye(Rank(rank.number), m.GoodbyeReason.DONE, Version(3)))
+    for rank in ranks:
+        assert rank.expect(m.Finished)
+    assert controller.process.wait(20) == 0
+
+
+def test_the_controller_ends_when_it_is_abandoned(start: Any) -> None:
+    controller = start("--abandoned-s", "0.5", wait=False)
+    assert controller.process.wait(20) == 0
+    assert "nobody spoke" in controller.output()
+
+
+def test_the_controller_ends_with_its_launcher(start: Any) -> None:
+    owner = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    controller = start("--owner-pid", str(owner.pid))
+    assert controller.status().stage == "waiting"
+    owner.kill()
+    owner.wait()
+    assert controller.process.wait(20) == 0
+
+
+def test_sigterm_ends_the_controller(controller: Controller) -> None:
+    controller.process.send_signal(signal.SIGTERM)
+    assert controller.process.wait(20) == 0
+
+
+def test_the_incident_file_tells_the_whole_story(controller: Controller, tmp_path: Path) -> None:
+    zero, one = (controller.rank(r, save_dir=str(tmp_path)) for r in (0, 1))
+    until(lambda: controller.status().stage == "training")
+    one.drop()
+    freeze = zero.expect(m.Freeze)
+    zero.say(frozen(0, freeze.incident, 4))
+    save_whatever_is_asked(zero, zero.expect(m.Save))
+    zero.expect(m.Release)
+    zero.say(m.Goodbye(Rank(0), m.GoodbyeReason.RELEASED, Version(4)))
+    zero.drop()
+    path = tmp_path / "incidents" / f"{freeze.incident}.jsonl"
+    until(lambda: path.exists() and "closed" in path.read_text())
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    told = [e["kind"] for e in events]
+    assert told == ["opened", "evidence", "answer", "plan", "saved", "commit", "committed", "released", "closed"]
+    assert all(e["monotonic_s"] > 0 and e["unix_s"] > 1e9 for e in events)
+    assert "version 4 is the newest" in events[3]["reason"]
+
+
+def test_a_hello_is_needed_first(controller: Controller) -> None:
+    zero = controller.rank(0)
+    zero.expect(m.Welcome)
+    zero.say(m.Heartbeat(Rank(1), Version(9), m.Phase.IDLE))  # speaks for a rank that never said hello
+    zero.say(hello(1))
+    until(lambda: len(controller.status().ranks) == 2 and controller.status().stage == "training")
+    assert [r.version for r in controller.status().ranks] == [0, 0]

@@ -1,0 +1,149 @@
+"""Runs ``job.py`` under a real launcher and reads what it left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+JOB = Path(__file__).with_name("job.py")
+SCRIPTS = Path(sysconfig.get_path("scripts"))
+PYTHON_BIN = Path(sys.executable).parent
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Job:
+    """One job directory and how it is launched."""
+
+    directory: Path
+    ranks: int = 4
+    steps: int = 16
+    launcher: str = "ttp"
+    max_restarts: int = 8
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    env: dict[str, str] = field(default_factory=dict)
+    flags: list[str] = field(default_factory=list)
+    protected: bool = True
+    port: int = 0
+    process: subprocess.Popen[str] | None = None
+
+    def start(self) -> Job:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.port = self.port or free_port()
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
+        base |= {
+            "JOB_DIR": str(self.directory),
+            "JOB_STEPS": str(self.steps),
+            "JOB_FAULTS": json.dumps(self.faults),
+            "OMP_NUM_THREADS": "1",
+            "PYTHONUNBUFFERED": "1",
+        }
+        if self.protected:
+            base |= {"TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "60"}
+        base |= self.env
+        program = [str(PYTHON_BIN / "ttp"), "run"] if self.launcher == "ttp" else [str(PYTHON_BIN / "torchrun")]
+        if not self.protected:
+            program = [str(PYTHON_BIN / "torchrun")]
+        flags = self.flags or ["--standalone"]
+        command = [
+            *program, *flags, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.max_restarts), str(JOB),
+        ]  # fmt: skip
+        self.log = self.directory / "launcher.log"
+        # The launcher's pid is known to the workers through a shell that becomes the launcher.
+        wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
+        with self.log.open("a") as out:
+            self.process = subprocess.Popen(
+                wrapped, env=base, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+        return self
+
+    def wait(self, timeout_s: float = 240) -> int:
+        assert self.process is not None
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.stop()
+            raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.story()}") from None
+
+    def run(self, timeout_s: float = 240) -> int:
+        return self.start().wait(timeout_s)
+
+    def stop(self) -> None:
+        if self.process is not None and self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+
+    def story(self) -> str:
+        texts = [self.log.read_text()[-6000:]]
+        controller = self.directory / "run" / "controller.log"
+        if controller.exists():
+            texts.append(controller.read_text()[-6000:])
+        return "\n".join(texts)
+
+    def results(self) -> list[dict[str, Any]]:
+        return [json.loads((self.directory / f"result{r}.json").read_text()) for r in range(self.ranks)]
+
+    def notes(self, rank: int) -> list[tuple[int, str, int]]:
+        path = self.directory / f"rank{rank}.log"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [(int(a), b, int(c)) for a, b, c in (line.split() for line in lines)]
+
+    def starts(self) -> list[int]:
+        """Version at which each incarnation of the job began, as rank 0 saw it."""
+        return [value for _, kind, value in self.notes(0) if kind == "start"]
+
+    def incidents(self) -> list[list[dict[str, Any]]]:
+        folder = self.directory / "checkpoints" / "incidents"
+        return [
+            [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))
+        ]
+
+    def committed(self) -> list[int]:
+        return [e["version"] for events in self.incidents() for e in events if e["kind"] == "committed"]
+
+    def ttp(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+        env |= {"TTP_PORT": str(self.port), "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(self.directory / "run")}
+        return subprocess.run(
+            [str(PYTHON_BIN / "ttp"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
+        )
+
+    def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:
+        """Until ``rank`` has finished ``version``."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            if any(kind == "version" and value >= version for _, kind, value in self.notes(rank)):
+                return
+            assert self.process is None or self.process.poll() is None, self.story()
+            time.sleep(0.02)
+        raise AssertionError(f"version {version} was not reached:\n{self.story()}")
+
+
+def newest_finished_by_survivors(job: Job, incarnation_index: int, dead: set[int]) -> int:
+    """The largest version that a rank which was not killed had finished in its n-th life."""
+    versions = [0]
+    for rank in range(job.ranks):
+        if rank in dead:
+            continue
+        lives: list[list[int]] = []
+        for _, kind, value in job.notes(rank):
+            if kind == "start":
+                lives.append([value])
+            elif lives:
+                lives[-1].append(value)
+        versions.append(max(lives[incarnation_index]))
+    return max(versions)

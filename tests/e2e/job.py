@@ -1,0 +1,205 @@
+"""A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
+
+Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list of faults, each done once per job directory:
+``{"id", "rank" or "ranks", "step", "phase", "action"}``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ttp
+
+JOB_DIR = Path(os.environ["JOB_DIR"])
+STEPS = int(os.environ["JOB_STEPS"])
+FAULTS: list[dict[str, Any]] = json.loads(os.environ.get("JOB_FAULTS", "[]"))
+RANK = int(os.environ["RANK"])
+WORLD = int(os.environ["WORLD_SIZE"])
+ACCUMULATION = 2
+
+
+class Injector:
+    """Hurts this process at the planned points."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+    def at(self, phase: str) -> None:
+        for fault in FAULTS:
+            mine = RANK in fault.get("ranks", [fault.get("rank")])
+            if mine and fault["step"] == self.step and fault["phase"] == phase:
+                marker = JOB_DIR / "done" / f"{fault['id']}.{RANK}"
+                if marker.exists():
+                    continue
+                marker.parent.mkdir(exist_ok=True)
+                marker.write_text(str(time.monotonic()))
+                self.act(fault["action"])
+
+    def act(self, action: str) -> None:
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "raise":
+            raise ValueError("a wrong turn in the training loop")
+        elif action == "term-all":
+            os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
+        else:
+            raise AssertionError(action)
+
+
+injector = Injector()
+
+
+class Faulty(nn.Module):
+    """Passes tensors through, hurts at forward and backward."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        injector.at("forward")
+        if x.requires_grad:
+            x.register_hook(lambda grad: injector.at("backward"))
+        return x
+
+
+class InnerFault(torch.optim.AdamW):
+    """An optimizer that can be hurt half-way through its update."""
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        every = groups[0]["params"]
+        half = len(every) // 2
+        for part in (every[:half], every[half:]):
+            groups[0]["params"] = part
+            try:
+                super().step(closure)
+            finally:
+                groups[0]["params"] = every
+            if part is not every[half:]:
+                injector.at("in_step")
+
+
+class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
+    def step(self, epoch: int | None = None) -> None:
+        if getattr(self, "armed", False):
+            injector.at("scheduler")
+        super().step(epoch)
+
+
+class Losses:
+    """The loss curve, as extra state."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values = list(state["values"])
+
+
+def build() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), Faulty(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(),
+        nn.Dropout(0.2), nn.Linear(32, 4),
+    )  # fmt: skip
+
+
+def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + 100 * micro + RANK)
+    return torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+
+
+@ttp.ttp_to_persist
+def train() -> None:
+    model = DistributedDataParallel(build())
+    optimizer = InnerFault(model.parameters(), lr=1e-2)
+    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    losses = Losses()
+    torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
+    random.seed(200 + RANK)
+    np.random.seed(300 + RANK)
+    optimizer = ttp.wrap_optimizer(
+        optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints", extra_state=losses
+    )
+    start = ttp.restore()
+    note("start", start)
+    scheduler.armed = True
+    for step in range(start, STEPS):
+        injector.step = step
+        injector.at("data")
+        one_step(model, optimizer, scheduler, losses, step)
+        time.sleep(float(os.environ.get("JOB_STEP_S", "0")))
+    finish(model, optimizer, scheduler, losses)
+
+
+def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int) -> None:
+    total = 0.0
+    optimizer.zero_grad()
+    for micro in range(ACCUMULATION):
+        data, target = batch(step, micro)
+        data = data + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        last = micro == ACCUMULATION - 1
+        with contextlib.nullcontext() if last else model.no_sync():
+            loss = nn.functional.cross_entropy(model(data), target) / ACCUMULATION
+            if last:
+                injector.at("loss")
+            loss.backward()
+        total += float(loss.detach())
+    injector.at("allreduced")
+    losses.values.append(total)
+    optimizer.step()
+    injector.at("stepped")
+    note("version", step + 1)
+    scheduler.step()
+    injector.at("scheduled")
+
+
+def note(kind: str, value: int) -> None:
+    """Append to this rank's log with one write: it survives a SIGKILL."""
+    with (JOB_DIR / f"rank{RANK}.log").open("a") as log:
+        log.write(f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')} {kind} {value}\n")
+
+
+def digest(*parts: bytes) -> str:
+    h = hashlib.sha256()
+    for part in parts:
+        h.update(part)
+    return h.hexdigest()
+
+
+def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
+    state = optimizer.state_dict()["state"]
+    result = {
+        "weights": digest(*(t.detach().numpy().tobytes() for t in model.module.state_dict().values())),
+        "optimizer": digest(*(v.numpy().tobytes() for s in state.values() for _, v in sorted(s.items()))),
+        "losses": digest(repr(losses.values).encode()),
+        "count": len(losses.values),
+        "rng": digest(torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()),
+        "numpy": digest(np.random.get_state()[1].tobytes()),  # type: ignore[union-attr]
+        "schedule": repr(scheduler.get_last_lr()),
+    }
+    (JOB_DIR / f"result{RANK}.json").write_text(json.dumps(result, sort_keys=True))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train()
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.exit(0)
