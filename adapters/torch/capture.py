@@ -1,0 +1,238 @@
+"""Rank-local state of one version as one page: random streams, buffers, ``extra_state``.
+
+The image: a header, a description of the buffers (msgpack, made once), the length of each section, the sections, the
+buffers. No pickle anywhere. Nothing here raises into training: a part that fails is given up with one warning, and
+``problem`` says so for the manifest.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import msgpack
+from torch import Tensor, nn
+
+from ttp.adapters.torch.buffers import BufferInfo, BufferSet, decode_buffer, restore_buffers
+from ttp.adapters.torch.device import CudaRuntime, Runtime
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.rng import RngState
+from ttp.adapters.torch.staging import ArrivalWriter, DeviceBuffers, Staged
+from ttp.errors import CheckpointError
+from ttp.processor.pages import Buffer, PageWriter
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_MAGIC = b"TTPL\x01"
+_HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What only one rank had, of one version.
+
+    Args:
+        rng: for ``RngState.restore``; empty when it could not be captured.
+        buffers: every buffer of the model, on the CPU.
+        extra: encoded states for ``ExtraState.restore``.
+    """
+
+    rng: bytes
+    buffers: Mapping[str, Tensor]
+    extra: Mapping[str, bytes]
+
+
+class LocalCapture:
+    """Ties the parts together and writes them to the rank's page.
+
+    Args:
+        module: whose buffers belong to the rank.
+        extra: the user's objects.
+        page: where to write; may come later by ``open_page``. Without one nothing is captured.
+        runtime: the device of the module; None: found out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        extra: ExtraState | None = None,
+        *,
+        page: PageWriter | None = None,
+        runtime: Runtime | None = None,
+    ) -> None:
+        self._module = module
+        self._page = page
+        self._rng: RngState | None = RngState()
+        self._extra = extra or ExtraState()
+        self._names = self._extra.changing
+        self._lengths = struct.Struct(f"<{1 + len(self._names)}Q")
+        runtime = runtime or _runtime_of(module)
+        self._host = BufferSet(module) if runtime is None else None
+        self._device = DeviceBuffers(module, runtime) if runtime is not None else None
+        self._arrivals: ArrivalWriter | None = None
+        self._description: tuple[int, bytes] = (-1, b"")
+        self._given_up: dict[str, str] = {}
+
+    # ------------------------------------------------------------------------------------------------ steady state
+
+    def open_page(self, page: PageWriter) -> None:
+        """Write to this page from now on. Capture the present version next: the page is empty."""
+        self._page = page
+
+    def capture(self, version: int, final: bool) -> None:
+        """Put the state of this moment into the page as that of ``version``. Never raises.
+
+        Args:
+            version: the version that the state belongs to.
+            final: false before the update of that version, when the rank may still die.
+        """
+        page = self._page
+        if page is None:
+            return
+        rng = self._capture_rng()
+        extra = [self._capture_extra(name) for name in self._names]
+        lengths = self._lengths.pack(sum(map(len, rng)), *map(len, extra))
+        try:
+            if self._device is not None:
+                self._stage(self._device, version, final, [lengths, *rng, *extra])
+                return
+            parts, kept = self._host.capture() if self._host is not None else ([], [])
+            page.write(version, final, [*self._head(), lengths, *rng, *extra, *parts], kept)
+        except Exception as problem:
+            self._host = self._device = None
+            self._give_up("buffers", "the model's buffers", problem)
+
+    def _capture_rng(self) -> list[Buffer]:
+        if self._rng is not None:
+            try:
+                return self._rng.capture()
+            except Exception as problem:
+                self._rng = None
+                self._give_up("rng", "the random streams", problem)
+        return []
+
+    def _capture_extra(self, name: str) -> bytes:
+        if name not in self._given_up:
+            try:
+                return self._extra.capture(name)
+            except Exception as problem:
+                self._give_up(name, f"extra_state {name!r}", problem)
+        return b""
+
+    def _head(self) -> tuple[bytes, bytes]:
+        """The header and the description of the buffers; made anew only when the buffers are others."""
+        holder = self._host or self._device
+        layout = holder.table.layout if holder is not None else 0
+        if self._description[0] != layout:
+            infos = holder.table.infos if holder is not None else ()
+            buffers = [[info.name, info.dtype, info.shape] for info in infos]
+            self._description = (layout, msgpack.packb({"extra": self._names, "buffers": buffers}))
+        description = self._description[1]
+        return _HEADER.pack(_MAGIC, len(self._names), len(description)), description
+
+    def _stage(self, device: DeviceBuffers, version: int, final: bool, parts: list[Buffer]) -> None:
+        staged = device.capture()
+        if staged is None:
+            return  # the device does not move; neither will the versions
+        if self._arrivals is None:
+            self._arrivals = ArrivalWriter(self._write_arrived, device.release)
+        self._arrivals.put(version, final, b"".join((*self._head(), *parts)), staged)
+
+    def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
+        page = self._page
+        if page is not None:
+            page.write(version, final, [head, *staged.parts], staged.kept)
+
+    def _give_up(self, part: str, what: str, problem: Exception) -> None:
+        if part not in self._given_up:
+            self._given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
+            log.warning("%s; training goes on, a resumed run will not have it", self._given_up[part])
+
+    # ------------------------------------------------------------------------------------------------ save, restore
+
+    @property
+    def problem(self) -> str:
+        """What is not captured, and why, for the manifest; empty: everything is."""
+        problems = list(self._given_up.values())
+        page, holder = self._page, self._host or self._device
+        if page is not None and page.problem:
+            problems.append(page.problem)
+        if holder is not None and holder.table.skipped:
+            problems.append("buffers that are no plain memory: " + ", ".join(holder.table.skipped))
+        return "; ".join(problems)
+
+    @staticmethod
+    def decode(data: bytes) -> LocalState:
+        """What ``capture`` put into a page.
+
+        Raises:
+            CheckpointError: these bytes are something else.
+        """
+        try:
+            return _decode(data)
+        except (ValueError, TypeError, KeyError, struct.error, msgpack.UnpackException) as problem:
+            raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
+
+    def restore(self, state: LocalState) -> list[str]:
+        """Put everything back; random streams last. Returns notes on what only one side has.
+
+        Raises:
+            CheckpointError: it does not fit this model or these objects.
+        """
+        notes = restore_buffers(self._module, state.buffers)
+        notes += self._extra.restore(state.extra)
+        if state.rng:
+            notes += RngState().restore(state.rng)
+        else:
+            notes.append("the random streams were not saved")
+        return notes
+
+    def close(self, unlink: bool = False) -> None:
+        """Stop capturing; the page goes with ``unlink``."""
+        page, self._page = self._page, None
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if page is not None:
+            page.close(unlink)
+
+
+def _runtime_of(module: nn.Module) -> Runtime | None:
+    """The device on which the buffers lie; None: the CPU."""
+    device = next((buffer.device for buffer in module.buffers() if buffer.is_cuda), None)
+    return CudaRuntime(device) if device is not None else None
+
+
+def _decode(data: bytes) -> LocalState:
+    magic, extra_count, description_size = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError(f"they begin with {magic!r}")
+    at = _HEADER.size
+    description = msgpack.unpackb(data[at : at + description_size])
+    at += description_size
+    names = [str(name) for name in description["extra"]]
+    if len(names) != extra_count:
+        raise ValueError(f"{extra_count} extra states with {len(names)} names")
+    rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
+    at += 8 * (1 + extra_count)
+    rng, at = _take(data, at, rng_size)
+    extra: dict[str, bytes] = {}
+    for name, size in zip(names, extra_sizes, strict=True):
+        section, at = _take(data, at, size)
+        if section:
+            extra[name] = section
+    buffers: dict[str, Tensor] = {}
+    for name, dtype, shape in description["buffers"]:
+        info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
+        section, at = _take(data, at, info.size)
+        buffers[info.name] = decode_buffer(info, section)
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes too many")
+    return LocalState(rng, buffers, extra)
+
+
+def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+    if size < 0 or at + size > len(data):
+        raise ValueError(f"{at + size} bytes are promised")
+    return data[at : at + size], at + size
