@@ -1,0 +1,1 @@
+"""The ``ttp`` command. Nothing here is imported by a training process."""

@@ -1,0 +1,58 @@
+"""What a path on the command line means: a ``save_dir``, or one checkpoint in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.errors import CheckpointError, UsageError
+from ttp.store import names
+from ttp.store.catalog import Entry, scan
+from ttp.store.manifest import MANIFEST
+
+SaveDir = Annotated[Path, typer.Argument(metavar="DIR", help="The save_dir of a job.")]
+CheckpointOrDir = Annotated[
+    Path, typer.Argument(metavar="DIR|CKPT", help="The save_dir of a job, or one checkpoint in it.")
+]
+
+
+def existing(path: Path) -> Path:
+    """``path``, made absolute.
+
+    Raises:
+        UsageError: there is no such directory.
+    """
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: give the save_dir of a job, or a checkpoint in it")
+    if not path.is_dir():
+        raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
+    return path.absolute()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether ``path`` is, or was meant to be, one checkpoint; otherwise it is taken for a ``save_dir``."""
+    named = names.parse_checkpoint_name(path.name) is not None or names.parse_superseded_name(path.name) is not None
+    return named or names.is_draft(path.name) or (path / MANIFEST).is_file()
+
+
+def bears_name(entry: Entry) -> bool:
+    """Whether a reader would take it for a checkpoint, be it one or not."""
+    return entry.version is not None and entry.kind in ("checkpoint", "foreign")
+
+
+def checkpoint_meant(path: Path) -> Path:
+    """The checkpoint at ``path``; of a ``save_dir`` the newest one.
+
+    Raises:
+        UsageError: there is no such directory.
+        CheckpointError: the ``save_dir`` holds no checkpoint.
+    """
+    given = existing(path)
+    if is_checkpoint(given):
+        return given
+    newest = next((entry for entry in scan(given) if bears_name(entry)), None)
+    if newest is None:
+        raise CheckpointError(f"there is no checkpoint in {given}")
+    return newest.path

@@ -1,0 +1,198 @@
+"""Reads incident files as ``ttp.controller.journal`` writes them; forgives what a crash leaves, such as a torn line.
+
+Several controllers may have written to one file: a new one that takes over an incident begins with an ``opened`` that
+says ``recovered``, counts its lines anew, and may run on another host, whose monotonic clock means nothing here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttp.core.incident import Evidence, Incident
+from ttp.core.layout import Rank
+from ttp.core.messages import FaultKind
+from ttp.errors import EXIT_SAVED, CheckpointError
+from ttp.store.names import INCIDENTS
+
+SUFFIX = ".jsonl"
+_HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One recorded event.
+
+    Args:
+        kind: what happened, such as ``answer``.
+        at_ms: milliseconds after the incident's first line.
+        unix_s: wall time in seconds.
+        monotonic_s: monotonic clock of the controller's host, in seconds.
+        facts: the event's own fields; which, depends on its kind.
+    """
+
+    kind: str
+    at_ms: float
+    unix_s: float
+    monotonic_s: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class IncidentLog:
+    """One incident file.
+
+    Args:
+        id: the incident.
+        path: its file.
+        lines: in the order written.
+        unreadable: lines that are no JSON objects; one at the end is what a crash leaves.
+    """
+
+    id: str
+    path: Path
+    lines: tuple[Line, ...]
+    unreadable: int = 0
+
+    def of(self, *kinds: str) -> Iterator[Line]:
+        """The lines of these kinds."""
+        return (line for line in self.lines if line.kind in kinds)
+
+    def last(self, *kinds: str) -> Line | None:
+        """The last line of these kinds."""
+        return next((line for line in reversed(self.lines) if line.kind in kinds), None)
+
+    @property
+    def opened_unix_s(self) -> float:
+        """Wall time of the first sign; 0 for an empty file."""
+        return self.lines[0].unix_s if self.lines else 0.0
+
+    @property
+    def cause(self) -> str:
+        """The evidence that explains the most, as the controller itself chooses it."""
+        incident = Incident(self.id, 0.0, snapshot=False)
+        for line in self.of("evidence", "retracted"):
+            subject, kind = _subject(line), _fault_kind(line)
+            if line.kind == "evidence":
+                incident.evidence.append(Evidence(subject, kind, str(line.facts.get("text", "")), line.at_ms))
+                continue
+            for evidence in incident.evidence:
+                evidence.retracted |= (evidence.subject, evidence.kind) == (subject, kind)
+        return incident.cause if incident.evidence else "no evidence was recorded"
+
+    @property
+    def saved(self) -> bool:
+        """Whether nothing was lost: a checkpoint was committed, or was there already."""
+        released = self.last("released")
+        if released is not None:
+            return released.facts.get("exit_code") == EXIT_SAVED
+        return self.last("committed", "nothing_new") is not None
+
+    @property
+    def version(self) -> int | None:
+        """The version that was saved or found on disk; None if none was."""
+        line = self.last("committed", "nothing_new")
+        version = line.facts.get("version") if line is not None else None
+        return version if isinstance(version, int) else None
+
+    @property
+    def checkpoint(self) -> str:
+        """Path of the committed checkpoint; empty without one."""
+        line = self.last("committed")
+        return str(line.facts.get("path", "")) if line is not None else ""
+
+    @property
+    def saved_after_ms(self) -> float | None:
+        """From the first sign to the commit, in milliseconds."""
+        line = self.last("committed")
+        return line.at_ms if line is not None else None
+
+    @property
+    def outcome(self) -> str:
+        """How it ended, in a few words."""
+        line = self.last("released", "thawed")
+        if line is None:
+            return "closed" if self.last("closed") else "not over, or its controller was lost"
+        if line.kind == "thawed":
+            return f"training went on: {line.facts.get('reason', '')}"
+        return f"exit {line.facts.get('exit_code')}: {line.facts.get('text', '')}"
+
+
+def incident_files(directory: Path) -> list[Path]:
+    """The incident files of a ``save_dir`` (or of its ``incidents`` directory), newest first.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
+    inner = directory / INCIDENTS
+    folder = inner if inner.is_dir() else directory
+    try:
+        return sorted((p for p in folder.glob(f"*{SUFFIX}") if p.is_file()), key=_sort_key, reverse=True)
+    except OSError as problem:
+        raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
+
+
+def _sort_key(path: Path) -> tuple[str, str, int, str]:
+    """Ids are sortable but for the number in the middle: ``20261120-094512-10-3fa9`` comes after ``...-9-...``."""
+    day, _, rest = path.stem.partition("-")
+    clock, _, rest = rest.partition("-")
+    number = rest.partition("-")[0]
+    return day, clock, int(number) if number.isdecimal() else 0, path.stem
+
+
+def read_incident(path: Path) -> IncidentLog:
+    """Read one incident file.
+
+    Raises:
+        CheckpointError: it cannot be read at all.
+    """
+    try:
+        text = path.read_bytes().decode("utf-8", errors="replace")
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    records = [_parse(line) for line in text.split("\n") if line.strip()]
+    whole = [record for record in records if record is not None]
+    return IncidentLog(path.name.removesuffix(SUFFIX), path, tuple(_timed(whole)), len(records) - len(whole))
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
+
+
+def _timed(records: Iterable[dict[str, Any]]) -> Iterator[Line]:
+    """Within one controller time is monotonic; from one to the next only the wall clock tells."""
+    start_unix_s: float | None = None
+    offset_ms, began_s = 0.0, 0.0
+    for record in records:
+        unix_s, monotonic_s = _number(record, "unix_s"), _number(record, "monotonic_s")
+        if start_unix_s is None:
+            start_unix_s, began_s = unix_s, monotonic_s
+        elif record["kind"] == "opened":
+            offset_ms, began_s = max(0.0, (unix_s - start_unix_s) * 1e3), monotonic_s
+        at_ms = offset_ms + (monotonic_s - began_s) * 1e3
+        facts = {name: value for name, value in record.items() if name not in _HEAD}
+        yield Line(record["kind"], round(at_ms, 3), unix_s, monotonic_s, facts)
+
+
+def _number(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return float(value) if isinstance(value, (int, float)) else 0.0
+
+
+def _subject(line: Line) -> Rank:
+    rank = line.facts.get("rank")
+    return Rank(rank if isinstance(rank, int) else -1)
+
+
+def _fault_kind(line: Line) -> FaultKind:
+    try:
+        return FaultKind(line.facts.get("evidence"))
+    except ValueError:
+        return FaultKind.OUTSIDE

@@ -1,0 +1,111 @@
+"""``ttp incidents``: what went wrong, and what was done about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ttp.cli.directories import SaveDir, existing
+from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
+from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.timeline import rows, style_of
+from ttp.cli.wording import when_text
+from ttp.errors import CheckpointError, UsageError
+
+Id = Annotated[str | None, typer.Argument(metavar="[ID]", help="One incident: its id, or the beginning or end of it.")]
+Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
+Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
+
+
+def incidents(
+    directory: SaveDir, incident: Id = None, last: Last = False, detail: Detail = False, json: Json = False
+) -> None:
+    """List a job's incidents, newest first; or show one as a timeline.
+
+    The timeline tells, in milliseconds after the first sign: evidence, freeze, each rank's answer, the plan and its
+    reason, the pieces, the commit, the release. Where the save_dir could not be written, the files are in the run_dir.
+
+    JSON of the list: id, path, opened_unix_s, cause, outcome, saved, version (null: none saved), checkpoint,
+    saved_after_ms (null: not saved), unreadable (lines lost to a crash). JSON of one incident: the same, and lines
+    (kind, at_ms, unix_s, monotonic_s, facts).
+    """
+    files = incident_files(existing(directory))
+    if incident is None and not last:
+        _list([read_incident(path) for path in files], directory, json)
+        return
+    log = read_incident(_pick(files, incident, directory))
+    if json:
+        lines = [{name: getattr(line, name) for name in _LINE} for line in log.lines]
+        print_json({**describe(log), "lines": lines})
+    else:
+        _tell(log, detail)
+
+
+_LINE = ("kind", "at_ms", "unix_s", "monotonic_s", "facts")
+
+
+def _pick(files: list[Path], incident: str | None, directory: Path) -> Path:
+    if not files:
+        raise CheckpointError(f"there are no incidents in {directory}")
+    if incident is None:
+        return files[0]
+    ids = {path.name.removesuffix(SUFFIX): path for path in files}
+    meant = [incident] if incident in ids else [i for i in ids if i.startswith(incident) or i.endswith(incident)]
+    if len(meant) != 1:
+        what = f"{len(meant)} incidents are called {incident!r}" if meant else f"there is no incident {incident!r}"
+        raise UsageError(f"{what}; there are: {', '.join(list(ids)[:10])}")
+    return ids[meant[0]]
+
+
+def describe(log: IncidentLog) -> dict[str, Any]:
+    """What ``ttp incidents --json`` prints of one incident."""
+    plain = (
+        "id",
+        "opened_unix_s",
+        "cause",
+        "outcome",
+        "saved",
+        "version",
+        "checkpoint",
+        "saved_after_ms",
+        "unreadable",
+    )
+    return {"path": str(log.path), **{name: getattr(log, name) for name in plain}}
+
+
+def _list(logs: list[IncidentLog], directory: Path, json: bool) -> None:
+    if json:
+        print_json([describe(log) for log in logs])
+    elif not logs:
+        say(f"there are no incidents in {directory}: nothing has gone wrong yet")
+    else:
+        columns = ("incident", "when", "version", "saved after", "cause", "outcome")
+        screen().print(table(columns, map(_row, logs), right=("version", "saved after")))
+
+
+def _row(log: IncidentLog) -> tuple[str | Text, ...]:
+    version = "" if log.version is None else str(log.version)
+    took = "" if log.saved_after_ms is None else f"{log.saved_after_ms:.0f} ms"
+    outcome = Text(log.outcome, "" if log.saved or log.last("thawed") else "red")
+    return log.id, when_text(log.opened_unix_s), version, took, log.cause, outcome
+
+
+def _tell(log: IncidentLog, detail: bool) -> None:
+    say(Text.assemble(("incident ", ""), (log.id, "bold"), f", {when_text(log.opened_unix_s)}"))
+    say(f"cause:   {log.cause}")
+    say(f"outcome: {log.outcome}")
+    say("")
+    for line, text in rows(log):
+        moment = Text(f"{line.at_ms:+11.1f} ms  ", "dim")
+        say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), text))
+        if detail and line.facts.get("detail"):
+            say(Text(_indented(str(line.facts["detail"])), "dim"))
+    if log.unreadable:
+        say(f"{log.unreadable} line(s) could not be read: the controller was stopped while it wrote")
+
+
+def _indented(text: str) -> str:
+    return "\n".join(" " * 16 + line for line in text.rstrip().splitlines())

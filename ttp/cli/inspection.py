@@ -1,0 +1,174 @@
+"""``ttp inspect``: what a checkpoint consists of, and why it was written."""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ttp.cli.directories import CheckpointOrDir, checkpoint_meant
+from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.wording import count_text, size_text, when_text
+from ttp.core.layout import compact_ranks
+from ttp.core.messages import Piece
+from ttp.store.manifest import Manifest
+
+TENSORS_SHOWN_MAX = 40
+
+All = Annotated[bool, typer.Option("--all", help=f"Show every tensor, not only the first {TENSORS_SHOWN_MAX}.")]
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor as the manifest describes it.
+
+    Args:
+        name: its flattened name.
+        dtype: element type.
+        shape: of the whole tensor, over all shards.
+        files: the pieces that hold parts of it.
+        size: bytes that those parts take.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    files: tuple[str, ...]
+    size: int
+
+
+def inspect(path: CheckpointOrDir, everything: All = False, json: Json = False) -> None:
+    """Show a checkpoint's manifest: who wrote what and why, the tensors, and whose rank-local state is in it.
+
+    Of a save_dir the newest checkpoint is shown. Reads the manifest only; `ttp verify` reads the contents. Rank-local
+    state (random numbers, BatchNorm statistics, extra_state) that nobody could save is derived anew on resume.
+
+    JSON keys: path, version, run_id, incarnation, incident, cause, reason, world_size, groups (ranks by shard),
+    framework, created_unix_s, ttp_version, format_version, size (bytes), pieces (file, size, digest, kind, shard,
+    writer), tensors (name, dtype, shape, files, size), values (names of what is no tensor), rank_local (present,
+    rederived: ranks), extra.
+    """
+    checkpoint = checkpoint_meant(path)
+    manifest = Manifest.load(checkpoint)
+    if json:
+        print_json(describe(checkpoint, manifest))
+    else:
+        _tell(checkpoint, manifest, everything)
+
+
+def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
+    """What ``ttp inspect --json`` prints."""
+    plain = ("version", "run_id", "incarnation", "incident", "cause", "reason", "world_size", "framework")
+    present, rederived = rank_local(manifest)
+    return {
+        "path": str(path),
+        **{name: getattr(manifest, name) for name in (*plain, "created_unix_s", "ttp_version", "format_version")},
+        "size": manifest.size,
+        "groups": {shard: list(ranks) for shard, ranks in manifest.groups.items()},
+        "pieces": [
+            {name: getattr(p, name) for name in ("file", "size", "digest", "kind", "shard", "writer")}
+            for p in manifest.pieces
+        ],
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "files": list(t.files), "size": t.size}
+            for t in tensors(manifest)
+        ],
+        "values": values(manifest),
+        "rank_local": {"present": present, "rederived": rederived},
+        "extra": dict(manifest.extra),
+    }
+
+
+def rank_local(manifest: Manifest) -> tuple[list[int], list[int]]:
+    """Ranks whose own state is in the checkpoint, and ranks whose state is derived anew."""
+    missing = set(manifest.missing_pages)
+    return [rank for rank in range(manifest.world_size) if rank not in missing], sorted(missing)
+
+
+def tensors(manifest: Manifest) -> list[Tensor]:
+    """Every tensor that the pieces' tables of contents name, in their order; parts of one are put together."""
+    found: dict[str, Tensor] = {}
+    for piece, row in _rows(manifest):
+        if "dtype" not in row:
+            continue
+        name, length = _name(row), _length(row)
+        old = found.get(name)
+        files = (*old.files, piece.file) if old and piece.file not in old.files else old.files if old else (piece.file,)
+        shape = tuple(int(n) for n in row.get("shape", ()))
+        found[name] = Tensor(name, str(row["dtype"]), shape, files, length + (old.size if old else 0))
+    return list(found.values())
+
+
+def values(manifest: Manifest) -> list[str]:
+    """Names of what is stored beside the tensors."""
+    return list(dict.fromkeys(_name(row) for _, row in _rows(manifest) if "dtype" not in row))
+
+
+def _rows(manifest: Manifest) -> Iterator[tuple[Piece, dict[str, Any]]]:
+    """The rows of all tables of contents; a table of a form that is not known here is passed over."""
+    for piece in manifest.pieces:
+        contents = json_format.loads(piece.table) if piece.table else None
+        items = contents.get("items") if isinstance(contents, dict) else None
+        for row in items if isinstance(items, list) else []:
+            if isinstance(row, dict) and "path" in row:
+                yield piece, row
+
+
+def _name(row: dict[str, Any]) -> str:
+    path = row["path"]
+    return ".".join(map(str, path)) if isinstance(path, list) else str(path)
+
+
+def _length(row: dict[str, Any]) -> int:
+    place = row.get("at")
+    return int(place[1]) if isinstance(place, list) and len(place) == 2 else 0
+
+
+# -------------------------------------------------------------------------------- for people
+
+
+def _tell(path: Path, m: Manifest, everything: bool) -> None:
+    facts = [
+        ("version", f"{m.version} finished updates; a restart goes on with step {m.version + 1}"),
+        ("cause", m.cause),
+        ("plan", m.reason),
+        ("incident", m.incident),
+        ("job", f"run {m.run_id}, incarnation {m.incarnation}, {count_text(m.world_size, 'rank')}, {m.framework}"),
+        *(("shard", f"{shard}, held by ranks {compact_ranks(ranks)}") for shard, ranks in m.groups.items()),
+        ("rank-local", _rank_local_text(m)),
+        ("written", f"{when_text(m.created_unix_s)} by ttp {m.ttp_version}, {size_text(m.size)}"),
+        *(("extra", f"{name} = {value}") for name, value in m.extra.items()),
+    ]
+    say(str(path))
+    for name, text in facts:
+        say(f"{name:>11}  {text}")
+    _tell_pieces(m)
+    _tell_tensors(m, everything)
+
+
+def _rank_local_text(m: Manifest) -> str:
+    present, rederived = rank_local(m)
+    parts = [f"present for ranks {compact_ranks(present)}"] if present else []
+    return "; ".join([*parts, *([f"derived anew for ranks {compact_ranks(rederived)}"] if rederived else [])])
+
+
+def _tell_pieces(m: Manifest) -> None:
+    rows = [
+        (p.file, p.kind, p.shard, str(p.writer) if p.writer >= 0 else "", size_text(p.size), p.digest) for p in m.pieces
+    ]
+    screen().print(table(("piece", "kind", "shard", "writer", "size", "digest"), rows, right=("writer", "size")))
+
+
+def _tell_tensors(m: Manifest, everything: bool) -> None:
+    found = tensors(m)
+    if not found:
+        return
+    shown = found if everything else found[:TENSORS_SHOWN_MAX]
+    rows = [(t.name, t.dtype, "x".join(map(str, t.shape)) or "scalar", size_text(t.size)) for t in shown]
+    screen().print(table(("tensor", "dtype", "shape", "size"), rows, right=("size",)))
+    if len(shown) < len(found):
+        say(f"and {len(found) - len(shown)} more tensors: --all shows them")

@@ -1,0 +1,60 @@
+"""``ttp list``: what is in a ``save_dir``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from ttp.cli.directories import SaveDir, existing
+from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.wording import size_text, when_text
+from ttp.store.catalog import Entry, scan
+
+All = Annotated[bool, typer.Option("--all", help="Also what ttp did not make.")]
+
+
+def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = False) -> None:
+    """List the checkpoints of a job, newest first, with drafts that were never committed.
+
+    Looks at names, manifests and sizes; `ttp verify` reads the contents. Kinds: checkpoint; draft (being written, or
+    left over: never restored); superseded (another checkpoint of that version took its name); foreign (not ttp's).
+
+    JSON: a list with the keys name, path, kind, version (finished updates; null: unknown), whole, problem (null: none
+    found), size (bytes), created_unix_s, incident, cause, reason, world_size, incarnation (null without a manifest).
+    """
+    found = [e for e in scan(existing(directory)) if everything or e.kind != "foreign" or e.version is not None]
+    if json:
+        print_json([describe(entry) for entry in found])
+    elif found:
+        columns = ("version", "name", "kind", "size", "written", "ranks", "why")
+        screen().print(table(columns, map(_row, found), right=("version", "size", "ranks")))
+    else:
+        say(f"there is no checkpoint in {directory}")
+
+
+def describe(entry: Entry) -> dict[str, Any]:
+    """What ``ttp list --json`` prints of one entry."""
+    m = entry.manifest
+    names = ("created_unix_s", "incident", "cause", "reason", "world_size", "incarnation")
+    return {
+        "name": entry.path.name,
+        "path": str(entry.path),
+        "kind": entry.kind,
+        "version": entry.version,
+        "whole": entry.whole,
+        "problem": entry.problem,
+        "size": m.size if m else None,
+        **{name: getattr(m, name) if m else None for name in names},
+    }
+
+
+def _row(entry: Entry) -> tuple[str | Text, ...]:
+    m = entry.manifest
+    version = "" if entry.version is None else str(entry.version)
+    why = Text(entry.problem, "red") if entry.problem else Text(m.cause if m else "never committed")
+    if m is None:
+        return version, entry.path.name, entry.kind, "", "", "", why
+    written = when_text(m.created_unix_s)
+    return version, entry.path.name, entry.kind, size_text(m.size), written, str(m.world_size), why

@@ -1,0 +1,128 @@
+"""``ttp``: one program for launching a protected job, asking it how it is, and looking at what it saved.
+
+Exit codes, for every command but ``run``: 0 yes or done; 1 a negative finding, such as a damaged checkpoint or no
+controller; 64 bad usage or configuration; 130 interrupted. ``ttp run`` has those of the job.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import typer
+
+from ttp.cli import incidents, inspection, listing, report_fault, save, status, verify, version
+from ttp.cli.output import complain
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
+
+EXIT_NEGATIVE = 1
+EXIT_INTERRUPTED = 130
+
+app = typer.Typer(
+    name="ttp",
+    help="Try To Persist: when a rank of a training job dies, no finished step is lost.",
+    epilog="Every command explains itself: ttp COMMAND --help. Exit codes: 0 fine, 1 a negative finding, 64 bad usage.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root() -> None:
+    """Makes ``ttp`` a group even if it had one command only."""
+
+
+def _launch(argv: list[str]) -> int:
+    from ttp.launch.run import run
+
+    return run(argv)
+
+
+def _control(argv: list[str]) -> int:
+    from ttp.controller.__main__ import main as control
+
+    try:
+        return control(argv)
+    except SystemExit as leaving:  # argparse has printed its help, or what it does not like
+        return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
+
+
+PASSED_ON: dict[str, Callable[[list[str]], int]] = {"run": _launch, "controller": _control}
+"""Commands with a command line of their own: their arguments, ``--help`` included, are passed on untouched."""
+
+
+def _register(name: str, panel: str, command: Callable[..., None], **settings: Any) -> None:
+    """Add a command; its docstring is its help, with paragraphs kept and lines joined to fit any width."""
+    paragraphs = (command.__doc__ or "").split("\n\n")
+    text = "\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs)
+    app.command(name, help=text.replace("[", "\\["), rich_help_panel=panel, **settings)(command)
+
+
+def _run(context: typer.Context) -> None:
+    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ..."""
+    raise typer.Exit(_launch(context.args))
+
+
+def _controller(context: typer.Context) -> None:
+    """Run one controller on its own. `ttp run` and rank 0 start one by themselves."""
+    raise typer.Exit(_control(context.args))
+
+
+_UNTOUCHED: dict[str, Any] = {
+    "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
+    "add_help_option": False,
+}
+_LAUNCH, _RUNNING, _SAVED, _ABOUT = "Launch", "A running job", "What was saved", "About"
+
+_register("run", _LAUNCH, _run, **_UNTOUCHED)
+_register("controller", _LAUNCH, _controller, **_UNTOUCHED)
+_register("status", _RUNNING, status.status)
+_register("save", _RUNNING, save.save)
+_register("report-fault", _RUNNING, report_fault.report_fault)
+_register("list", _SAVED, listing.list_checkpoints)
+_register("verify", _SAVED, verify.verify)
+_register("inspect", _SAVED, inspection.inspect)
+_register("incidents", _SAVED, incidents.incidents)
+_register("version", _ABOUT, version.version)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code. What went wrong is said on stderr, in one line."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in PASSED_ON:
+            return PASSED_ON[arguments[0]](arguments[1:])
+        return int(app(arguments or ["--help"], prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:  # `ttp list DIR | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_TRAINED
+    except TtpError as problem:
+        complain(str(problem))
+        return _exit_code(problem)
+    except Exception as problem:
+        return _usage_error(problem)
+
+
+def _exit_code(problem: TtpError) -> int:
+    bad_usage = isinstance(problem, (ConfigError, UsageError)) and not isinstance(problem, CheckpointError)
+    return EXIT_BAD_CONFIG if bad_usage else EXIT_NEGATIVE
+
+
+def _usage_error(problem: Any) -> int:
+    """What typer says about a wrong command line. Its class moved from click into typer; its methods did not change."""
+    if type(problem).__name__ == "Abort":
+        return EXIT_INTERRUPTED
+    if not hasattr(problem, "format_message"):
+        raise problem
+    context = getattr(problem, "ctx", None)
+    command = context.command_path if context is not None else "ttp"
+    complain(f"{problem.format_message().rstrip('.')}. Try: {command} --help")
+    return EXIT_BAD_CONFIG
+
+
+if __name__ == "__main__":
+    sys.exit(main())

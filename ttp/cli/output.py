@@ -1,0 +1,62 @@
+"""Where words go: what was asked for to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+WIDE = 200
+"""Columns where nobody told how many there are: a path in a pipe must not be broken into lines."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
+
+
+def screen() -> Console:
+    """Stdout, for people."""
+    return _console(stderr=False)
+
+
+def aside() -> Console:
+    """Stderr: progress, notes, complaints."""
+    return _console(stderr=True)
+
+
+def _console(*, stderr: bool) -> Console:
+    stream = sys.stderr if stderr else sys.stdout
+    width = None if stream.isatty() or "COLUMNS" in os.environ else WIDE
+    return Console(stderr=stderr, highlight=False, width=width, soft_wrap=False)
+
+
+def say(text: str | Text, console: Console | None = None) -> None:
+    """One paragraph, never cut and never taken for markup."""
+    (console or screen()).print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
+
+
+def complain(text: str) -> None:
+    """What is wrong, as one line on stderr."""
+    say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
+
+
+def print_json(value: Any) -> None:
+    """``value`` on stdout, readable by people and machines."""
+    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    sys.stdout.flush()
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right: Sequence[str] = ()) -> Table:
+    """A table of plain text; columns named in ``right`` are aligned to the right."""
+    made = Table(box=SIMPLE_HEAD, pad_edge=False, header_style="bold")
+    for name in columns:
+        made.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    for row in rows:
+        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+    return made

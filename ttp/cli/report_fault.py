@@ -1,0 +1,47 @@
+"""``ttp report-fault``: evidence from outside."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ttp.cli.connection import Address, Port, Token, connected, find
+from ttp.cli.output import Json, complain, print_json, say
+from ttp.errors import UsageError
+
+Ranks = Annotated[list[int] | None, typer.Option("--rank", min=0, help="An accused rank; may be repeated.")]
+Host = Annotated[str, typer.Option("--host", help="Accuse every rank of this host, as `ttp status` spells it.")]
+Reason = Annotated[str, typer.Option("--reason", help="What is wrong, for the incident's file.")]
+
+
+def report_fault(
+    *,
+    rank: Ranks = None,
+    host: Host = "",
+    reason: Reason = "reported with `ttp report-fault`",
+    address: Address = None,
+    port: Port = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Report that ranks are broken, as a node monitor or an operator sees it.
+
+    The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
+    present incarnation. For a checkpoint without a restart see `ttp save`. Exits with 1 when no such rank is known.
+
+    JSON keys: accused (ranks), text (what happened, in words).
+    """
+    if not rank and not host:
+        raise UsageError("report-fault: whom? Give --rank N or --host NAME")
+    where = find(address, port, token)
+    with connected(where) as client:
+        answer = client.report_fault(rank or [], host, reason)
+    if json:
+        print_json({"accused": list(answer.accused), "text": answer.text})
+    elif answer.accused:
+        say(answer.text)
+    else:
+        complain(answer.text)
+    if not answer.accused:
+        raise typer.Exit(1)

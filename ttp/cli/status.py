@@ -1,0 +1,218 @@
+"""``ttp status``: the job now."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_format
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.live import Live
+from rich.text import Text
+
+from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
+from ttp.cli.output import Json, print_json, screen, table
+from ttp.cli.wording import count_text, duration_text, when_text
+from ttp.core.layout import compact_ranks
+
+if TYPE_CHECKING:
+    from ttp.wire.v1 import controller_pb2 as pb
+
+RANKS_SHOWN_MAX = 64
+GROUPS_SHOWN_MAX = 16
+
+_COLOURS = {"live": "green", "frozen": "cyan", "done": "green", "released": "cyan", "missing": "yellow"}
+
+Watch = Annotated[bool, typer.Option("--watch", help="Go on showing it until Ctrl-C. With --json: one line a time.")]
+Interval = Annotated[float, typer.Option("--interval", min=0.05, help="Seconds between two looks of --watch.")]
+All = Annotated[
+    bool,
+    typer.Option("--all", help=f"Show every rank. A job of more than {RANKS_SHOWN_MAX} shows those that stand out."),
+]
+
+
+def status(
+    *,
+    watch: Watch = False,
+    interval: Interval = 0.5,
+    all_ranks: All = False,
+    address: Address = None,
+    port: Port = None,
+    token: Token = None,
+    json: Json = False,
+) -> None:
+    """Show a running job: its ranks with their versions and phases, its replica groups, its last incident.
+
+    A version is the number of finished updates. "Silent for" is the time since a rank was last heard of. States: live,
+    frozen (its gate is closed), lost, broken (it raised), released (told to exit), done, missing (not yet joined).
+
+    JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
+    host, pid, version, phase, state, silent_s), incidents_total, last_incident (null, or id, stage, cause, version,
+    outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
+    """
+    where = find(address, port, token)
+    with connected(where) as client:
+        if watch:
+            with contextlib.suppress(KeyboardInterrupt):
+                _watch(client, where, interval, all_ranks, json)
+            return
+        now = client.status()
+    if json:
+        print_json(describe(now, where))
+    else:
+        screen().print(picture(now, all_ranks))
+
+
+def _watch(client: Client, where: Where, interval_s: float, all_ranks: bool, json: bool) -> None:
+    if json:
+        for answer in _looks(client, interval_s):
+            seen = {"error": str(answer)} if isinstance(answer, UnreachableError) else describe(answer, where)
+            sys.stdout.write(json_format.dumps(seen) + "\n")
+            sys.stdout.flush()
+        return
+    console = screen()
+    if not console.is_terminal:
+        for answer in _looks(client, interval_s):
+            console.print(_shown(answer, all_ranks))
+        return
+    with Live(console=console, auto_refresh=False, screen=False, vertical_overflow="crop") as live:
+        for answer in _looks(client, interval_s):
+            live.update(_shown(answer, all_ranks), refresh=True)
+
+
+def _looks(client: Client, interval_s: float) -> Iterator[pb.GetStatusResponse | UnreachableError]:
+    """A controller that is gone may be replaced within seconds: watching goes on."""
+    while True:
+        try:
+            yield client.status()
+        except UnreachableError as problem:
+            yield problem
+        time.sleep(interval_s)
+
+
+def _shown(answer: pb.GetStatusResponse | UnreachableError, all_ranks: bool) -> RenderableType:
+    return Text(str(answer), "yellow") if isinstance(answer, UnreachableError) else picture(answer, all_ranks)
+
+
+# -------------------------------------------------------------------------------- for people
+
+
+def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableType:
+    """What ``ttp status`` shows."""
+    parts: list[RenderableType] = [_job_line(now), *_group_lines(now)]
+    if now.ranks:
+        parts.append(_rank_table(now, all_ranks))
+    if now.HasField("last_incident"):
+        parts.append(_incident_lines(now.last_incident))
+    return Group(*parts)
+
+
+def _job_line(now: pb.GetStatusResponse) -> Text:
+    facts = [
+        f"run {now.run_id}" if now.run_id else "no job has said hello yet",
+        f"incarnation {now.incarnation}",
+        count_text(now.world_size, "rank"),
+        now.framework,
+        f"saves to {now.save_dir}" if now.save_dir else "",
+        count_text(now.incidents_total, "incident"),
+        f"controller pid {now.pid}, term {now.term}, up {duration_text(now.uptime_s)}",
+    ]
+    return Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact))
+
+
+def _group_lines(now: pb.GetStatusResponse) -> list[Text]:
+    lines = [Text(f"shard {g.name}: ranks {compact_ranks(g.ranks)}") for g in now.groups[:GROUPS_SHOWN_MAX]]
+    if len(now.groups) > GROUPS_SHOWN_MAX:
+        lines.append(Text(f"and {len(now.groups) - GROUPS_SHOWN_MAX} more shards (--json lists them)"))
+    return lines
+
+
+def _rank_table(now: pb.GetStatusResponse, all_ranks: bool) -> RenderableType:
+    ranks = list(now.ranks)
+    if all_ranks or len(ranks) <= RANKS_SHOWN_MAX:
+        return _table_of(ranks)
+    newest = max(r.version for r in ranks)
+    standing_out = [r for r in ranks if r.state != "live" or r.version + 1 < newest or r.silent_s > 5]
+    rest = {r.rank for r in ranks} - {r.rank for r in standing_out}
+    note = Text(f"{count_text(len(rest), 'rank')} live at version {newest} or one before: {compact_ranks(rest)}")
+    return Group(note, _table_of(standing_out[:RANKS_SHOWN_MAX])) if standing_out else note
+
+
+def _table_of(ranks: list[pb.RankStatus]) -> RenderableType:
+    rows = [
+        (
+            str(r.rank),
+            r.host,
+            str(r.pid or ""),
+            str(r.version),
+            phase_name(r.phase),
+            Text(r.state, _COLOURS.get(r.state, "red")),
+            duration_text(r.silent_s) if r.host else "",
+        )
+        for r in ranks
+    ]
+    columns = ("rank", "host", "pid", "version", "phase", "state", "silent for")
+    return table(columns, rows, right=("rank", "pid", "version", "silent for"))
+
+
+def _incident_lines(incident: pb.IncidentStatus) -> Text:
+    said = incident.outcome or f"now {incident.stage}"
+    lines = [f"last incident {incident.id}, {when_text(incident.opened_unix_s)}: {incident.cause}", f"  {said}"]
+    if incident.path:
+        lines.append(f"  {incident.path}")
+    return Text("\n".join(lines))
+
+
+# -------------------------------------------------------------------------------- for machines
+
+
+def phase_name(phase: int) -> str:
+    """``idle``, ``updating``, ``torn``, ``done``; empty for a rank that said nothing."""
+    from ttp.wire.v1 import controller_pb2 as pb
+
+    name = pb.Phase.Name(phase) if phase in pb.Phase.values() else f"PHASE_{phase}"  # type: ignore[arg-type]
+    return "" if phase == 0 else name.removeprefix("PHASE_").lower()
+
+
+def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
+    """What ``ttp status --json`` prints."""
+    return {
+        "stage": now.stage,
+        "run_id": now.run_id,
+        "incarnation": now.incarnation,
+        "term": now.term,
+        "world_size": now.world_size,
+        "framework": now.framework,
+        "save_dir": now.save_dir,
+        "groups": {group.name: list(group.ranks) for group in now.groups},
+        "ranks": [
+            {
+                "rank": r.rank,
+                "host": r.host,
+                "pid": r.pid,
+                "version": r.version,
+                "phase": phase_name(r.phase),
+                "state": r.state,
+                "silent_s": round(r.silent_s, 3),
+            }
+            for r in now.ranks
+        ],
+        "incidents_total": now.incidents_total,
+        "last_incident": _describe_incident(now.last_incident) if now.HasField("last_incident") else None,
+        "controller": {
+            "address": where.address,
+            "port": where.port,
+            "pid": now.pid,
+            "uptime_s": round(now.uptime_s, 3),
+            "ttp_version": now.ttp_version,
+        },
+    }
+
+
+def _describe_incident(incident: pb.IncidentStatus) -> dict[str, Any]:
+    names = ("id", "stage", "cause", "version", "outcome", "reason", "path", "opened_unix_s")
+    return {name: getattr(incident, name) for name in names}

@@ -1,0 +1,141 @@
+"""Tells an incident line by line, for people."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import PurePath
+from typing import Any
+
+from ttp.cli.incident_reader import IncidentLog, Line
+from ttp.cli.wording import count_text, size_text
+from ttp.core.layout import compact_ranks
+
+Facts = Mapping[str, Any]
+
+_STYLES = {
+    "evidence": "yellow",
+    "committed": "bold green",
+    "saved": "green",
+    "save_failed": "red",
+    "commit_failed": "red",
+    "replan": "yellow",
+}
+
+
+def style_of(kind: str) -> str:
+    """Colour of a kind of event."""
+    return _STYLES.get(kind, "")
+
+
+def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
+    """What to show: a line and its words. Like answers of several ranks become one row, at the time of the last."""
+    group: list[Line] = []
+    for line in log.lines:
+        if group and _answer_text(line) != _answer_text(group[0]):
+            yield _merged(group)
+            group = []
+        if _answer_text(line):
+            group.append(line)
+        else:
+            yield line, words(line)
+    if group:
+        yield _merged(group)
+
+
+def words(line: Line) -> str:
+    """One event in words; of a kind that is not known here, its fields."""
+    tell = _WORDS.get(line.kind)
+    if tell is None:
+        return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
+    return tell(line.facts)
+
+
+def _answer_text(line: Line) -> str:
+    if line.kind not in ("answer", "acknowledged"):
+        return ""
+    f = line.facts
+    if line.kind == "acknowledged":
+        return f"in the update after version {f.get('version')}: gate closed, it finishes first"
+    extras = [", hangs in a collective (its processor can save)"] if f.get("stuck") else []
+    extras += [", scheduler not stepped yet"] if f.get("settled") is False else []
+    return f"frozen at version {f.get('version')}, {f.get('phase')}{''.join(extras)}"
+
+
+def _merged(group: list[Line]) -> tuple[Line, str]:
+    ranks = [r for line in group if isinstance(r := line.facts.get("rank"), int)]
+    name = "rank" if len(ranks) == 1 else "ranks"
+    return group[-1], f"{name} {compact_ranks(ranks)} {_answer_text(group[0])}"
+
+
+def _opened(f: Facts) -> str:
+    if f.get("recovered"):
+        return f"a new controller (term {f.get('term')}) took the incident over and asks every rank again"
+    what = "a checkpoint was asked for" if f.get("snapshot") else "first sign of a fault"
+    ranks = count_text(int(f.get("world_size") or 0), "rank")
+    return f"{what}: all of {ranks} told to freeze (incarnation {f.get('incarnation')})"
+
+
+def _evidence(f: Facts) -> str:
+    witness = f.get("witness")
+    source = "" if witness is None or witness == f.get("rank") else " (told by the launcher or an operator)"
+    if isinstance(witness, int) and witness >= 0 and source:
+        source = f" (told by rank {witness})"
+    return f"{f.get('evidence')}: {f.get('text')}{source}"
+
+
+def _plan(f: Facts) -> str:
+    savers, hows = f.get("savers"), f.get("how")
+    shards = [f"rank {rank} writes {shard}" for shard, rank in savers.items()] if isinstance(savers, dict) else []
+    first = [f"{how} {shard}" for shard, how in hows.items()] if isinstance(hows, dict) else []
+    parts = [f"version {f.get('version')}: {_listed(shards)}", *([f"after {_listed(first)}"] if first else [])]
+    return f"{', '.join(parts)}. {f.get('reason', '')}"
+
+
+def _listed(parts: list[str], shown_max: int = 8) -> str:
+    rest = len(parts) - shown_max
+    return ", ".join(parts[:shown_max]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _saved(f: Facts) -> str:
+    pieces = [p for p in f.get("pieces") or () if isinstance(p, dict)]
+    size = size_text(sum(int(p.get("size") or 0) for p in pieces))
+    return f"rank {f.get('rank')}: {_listed([str(p.get('file')) for p in pieces])} durable, {size}"
+
+
+def _committed(f: Facts) -> str:
+    name = PurePath(str(f.get("path", ""))).name
+    return f"version {f.get('version')} exists: {name}, {size_text(int(f.get('size') or 0))}"
+
+
+def _closed(f: Facts) -> str:
+    left = f.get("left_behind")
+    return f"ranks {compact_ranks(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
+
+
+def _nothing_new(f: Facts) -> str:
+    return str(f.get("text", ""))
+
+
+_WORDS: dict[str, Callable[[Facts], str]] = {
+    "opened": _opened,
+    "evidence": _evidence,
+    "retracted": lambda f: f"rank {f.get('rank')} is back ({f.get('evidence')} no longer holds)",
+    "plan": _plan,
+    "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",
+    "nothing_new": _nothing_new,
+    "saved": _saved,
+    "save_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
+    "commit": lambda f: f"rank {f.get('rank')} writes the manifest and renames the draft",
+    "committed": _committed,
+    "commit_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
+    "thawed": lambda f: f"all gates open, training goes on: {f.get('reason')}",
+    "released": lambda f: f"every rank exits with {f.get('exit_code')}: {f.get('text')}",
+    "closed": _closed,
+    "joined": lambda f: f"rank {f.get('rank')} said hello (pid {f.get('pid')} on {f.get('host')})",
+    "reconnected": lambda f: f"rank {f.get('rank')} came back at version {f.get('version')}",
+    "refused": lambda f: f"rank {f.get('rank')} (pid {f.get('pid')} on {f.get('host')}): {f.get('text')}",
+    "done": lambda f: f"rank {f.get('rank')} has returned from train() at version {f.get('version')}",
+    "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
+}
+"""How each kind is told; the kinds are those that ``ttp.core.controller_machine`` records."""
