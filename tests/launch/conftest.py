@@ -178,3 +178,9 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
     yield launch
     for job in jobs:
         job.end()
+
+
+@pytest.fixture
+def unused_port() -> int:
+    """A port for a rendezvous."""
+    return free_port()

@@ -65,7 +65,7 @@ class Hold:
 
     def __init__(self, now: float, patience_s: float, first_lease_s: float = FIRST_LEASE_S) -> None:
         self._started = now
-        self._quiet_since = now
+        self._quiet_since: float | None = None
         self._patience_s = patience_s
         self._first_lease_s = first_lease_s
         self._held: set[Pid] = set()
@@ -79,6 +79,8 @@ class Hold:
         holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
         if holding:
             self._held |= holding
+            self._quiet_since = None
+        elif self._quiet_since is None:
             self._quiet_since = now
         if not alive:
             return Verdict.LEFT
@@ -90,6 +92,7 @@ class Hold:
         return Verdict.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
 
     def _without_lease(self, now: float, scene: Scene, armed: frozenset[Pid]) -> Verdict:
+        assert self._quiet_since is not None
         quiet_s = now - self._quiet_since
         self.hung = armed - self._held
         if self.hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):

@@ -1,0 +1,257 @@
+"""Finding and starting a controller, with the stub in its place."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch import controller_process as subject
+from ttp.launch.controller_keeper import ControllerKeeper
+from ttp.launch.host import Host
+from ttp.launch.presence import is_local, job_is_busy, listens, port_owner, probe, target
+
+HERE = Path(__file__).parent
+TOKEN = "sesame"
+LONG_S = 30.0
+
+
+@pytest.fixture(autouse=True)
+def stub(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(HERE / "stub_controller.py")))
+    root = str(HERE.parent.parent)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")])))
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Iterator[Path]:
+    directory = tmp_path / "run"
+    directory.mkdir(mode=0o700)
+    yield directory
+    for pid in started(directory):
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+
+
+def started(run_dir: Path) -> list[int]:
+    """Pids of the stubs that served, oldest first."""
+    path = run_dir / "started"
+    return [int(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_until(condition: object) -> None:
+    deadline_s = time.monotonic() + LONG_S
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def stranger(unused_port: int) -> Iterator[int]:
+    """A port where something listens that is no controller."""
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", unused_port))
+        listening.listen()
+        yield unused_port
+
+
+# ------------------------------------------------------------------------------------------------------------ presence
+
+
+def test_nobody(unused_port: int) -> None:
+    assert probe("127.0.0.1", unused_port, TOKEN) == "nobody"
+    assert port_owner(unused_port) is None
+    assert not listens("127.0.0.1", unused_port, 1.0)
+
+
+def test_a_stranger_is_named(stranger: int) -> None:
+    assert probe("127.0.0.1", stranger, TOKEN, timeout_s=0.3) == "other"
+    assert port_owner(stranger) == f"pid {os.getpid()} ({psutil.Process().name()})"
+
+
+def test_addresses() -> None:
+    assert is_local("127.0.0.1")
+    assert is_local("localhost")
+    assert not is_local("192.0.2.1")  # reserved for documentation: on no machine
+    assert not is_local("no.such.host.invalid")
+    assert target("::1", 5) == "[::1]:5"
+    assert target("host", 5) == "host:5"
+
+
+def test_controller_is_known_by_its_token(run_dir: Path, unused_port: int) -> None:
+    child = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token=TOKEN)
+    assert subject.wait_until_serving("127.0.0.1", unused_port, TOKEN, LONG_S)
+    assert probe("127.0.0.1", unused_port, "wrong") == "refused"
+    assert not job_is_busy("127.0.0.1", unused_port, TOKEN)
+    (run_dir / "busy").touch()
+    assert job_is_busy("127.0.0.1", unused_port, TOKEN)
+    assert TOKEN not in " ".join(psutil.Process(child.pid).cmdline())
+    assert os.getsid(child.pid) == child.pid
+    subject.stop_controller(child)
+    assert child.returncode == 0
+    assert not subject.wait_until_serving("127.0.0.1", unused_port, TOKEN, 0.2)
+
+
+def test_one_that_ignores_sigterm_is_killed() -> None:
+    code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        subject.stop_controller(child, patience_s=0.1)
+        assert child.returncode == -9
+
+
+# -------------------------------------------------------------------------------------------------------------- ensure
+
+
+def ensure(run_dir: Path, port: int, address: str = "127.0.0.1", **more: float) -> subprocess.Popen[bytes] | None:
+    return subject.ensure_controller(address, port, run_dir=run_dir, token=TOKEN, **more)  # type: ignore[arg-type]
+
+
+def test_starts_one_and_uses_one_that_is_there(run_dir: Path, unused_port: int) -> None:
+    mine = ensure(run_dir, unused_port)
+    assert mine is not None
+    assert ensure(run_dir, unused_port) is None
+    assert started(run_dir) == [mine.pid]
+    subject.stop_controller(mine)
+
+
+def test_a_stranger_on_the_port_is_reported(run_dir: Path, stranger: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "STRANGER_S", 0.1)
+    with pytest.raises(ConfigError, match=rf"port {stranger} .* \(pid {os.getpid()} .*another TTP_PORT"):
+        ensure(run_dir, stranger)
+
+
+def test_another_jobs_controller_is_reported(run_dir: Path, unused_port: int) -> None:
+    other = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token="another")
+    assert subject.wait_until_serving("127.0.0.1", unused_port, "another", LONG_S)
+    with pytest.raises(ConfigError, match=rf"another job \(pid {other.pid}"):
+        ensure(run_dir, unused_port)
+    subject.stop_controller(other)
+
+
+def test_one_that_cannot_start_shows_its_log(run_dir: Path, unused_port: int) -> None:
+    (run_dir / "controller.log").write_text("of an earlier one\n")
+    (run_dir / "refuse-to-start").touch()
+    with pytest.raises(ConfigError, match=r"exit code 3\):\nno luck today$"):
+        ensure(run_dir, unused_port)
+
+
+def test_an_address_of_another_machine_is_only_waited_for(run_dir: Path, unused_port: int) -> None:
+    with pytest.raises(ConfigError, match="first node should run it"):
+        ensure(run_dir, unused_port, address="no.such.host.invalid", patience_s=0.2)
+    assert started(run_dir) == []
+
+
+def test_of_several_that_start_at_once_one_serves(run_dir: Path, unused_port: int) -> None:
+    children: list[subprocess.Popen[bytes] | None] = []
+    threads = [threading.Thread(target=lambda: children.append(ensure(run_dir, unused_port))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(children) == 4
+    assert probe("127.0.0.1", unused_port, TOKEN) == "controller"
+    (winner,) = started(run_dir)
+    for child in filter(None, children):
+        if child.pid == winner:
+            subject.stop_controller(child)
+        else:
+            assert child.wait(LONG_S) == 64
+
+
+# -------------------------------------------------------------------------------------------------------------- keeper
+
+
+@pytest.fixture
+def config(unused_port: int) -> Config:
+    return Config(port=unused_port, token=TOKEN)
+
+
+@pytest.fixture
+def keeper(config: Config, run_dir: Path) -> Iterator[ControllerKeeper]:
+    keeping = ControllerKeeper(config, run_dir)
+    yield keeping
+    keeping.stop()
+
+
+def test_a_dead_controller_is_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:
+    keeper.start("127.0.0.1")
+    for killed in range(1, 3):
+        os.kill(started(run_dir)[-1], signal.SIGKILL)
+        wait_until(lambda killed=killed: len(started(run_dir)) == killed + 1)
+    keeper.stop()
+    assert config.port is not None
+    assert not listens("127.0.0.1", config.port, 1.0)
+
+
+def test_one_that_ended_by_itself_is_replaced_with_the_next_workers(keeper: ControllerKeeper, run_dir: Path) -> None:
+    keeper.start("127.0.0.1")
+    child = keeper._child
+    assert child is not None
+    child.terminate()
+    wait_until(lambda: keeper._child is None)
+    keeper.start("127.0.0.1")
+    assert len(started(run_dir)) == 2
+
+
+def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:
+    assert config.port is not None
+    other = ensure(run_dir, config.port)
+    assert other is not None
+    keeper.start("127.0.0.1")
+    assert started(run_dir) == [other.pid]
+    other.kill()
+    other.wait()
+    wait_until(lambda: len(started(run_dir)) == 2)
+
+
+def test_stop_leaves_somebody_elses_running(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:
+    assert config.port is not None
+    other = ensure(run_dir, config.port)
+    assert other is not None
+    keeper.start("127.0.0.1")
+    keeper.stop()
+    assert probe("127.0.0.1", config.port, TOKEN) == "controller"
+    subject.stop_controller(other)
+
+
+def test_first_node_waits_for_the_others_before_it_ends_the_controller(config: Config, run_dir: Path) -> None:
+    host = Host(config, run_dir)
+    host.before_workers("127.0.0.1", first_node=True)
+    (run_dir / "busy").touch()
+    closing = threading.Thread(target=lambda: host.close(several_nodes=True))
+    closing.start()
+    closing.join(1.0)
+    assert closing.is_alive()
+    assert config.port is not None
+    assert probe("127.0.0.1", config.port, TOKEN) == "controller"
+    (run_dir / "busy").unlink()
+    closing.join(LONG_S)
+    assert not listens("127.0.0.1", config.port, 1.0)
+
+
+def test_later_a_missing_controller_does_not_stop_the_job(
+    config: Config, run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    host = Host(config, run_dir)
+    host.before_workers("127.0.0.1", first_node=True)
+    os.kill(started(run_dir)[0], signal.SIGKILL)
+    (run_dir / "refuse-to-start").touch()
+    wait_until(lambda: "no luck today" in caplog.text)
+    host.before_workers("127.0.0.1", first_node=True)
+    host.close(several_nodes=False)
+    assert "restarts without a controller" in caplog.text

@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from ttp.launch.deaths import DeathWatch, describe_exit, exit_code
+from ttp.launch.worker_watch import WorkerWatch
+
+Child = subprocess.Popen[bytes]
+SLEEP = [sys.executable, "-c", "import time; time.sleep(60)"]
+LONG_S = 30.0
+
+
+@pytest.fixture
+def children() -> Iterator[list[Child]]:
+    started = [subprocess.Popen(SLEEP) for _ in range(3)]
+    yield started
+    for child in started:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_sees_each_death_once_and_leaves_the_status(children: list[Child], use_pidfd: bool) -> None:
+    watch = DeathWatch(dict(enumerate(children)), use_pidfd)
+    assert watch.wait(0.0) == {}
+    children[1].kill()
+    assert watch.wait(LONG_S) == {1: -9}
+    assert children[1].returncode is None  # not reaped
+    assert children[1].wait() == -9  # and its status is still there
+    assert watch.wait(0.0) == {}
+    children[2].send_signal(signal.SIGTERM)
+    assert watch.wait(LONG_S) == {2: -15}
+    watch.close()
+
+
+@pytest.mark.parametrize("use_pidfd", [True, False])
+def test_sees_one_that_was_reaped_before(use_pidfd: bool) -> None:
+    child = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
+    child.wait()
+    watch = DeathWatch({7: child}, use_pidfd)
+    assert watch.wait(LONG_S) == {7: 3}
+
+
+def test_a_stopped_child_is_not_dead(children: list[Child]) -> None:
+    watch = DeathWatch(dict(enumerate(children)))
+    children[0].send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, children[0].pid, os.WSTOPPED | os.WNOWAIT)
+    assert watch.wait(0.05) == {}
+    assert exit_code(children[0]) is None
+    watch.close()
+
+
+def test_descriptors_are_given_back(children: list[Child]) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    watch = DeathWatch(dict(enumerate(children)))
+    assert len(os.listdir("/proc/self/fd")) == before + 3
+    watch.close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_descriptions() -> None:
+    assert describe_exit(-9) == "killed by signal 9 (SIGKILL)"
+    assert describe_exit(1) == "exited with code 1"
+    assert describe_exit(-63) == "killed by signal 63"
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.heard: queue.Queue[tuple[int, int, str]] = queue.Queue()
+
+    def exited(self, rank: int, pid: int, reason: str) -> None:
+        self.heard.put((rank, pid, reason))
+
+
+@pytest.fixture
+def watch() -> Iterator[WorkerWatch]:
+    watching = WorkerWatch()
+    yield watching
+    watching.close()
+
+
+def test_watch_tells_of_kills_but_not_of_orderly_exits(watch: WorkerWatch, children: list[Child]) -> None:
+    notes = Notes()
+    orderly = [subprocess.Popen([sys.executable, "-c", f"raise SystemExit({code})"]) for code in (0, 70, 75)]
+    for child in orderly:
+        child.wait()
+    watch.watch(dict(enumerate([*orderly, *children])), notes)
+    children[0].kill()
+    assert notes.heard.get(timeout=LONG_S) == (3, children[0].pid, "killed by signal 9 (SIGKILL)")
+    assert notes.heard.empty()
+
+
+def test_watch_is_silent_about_what_the_launcher_stops(watch: WorkerWatch, children: list[Child]) -> None:
+    notes = Notes()
+    watch.watch(dict(enumerate(children)), notes)
+    watch.expect([children[0].pid])
+    children[0].terminate()
+    children[0].wait()
+    children[1].kill()
+    assert notes.heard.get(timeout=LONG_S)[0] == 1
+    assert notes.heard.empty()
+
+
+def test_watch_goes_on_with_the_next_group(watch: WorkerWatch, children: list[Child]) -> None:
+    notes = Notes()
+    watch.watch({0: children[0]}, notes)
+    watch.watch({5: children[1], 6: children[2]}, notes)
+    children[2].kill()
+    assert notes.heard.get(timeout=LONG_S)[0] == 6

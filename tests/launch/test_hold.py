@@ -1,0 +1,142 @@
+"""The verdicts of ``Hold``, as stories: time, who lives, who left how, who holds a lease until when -> verdict."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ttp.launch.hold import STRAGGLER_S, Hold, Scene, Verdict
+
+WAIT, LEFT, STOP = Verdict.WAIT, Verdict.LEFT, Verdict.STOP
+KILL, LATE = Verdict.KILL_HUNG, Verdict.OUT_OF_PATIENCE
+
+EVERYBODY = frozenset({1, 2, 3})
+Look = tuple[float, set[int], dict[int, int], dict[int, float], Verdict]
+
+
+def scene(
+    alive: set[int], exits: Mapping[int, int], deadlines: Mapping[int, float], armed: frozenset[int] = EVERYBODY
+) -> Scene:
+    return Scene(frozenset(alive), exits, armed, deadlines)
+
+
+STORIES: dict[str, list[Look]] = {
+    "all save and leave": [
+        (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (50.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (51.0, {2}, {3: -9, 1: 75}, {2: 60}, WAIT),
+        (52.0, set(), {3: -9, 1: 75, 2: 75}, {}, LEFT),
+    ],
+    "the first lease comes late": [
+        (0.0, {1, 2}, {3: -9}, {}, WAIT),
+        (4.9, {1, 2}, {3: -9}, {}, WAIT),
+        (4.95, {1, 2}, {3: -9}, {1: 60}, WAIT),
+        (20.0, {1, 2}, {3: -9}, {1: 60}, WAIT),
+    ],
+    "no lease comes": [
+        (0.0, {1, 2}, {3: -9}, {}, WAIT),
+        (5.0, {1, 2}, {3: -9}, {}, STOP),
+    ],
+    "a hung rank outlives its peers": [
+        (0.0, {1, 2}, {3: -9}, {1: 60}, WAIT),
+        (10.0, {2}, {3: -9, 1: 75}, {}, WAIT),  # its freeze may be on the way
+        (10.0 + STRAGGLER_S, {2}, {3: -9, 1: 75}, {}, KILL),
+        (12.0, {2}, {3: -9, 1: 75}, {}, LEFT),  # it dies when the kernel lets it
+    ],
+    "all were released before the first look": [
+        (0.0, {2}, {3: -9, 1: 75}, {}, WAIT),
+        (STRAGGLER_S, {2}, {3: -9, 1: 75}, {}, KILL),
+    ],
+    "the lease holder could not save, the hung one is killed all the same": [
+        (0.0, {1, 2}, {3: -9}, {1: 60}, WAIT),
+        (10.0, {2}, {3: -9, 1: 70}, {}, WAIT),
+        (11.0, {2}, {3: -9, 1: 70}, {}, KILL),
+    ],
+    "a fenced rank leaves with 70: its peers have yet to save": [
+        (0.0, {1, 2}, {3: 70}, {}, WAIT),
+        (3.0, {1, 2}, {3: 70}, {}, WAIT),
+        (3.1, {1, 2}, {3: 70}, {1: 60}, WAIT),
+    ],
+    "the saver dies; the next one gets its lease": [
+        (0.0, {1, 2}, {3: -9}, {1: 60}, WAIT),
+        (10.0, {2}, {3: -9, 1: -9}, {}, WAIT),
+        (12.0, {2}, {3: -9, 1: -9}, {2: 60}, WAIT),
+    ],
+    "the saver dies; nobody takes over": [
+        (0.0, {1, 2}, {3: -9}, {1: 60}, WAIT),
+        (10.0, {2}, {3: -9, 1: -9}, {}, WAIT),
+        (15.0, {2}, {3: -9, 1: -9}, {}, STOP),
+    ],
+    "a lease is over": [
+        (0.0, {1}, {3: -9}, {1: 10}, WAIT),
+        (10.0, {1}, {3: -9}, {1: 10}, WAIT),
+        (15.0, {1}, {3: -9}, {1: 10}, STOP),
+    ],
+    "thawed and frozen again": [
+        (0.0, {1}, {3: -9}, {1: 10}, WAIT),
+        (2.0, {1}, {3: -9}, {}, WAIT),
+        (5.0, {1}, {3: -9}, {1: 60}, WAIT),
+    ],
+    "longer than anybody may take": [
+        (0.0, {1}, {3: -9}, {1: 1e6}, WAIT),
+        (99.9, {1}, {3: -9}, {1: 1e6}, WAIT),
+        (100.0, {1}, {3: -9}, {1: 1e6}, LATE),
+    ],
+    "one hung rank is killed, another one appears hung": [
+        (0.0, {1, 2, 4}, {3: -9}, {4: 60}, WAIT),
+        (1.0, {1, 2}, {3: -9, 4: 75}, {}, WAIT),
+        (2.0, {1, 2}, {3: -9, 4: 75}, {}, KILL),
+        (2.1, {1, 2}, {3: -9, 4: 75}, {}, LEFT),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_story(name: str) -> None:
+    hold = Hold(0.0, patience_s=100.0, first_lease_s=5.0)
+    for now, alive, exits, deadlines, verdict in STORIES[name]:
+        assert hold.look(now, scene(alive, exits, deadlines)) is verdict, now
+
+
+def test_nobody_armed_is_stopped_at_once() -> None:
+    assert Hold(0.0, 100.0).look(0.0, scene({1, 2}, {3: -9}, {}, armed=frozenset())) is STOP
+
+
+def test_only_the_dead_was_armed() -> None:
+    assert Hold(0.0, 100.0).look(0.0, scene({1, 2}, {3: -9}, {}, armed=frozenset({3}))) is STOP
+
+
+def test_unarmed_helpers_are_not_killed_as_hung() -> None:
+    hold = Hold(0.0, 100.0)
+    armed = frozenset({1, 2})
+    hold.look(0.0, scene({1, 2, 4}, {3: -9}, {1: 60}, armed))
+    hold.look(1.0, scene({2, 4}, {1: 75}, {}, armed))
+    assert hold.look(3.0, scene({2, 4}, {1: 75}, {}, armed)) is KILL
+    assert hold.hung == {2}
+
+
+pids = st.sets(st.integers(1, 4))
+looks = st.tuples(
+    st.floats(0, 20), pids, st.dictionaries(st.integers(1, 4), st.sampled_from([-9, 0, 1, 70, 75])),
+    st.dictionaries(st.integers(1, 4), st.floats(0, 300)),
+)  # fmt: skip
+
+
+@given(st.lists(looks, max_size=12), pids)
+def test_always_ends_and_never_hurts_a_lease_holder(story: list[tuple], armed: set[int]) -> None:
+    """Whatever is seen: who holds a lease is neither stopped nor killed before the patience ends."""
+    hold, now = Hold(0.0, patience_s=100.0), 0.0
+    for wait_s, alive, exits, deadlines in story:
+        now += wait_s
+        holders = {pid for pid in alive if deadlines.get(pid, 0) > now}
+        verdict = hold.look(now, scene(alive, exits, deadlines, frozenset(armed)))
+        if verdict is KILL:
+            assert not holders
+            assert hold.hung <= alive & armed
+        if verdict is STOP:
+            assert not holders - hold.hung or now >= 100
+        if now >= 100:
+            assert verdict is not WAIT

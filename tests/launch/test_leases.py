@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttp.errors import ConfigError
+from ttp.launch.leases import Leases
+from ttp.launch.run_dir import prepare_run_dir, read_token, write_token
+
+
+@pytest.fixture
+def leases(tmp_path: Path) -> Leases:
+    return Leases(tmp_path / "run")
+
+
+def test_nothing_there_means_nobody(leases: Leases) -> None:
+    assert leases.armed() == set()
+    assert leases.deadlines() == {}
+    leases.sweep()
+    leases.disarm(1)
+    leases.revoke(1)
+
+
+def test_arm_and_grant_are_seen_by_others(leases: Leases, tmp_path: Path) -> None:
+    leases.arm(10)
+    leases.grant(10, 1234.5678901234567)
+    other = Leases(tmp_path / "run")
+    assert other.armed() == {10}
+    assert other.deadlines() == {10: 1234.5678901234567}
+
+
+def test_a_later_grant_replaces_and_a_revoke_removes(leases: Leases) -> None:
+    leases.arm(10)
+    leases.grant(10, 1.0)
+    leases.grant(10, 2.0)
+    assert leases.deadlines() == {10: 2.0}
+    leases.revoke(10)
+    assert leases.deadlines() == {}
+    assert leases.armed() == {10}
+
+
+def test_disarm_takes_the_lease_along(leases: Leases) -> None:
+    leases.arm(10)
+    leases.grant(10, 1.0)
+    leases.disarm(10)
+    assert (leases.armed(), leases.deadlines()) == (set(), {})
+
+
+def test_sweep_removes_the_dead_only(leases: Leases) -> None:
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    for pid in (dead.pid, os.getpid()):
+        leases.arm(pid)
+        leases.grant(pid, 5.0)
+    leases.sweep()
+    assert leases.armed() == {os.getpid()}
+    assert leases.deadlines() == {os.getpid(): 5.0}
+
+
+@pytest.mark.parametrize("text", ["", "soon", "nan", "inf", "1.5.3", "\x00"])
+def test_a_garbled_lease_is_none(text: str, leases: Leases, tmp_path: Path) -> None:
+    leases.grant(10, 1.0)
+    (tmp_path / "run/leases/10").write_text(text)
+    assert leases.deadlines() == {}
+
+
+def test_foreign_files_are_ignored(leases: Leases, tmp_path: Path) -> None:
+    leases.arm(10)
+    (tmp_path / "run/armed/.11.draft").touch()
+    (tmp_path / "run/armed/readme").touch()
+    (tmp_path / "run/armed/²").touch()
+    assert leases.armed() == {10}
+
+
+def test_a_run_dir_that_cannot_be_written_stops_nobody(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "run").write_text("a file where the directory should be")
+    Leases(tmp_path / "run").arm(10)
+    Leases(tmp_path / "run").grant(10, 1.0)
+    assert "may not wait for this rank" in caplog.text
+
+
+def test_directories_are_private(leases: Leases, tmp_path: Path) -> None:
+    leases.arm(10)
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+    assert stat.S_IMODE((tmp_path / "run/armed").stat().st_mode) == 0o700
+
+
+def test_token_is_private_and_comes_back(tmp_path: Path) -> None:
+    run_dir = prepare_run_dir(tmp_path / "a" / "b")
+    assert read_token(run_dir) is None
+    write_token(run_dir, "first")
+    write_token(run_dir, "sesame")
+    assert read_token(run_dir) == "sesame"
+    assert stat.S_IMODE((run_dir / "token").stat().st_mode) == 0o600
+
+
+def test_a_run_dir_that_others_may_write_to_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run").chmod(0o770)
+    with pytest.raises(ConfigError, match="chmod 700"):
+        prepare_run_dir(tmp_path / "run")
+
+
+def test_a_run_dir_that_others_may_replace_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    with pytest.raises(ConfigError, match="open to all"):
+        prepare_run_dir(tmp_path / "open" / "run")
+
+
+def test_a_run_dir_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 12345)
+    with pytest.raises(ConfigError, match="belongs to uid"):
+        prepare_run_dir(tmp_path / "run")
+
+
+def test_a_run_dir_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="TTP_RUN_DIR"):
+        prepare_run_dir(tmp_path / "file" / "run")

@@ -1,0 +1,100 @@
+"""Restarts that work under gloo, and jobs of two nodes (two launchers on this host)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ttp.launch.presence import listens
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Controller, Job
+
+Start = Callable[..., "Job"]
+
+
+def rendezvous(kind: str, port: int) -> list[str]:
+    """Flags of each kind of rendezvous."""
+    return {
+        "default": [],
+        "standalone": ["--standalone"],
+        "static": ["--master-port", str(port)],
+        "c10d": ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "job"],
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["default", "standalone", "static", "c10d"])
+def test_gloo_works_again_after_each_restart(
+    kind: str, launcher: str, start: Start, controller: Controller, out: Path, unused_port: int
+) -> None:
+    """Rank 1 is killed in the first two attempts; the third must not meet anything of them in its store."""
+    flags = [*rendezvous(kind, unused_port), "--nproc-per-node", "3", "--max-restarts", "2"]
+    job = start(launcher, flags, "gloo_worker.py", "2")
+    assert job.finish(timeout_s=150) == 0, job.log
+    sums = {path.name: path.read_text() for path in out.glob("sum-*")}
+    assert sums == {f"sum-{rank}-{attempt}": "6" for rank in range(3) for attempt in range(3)}
+
+
+def two_nodes(kind: str, port: int) -> list[list[str]]:
+    common = ["--nnodes", "2", *rendezvous(kind, port)]
+    return [[*common, "--node-rank", str(node)] for node in range(2)]
+
+
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_every_node_waits_for_its_ranks_and_restarts(
+    kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
+) -> None:
+    jobs = [
+        start(launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "fake_worker.py", "{}", name=f"n{node}")
+        for node, flags in enumerate(two_nodes(kind, unused_port))
+    ]
+    victim = jobs[0].pids(4)[3]
+    os.kill(victim, signal.SIGKILL)
+    jobs[0].rescue()
+    assert [job.finish() for job in jobs] == [0, 0], "".join(job.log for job in jobs)
+    assert all(jobs[0].has(f"saved-{rank}-0") for rank in range(3))
+    assert not any(jobs[0].has(f"sigterm-{rank}-0") for rank in range(3))
+    assert [fault["pids"] for fault in controller.faults] == [[victim]]
+
+
+@pytest.mark.parametrize("kind", ["static", "c10d"])
+def test_gloo_across_two_nodes_after_a_restart(
+    kind: str, launcher: str, start: Start, controller: Controller, out: Path, unused_port: int
+) -> None:
+    jobs = [
+        start(launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "gloo_worker.py", "1", name=f"n{node}")
+        for node, flags in enumerate(two_nodes(kind, unused_port))
+    ]
+    assert [job.finish(timeout_s=150) for job in jobs] == [0, 0], "".join(job.log for job in jobs)
+    assert sorted(path.name for path in out.glob("sum-*-1")) == [f"sum-{rank}-1" for rank in range(4)]
+    assert {path.read_text() for path in out.glob("sum-*-1")} == {"10"}
+
+
+def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller, unused_port: int) -> None:
+    """The launcher that hosts the rendezvous is killed: torch would stop the other node's ranks at once."""
+    flags = [*rendezvous("c10d", unused_port), "--nnodes", "2", "--nproc-per-node", "1"]
+    first = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n0")
+    assert wait_until_serving_tcp(unused_port)
+    second = start("ttp-run", flags, "fake_worker.py", json.dumps({"save_s": 3}), name="n1")
+    first.pids(2)
+    first.process.kill()
+    second.rescue()
+    assert second.finish() == 75, second.log
+    assert "RendezvousConnectionError" in second.log
+    assert [second.has(f"sigterm-{rank}-0") for rank in range(2)] == [False, False]
+
+
+def wait_until_serving_tcp(port: int) -> bool:
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        if listens("localhost", port, 1.0):
+            return True
+        time.sleep(0.02)
+    return False
