@@ -1,0 +1,218 @@
+"""Where ttp touches the training loop: hooks of optimizer, parameters and model.
+
+::
+
+    forward        the tail of the last update is through
+    backward       provisional capture for n + 1, before this rank's last gradient can leave it
+    step, before   provisional capture again; the gate
+    step, after    final capture of n + 1; the version is finished
+
+The provisional capture exists because a rank may die after it has given its gradients and before it has made the
+update: its peers will reach n + 1, so what only it had must be there for n + 1.
+
+One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
+have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
+Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device import Fence
+from ttp.adapters.torch.tail import Tail
+from ttp.errors import UsageError
+from ttp.processor.source import UpdateReporter
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+"""Number of the backward pass that runs; -1 outside of one."""
+
+
+class Capture(Protocol):
+    """``LocalCapture``, as hooks need it."""
+
+    def capture(self, version: int, final: bool) -> None:
+        """Take the rank-local state of this moment; never raises."""
+
+
+def attach(
+    optimizers: Optimizer | Sequence[Optimizer],
+    model: nn.Module,
+    reporter: UpdateReporter,
+    capture: Capture,
+    *,
+    tail: Tail,
+    fence: Fence,
+    version: Callable[[], int],
+    after_update: Callable[[], None] = lambda: None,
+) -> Attachment:
+    """Report every update of ``optimizers``, and capture what belongs to it.
+
+    Args:
+        optimizers: one, or several that make one version together (then the user has to call ``step_done``).
+        model: the outermost module that the loop calls.
+        reporter: begin waits while the world is frozen.
+        capture: of rank-local state.
+        tail: of scheduler and scaler.
+        fence: of the device.
+        version: finished updates, as the gate counts them.
+        after_update: called on the training thread after each update; may not block.
+
+    Returns:
+        Call it to detach.
+    """
+    many = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    attachment = Attachment(
+        reporter,
+        capture,
+        by_hand=len(many) > 1,
+        tail=tail,
+        fence=fence,
+        version=version,
+        after_update=after_update,
+    )
+    attachment.connect(many, model)
+    return attachment
+
+
+class Attachment:
+    """The bracket around an update; see ``attach`` for its parts.
+
+    An exception inside ``optimizer.step()`` leaves the bracket open: the copy is torn, which is the truth. ``step`` of
+    a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts.
+    """
+
+    def __init__(
+        self,
+        reporter: UpdateReporter,
+        capture: Capture,
+        *,
+        by_hand: bool,
+        tail: Tail,
+        fence: Fence,
+        version: Callable[[], int],
+        after_update: Callable[[], None],
+    ) -> None:
+        self._reporter = reporter
+        self._capture = capture
+        self._tail = tail
+        self._fence = fence
+        self._version = version
+        self._after_update = after_update
+        self._depth = 0
+        self._begun = False
+        self._by_hand = by_hand  # the user says when a step is done
+        self._task = -1
+        self._complained = False
+        self._handles: list[Any] = []
+
+    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+        """Register the hooks."""
+        for optimizer in optimizers:
+            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
+            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+        for parameter in gradient_triggers(model):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(self._on_gradient))
+        if self._tail.wants_forward:
+            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+
+    def __call__(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._tail.close()
+
+    def step_done(self) -> None:
+        """The user says that a step is done, tail and all; from the first call on this ends the update.
+
+        Without an update since the last call (a skipped step) nothing happens.
+
+        Raises:
+            UsageError: called from inside ``optimizer.step()``.
+        """
+        if self._depth:
+            raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
+        if self._begun:
+            self._end()
+        elif not self._by_hand:  # the hooks have ended this update already, too early
+            self._safely(self._tail.step_done)
+            self._capture.capture(self._version(), final=True)
+        self._by_hand = True
+
+    # -------------------------------------------------------------------------------------------------------- hooks
+
+    def _on_forward(self, module: nn.Module, _args: Any) -> None:
+        self._safely(self._tail.forward_entered, module.training and torch.is_grad_enabled())
+
+    def _on_gradient(self, _parameter: Tensor) -> None:
+        task = _graph_task()
+        if task != self._task or task == -1:
+            self._task = task
+            self._capture.capture(self._version() + 1, final=False)
+
+    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._depth += 1
+        if self._begun:
+            return
+        self._safely(self._tail.at_gate)
+        self._capture.capture(self._version() + 1, final=False)
+        self._reporter.begin_update()
+        self._begun = True
+
+    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        self._depth -= 1
+        if self._depth == 0 and not self._by_hand:
+            self._end()
+
+    def _end(self) -> None:
+        version = self._version() + 1
+        self._capture.capture(version, final=True)
+        self._safely(self._tail.update_finished, version, whole=self._by_hand)
+        self._safely(self._fence.record, version)
+        self._safely(self._after_update)
+        self._begun = False
+        self._reporter.end_update()
+
+    def _safely(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+        try:
+            call(*args, **kwargs)
+        except Exception:
+            if not self._complained:
+                self._complained = True
+                log.warning("ttp could not follow an update; training goes on", exc_info=True)
+
+
+def gradient_triggers(model: nn.Module) -> list[Tensor]:
+    """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
+
+    One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
+    that what a backward pass changes (recomputed activations) is in the capture. Every other parameter.
+    """
+    chosen: list[Tensor] = []
+    covered: set[int] = set()
+    for ddp in _all_used(model):
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        fresh = [parameter for parameter in reduced if id(parameter) not in covered]
+        chosen += fresh[:1]
+        covered.update(map(id, reduced))
+    return chosen + [p for p in model.parameters() if p.requires_grad and id(p) not in covered and p.is_leaf]
+
+
+def _all_used(model: nn.Module) -> Iterator[Any]:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ddp: Any = module
+            if not ddp.find_unused_parameters and not ddp.static_graph:
+                yield ddp
