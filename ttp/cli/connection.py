@@ -61,7 +61,7 @@ class Where:
 
 
 def find(address: str | None, port: int | None, token: str | None) -> Where:
-    """The controller that is meant. What is not given comes from the environment, then from run directories of this host.
+    """The controller that is meant. What is not given comes from the environment, then from what jobs here left.
 
     Raises:
         ConfigError: nothing says which port, or the environment is wrong.

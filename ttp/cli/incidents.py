@@ -15,7 +15,7 @@ from ttp.cli.timeline import rows, style_of
 from ttp.cli.wording import when_text
 from ttp.errors import CheckpointError, UsageError
 
-Id = Annotated[str | None, typer.Argument(metavar="[ID]", help="One incident: its id, or the beginning or end of it.")]
+Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]
 Last = Annotated[bool, typer.Option("--last", help="The newest incident.")]
 Detail = Annotated[bool, typer.Option("--detail", help="With the evidence's details, such as tracebacks.")]
 

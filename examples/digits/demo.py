@@ -1,0 +1,238 @@
+"""Trains the digits twice, kills a rank with SIGKILL the second time, and compares: no step lost, no bit different.
+
+    make demo                   a random rank at a random moment
+    RANK=0 STEP=30 make demo    this rank, in the course of this step
+    SEED=7 make demo            the same "random" choice again
+
+Exits with 0 only if both runs ended with the same weights, optimizer state and losses, bit for bit, and nothing was lost.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from job import Ended, Event, Job, Output
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from ttp.cli.incident_reader import Line
+from ttp.cli.timeline import style_of, words
+
+HERE = Path(__file__).resolve().parent
+RANKS = 4
+RUN_FLAGS = ("--nproc-per-node", str(RANKS), "--max-restarts", "3")
+RUN_S_MAX = 120.0
+COMPARED = {"weights": "final weights", "optimizer": "optimizer state", "losses": "loss curve"}
+
+_STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
+_SHOWN = ("opened", "evidence", "retracted", "answer", "acknowledged", "plan", "replan", "nothing_new", "saved")
+_SHOWN += ("save_failed", "commit", "committed", "commit_failed", "thawed", "released", "closed")
+
+
+@dataclass
+class Kill:
+    """What was done to the job, and what came of it. Times are of this host's monotonic clock, in seconds."""
+
+    rank: int
+    step: int
+    fraction: float  # of a step's time, after the step before has ended
+    pid: int = 0
+    at_s: float | None = None
+    reached_s: dict[str, float] = field(default_factory=dict)
+    newest: int = 0  # largest version that any rank is known to have finished
+    restored: int | None = None
+
+    def note(self, event: Event) -> None:
+        """Remember when the rescue got how far."""
+        if self.at_s is None:
+            return
+        reached = {"opened": "detect", "answer": "freeze", "saved": "save", "committed": "commit"}.get(event.kind)
+        if reached == "detect":
+            self.reached_s.setdefault(reached, event.monotonic_s)
+        elif reached:
+            self.reached_s[reached] = event.monotonic_s
+        if event.kind == "answer":
+            self.newest = max(self.newest, int(event.facts["version"]))
+        if event.kind == "restore" and self.restored is None:
+            self.restored = int(event.facts["version"])
+
+    @property
+    def lost_steps(self) -> int | None:
+        """Finished steps that the restart did not have; None: it did not restart."""
+        return None if self.restored is None else self.newest - self.restored
+
+
+class Screen:
+    """A live bar on a terminal; elsewhere plain lines."""
+
+    def __init__(self) -> None:
+        tty = sys.stdout.isatty()
+        self.console = Console(highlight=False, width=None if tty else 160)
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(40),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[loss]}"),
+        )
+        self.progress = Progress(*columns, console=self.console, disable=not tty, transient=False)
+        self._every = 1 if tty else 20
+
+    def say(self, text: str | Text = "") -> None:
+        self.console.print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
+
+    def step(self, task: object, name: str, step: int, total: int, loss: str) -> None:
+        self.progress.update(task, completed=step, loss=f"loss {loss}")  # type: ignore[arg-type]
+        if self.progress.disable and (step % self._every == 0 or step == total):
+            self.say(f"{name}  step {step}/{total}  loss {loss}")
+
+    def event(self, event: Event, since_s: float) -> None:
+        line = Line(event.kind, (event.monotonic_s - since_s) * 1e3, 0.0, event.monotonic_s, event.facts)
+        moment = Text(f"  {line.at_ms:+9.1f} ms  ", "dim")
+        self.say(Text.assemble(moment, (f"{line.kind:<13}", style_of(line.kind)), words(line)))
+
+
+def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, kill: Kill | None) -> dict[str, str]:
+    """Run the training once, and do what ``kill`` says to it. Returns the digests of its end."""
+    flags = ["--steps", str(options.steps), "--seed", str(options.seed), "--step-ms", str(options.step_ms)]
+    arguments = [*RUN_FLAGS, str(HERE / "train.py"), *flags, "--save-dir", str(folder / "checkpoints")]
+    screen.say(Text(f"$ ttp run {' '.join(RUN_FLAGS)} train.py {' '.join(flags)}", "bold"))
+    job = Job(folder, arguments)
+    with screen.progress:
+        task = screen.progress.add_task(name, total=options.steps, loss="starting")
+        try:
+            code = _follow(job, screen, kill, lambda step, loss: screen.step(task, name, step, options.steps, loss))
+        finally:
+            job.stop()
+        screen.progress.stop_task(task)
+    if code != 0:
+        raise SystemExit(f"the job ended with exit code {code}. The end of {job.log}:\n\n{tail(job.log)}")
+    return dict(json.loads((folder / "checkpoints" / "result.json").read_text()))
+
+
+def _follow(job: Job, screen: Screen, kill: Kill | None, show_step: Callable[[int, str], None]) -> int:
+    pids: dict[int, int] = {}
+    last_s, step_s = time.monotonic(), 0.1
+    for news in job.follow(RUN_S_MAX):
+        match news:
+            case Ended(code):
+                return code
+            case Event("formed"):
+                pids = job.pids()
+            case Event():
+                _show_event(news, screen, kill)
+            case Output(text) if found := _STEP.match(text):
+                step, now_s = int(found[1]), time.monotonic()
+                last_s, step_s = now_s, min(now_s - last_s, 1.0)
+                show_step(step, found[2])
+                if kill is not None and kill.at_s is None and step >= kill.step - 1 and kill.rank in pids:
+                    _strike(kill, pids[kill.rank], step, step_s, screen)
+            case Output(text):
+                screen.say(f"  {text}")
+    raise AssertionError("the last news is Ended")
+
+
+def _strike(kill: Kill, pid: int, step: int, step_s: float, screen: Screen) -> None:
+    time.sleep(kill.fraction * step_s)
+    kill.pid, kill.step, kill.newest = pid, step + 1, step
+    kill.at_s = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    screen.say(Text(f"  kill -9 {pid}: rank {kill.rank}, {kill.fraction:.0%} through step {kill.step}", "bold red"))
+
+
+def _show_event(event: Event, screen: Screen, kill: Kill | None) -> None:
+    if kill is None or kill.at_s is None:
+        return
+    kill.note(event)
+    if event.kind in _SHOWN:
+        screen.event(event, kill.at_s)
+    elif event.kind == "restore":
+        screen.say(Text(f"  started again from version {event.facts['version']}", "bold green"))
+
+
+# --------------------------------------------------------------------------------------------------------------- the end
+
+
+def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[str, str]) -> bool:
+    """Show what came of it; True if it is as it should be."""
+    same = {name: unbroken[name] == broken[name] for name in COMPARED}
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="kill -9 and what came of it")
+    table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) in the course of step {kill.step}")
+    for name, title in (("detect", "detected"), ("freeze", "all frozen"), ("save", "saved"), ("commit", "committed")):
+        reached_s = kill.reached_s.get(name)
+        took = "never" if reached_s is None or kill.at_s is None else f"{(reached_s - kill.at_s) * 1e3:8.1f} ms after"
+        table.add_row(title, took)
+    table.add_row("restored", f"version {kill.restored}; the newest that any rank had finished: {kill.newest}")
+    table.add_row("lost steps", Text(str(kill.lost_steps), "bold green" if kill.lost_steps == 0 else "bold red"))
+    for name, title in COMPARED.items():
+        verdict = Text(f"identical  {broken[name][:16]}", "bold green")
+        differs = Text(f"DIFFERENT  {unbroken[name][:16]} unbroken, {broken[name][:16]} broken", "bold red")
+        table.add_row(title, verdict if same[name] else differs)
+    screen.console.print(table)
+    return all(same.values()) and kill.lost_steps == 0
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
+
+
+def choose(options: argparse.Namespace) -> Kill:
+    """Whom to kill, and when; a seed makes the same choice again."""
+    chance = random.Random(options.kill_seed)
+    rank, step, fraction = chance.randrange(RANKS), chance.randint(options.steps // 4, options.steps * 2 // 3), 0.0
+    fraction = chance.random()
+    return Kill(rank if options.rank is None else options.rank, options.step or step, fraction)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    def from_env(name: str) -> int | None:
+        return int(os.environ[name]) if os.environ.get(name) else None
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each run (default %(default)s)")
+    parser.add_argument("--step-ms", type=float, default=60, help="sleep after each step (default %(default)s)")
+    parser.add_argument("--seed", type=int, default=1, help="of the training (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=from_env("RANK"), choices=range(RANKS), help="default: RANK")
+    parser.add_argument("--step", type=int, default=from_env("STEP"), help="to kill it in; default: STEP")
+    parser.add_argument("--kill-seed", type=int, default=from_env("SEED"), help="of rank and moment; default: SEED")
+    parser.add_argument("--folder", type=Path, default=None, help="for logs and checkpoints (default: below runs/)")
+    options = parser.parse_args(argv)
+    if options.step is not None and not 2 <= options.step <= options.steps:
+        parser.error(f"STEP={options.step}: a step from 2 to {options.steps} is wanted")
+    options.kill_seed = random.randrange(10**6) if options.kill_seed is None else options.kill_seed
+    options.folder = (options.folder or Path("runs") / f"demo-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
+    return options
+
+
+def main() -> int:
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a controller that ends is no news
+    options, screen = parse(), Screen()
+    kill = choose(options)
+    screen.say(f"{RANKS} ranks, {options.steps} steps, twice. Everything is kept in {options.folder}\n")
+    unbroken = run(screen, "unbroken", options.folder / "unbroken", options, None)
+    screen.say()
+    broken = run(screen, "broken  ", options.folder / "broken", options, kill)
+    screen.say()
+    good = report(screen, kill, unbroken, broken)
+    checkpoints = os.path.relpath(options.folder / "broken" / "checkpoints")
+    screen.say(f"Look for yourself:  ttp incidents {checkpoints} --last;  ttp verify {checkpoints}")
+    screen.say(f"The same again:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo")
+    if not good:
+        screen.say(Text("The broken run is not what the unbroken one is.", "bold red"))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
