@@ -91,11 +91,15 @@ class Tail:
         self._single_steps = 0  # the last so many of them had exactly one scheduler.step()
         self._steps_expected = 0
         self._updates_expected = True
+        self._watched = False
+        self._stale = True  # the scheduler was stepped since its state was last taken
         self._previous = self._snapshot = self._take(version, 0, 0)
+        kind = type(scheduler)
         self._unwatch = [
             watch_method(self._scheduler, "step", self._scheduler_begins, self._scheduler_stepped),
             watch_method(self._scaler, "update", self._scaler_begins, self._scaler_updated),
         ]
+        self._watched = scheduler is None or type(scheduler) is not kind
 
     @property
     def wants_forward(self) -> bool:
@@ -106,7 +110,7 @@ class Tail:
 
     def restored(self, version: int) -> None:
         """The objects hold the state of ``version``."""
-        self._open, self._entered = False, True
+        self._open, self._entered, self._stale = False, True, True
         self._previous = self._snapshot = self._take(version, 0, 0)
 
     def forward_entered(self, training: bool) -> None:
@@ -135,6 +139,7 @@ class Tail:
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
         last = self._snapshot
+        self._stale = True
         self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates)
         self._open, self._entered = False, True
 
@@ -147,7 +152,7 @@ class Tail:
         self._updates_expected = self._snapshot.scaler_updates > 0
 
     def _scheduler_begins(self) -> None:
-        self._scheduler_inside = self._open
+        self._scheduler_inside, self._stale = self._open, True
         if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
             self._leading = True
 
@@ -223,43 +228,43 @@ class Tail:
         return self._take(version, 0, 0)
 
     def _take(self, version: int, scheduler_steps: int, scaler_updates: int) -> _Snapshot:
-        scheduler = None if self._scheduler is None else copied(self._scheduler.state_dict())
+        scheduler = self._snapshot.scheduler if self._watched and not self._stale else self._scheduler_state()
+        self._stale = False
         scaler = None if self._scaler is None else _scaler_numbers(self._scaler)
         groups = [[_without_parameters(group) for group in opt.param_groups] for opt in self._optimizers]
         return _Snapshot(version, scheduler, scaler, groups, scheduler_steps, scaler_updates)
 
+    def _scheduler_state(self) -> Any:
+        return None if self._scheduler is None else copied(self._scheduler.state_dict())
+
     def _check(self) -> None:
-        if self._scheduler is None:
-            return
         try:
-            encode(copied(self._scheduler.state_dict()), "scheduler.state_dict()")
+            encode(self._scheduler_state(), "scheduler.state_dict()")
         except EncodingError as problem:
             raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
 
 
+_PLAIN = frozenset({float, int, bool, str, type(None)})
+
+
 def copied(value: Any) -> Any:
     """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is dict:
+        return {key: item if type(item) in _PLAIN else copied(item) for key, item in value.items()}
+    if kind is list:
+        return [item if type(item) in _PLAIN else copied(item) for item in value]
+    if kind is tuple:
+        return tuple([item if type(item) in _PLAIN else copied(item) for item in value])
     if isinstance(value, Tensor):
         return value.detach().clone()
-    kind = type(value)
-    if kind is dict:
-        return {key: copied(item) for key, item in value.items()} if value else {}
-    if kind is list:
-        return [copied(item) for item in value]
-    if kind is tuple:
-        return tuple([copied(item) for item in value])
-    if isinstance(value, (dict, list, set)):
-        return value.copy()
-    return value
+    return value.copy() if isinstance(value, (dict, list, set)) else value
 
 
 def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    kept = {key: copied(value) if type(value) not in _PLAIN else value for key, value in group.items()}
-    del kept["params"]
-    return kept
-
-
-_PLAIN = frozenset({float, int, bool, str, type(None)})
+    return {key: value if type(value) in _PLAIN else copied(value) for key, value in group.items() if key != "params"}
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:

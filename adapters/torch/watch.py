@@ -6,8 +6,11 @@ The object gets a class of its own, derived from the one it had. An attribute on
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
+
+log = logging.getLogger("ttp.adapters.torch")
 
 
 def watch_method(obj: Any, name: str, before: Callable[[], None], after: Callable[[], None]) -> Callable[[], None]:
@@ -18,8 +21,8 @@ def watch_method(obj: Any, name: str, before: Callable[[], None], after: Callabl
     Args:
         obj: None is fine: nothing is watched.
         name: of the method.
-        before: must not raise.
-        after: must not raise.
+        before: what it raises is logged once and goes no further.
+        after: the same.
 
     Returns:
         A function that undoes it. Where an object does not allow this, nothing is watched.
@@ -46,15 +49,26 @@ def _nothing() -> None:
 
 def _members(original: type, name: str, before: Callable[[], None], after: Callable[[], None]) -> dict[str, Any]:
     inherited = getattr(original, name)
+    reduce: Any = original.__reduce_ex__
+    complained = False
+
+    def quietly(call: Callable[[], None]) -> None:
+        nonlocal complained
+        try:
+            call()
+        except Exception:
+            if not complained:
+                complained = True
+                log.warning("ttp could not follow %s.%s(); training goes on", original.__name__, name, exc_info=True)
 
     def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        before()
+        quietly(before)
         result = inherited(self, *args, **kwargs)
-        after()
+        quietly(after)
         return result
 
     def reduce_as_original(self: Any, protocol: Any) -> Any:
-        reduced = super(type(self), self).__reduce_ex__(protocol)
+        reduced = reduce(self, protocol)
         if not isinstance(reduced, tuple):
             return reduced
         function, args, *rest = reduced
