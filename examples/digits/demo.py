@@ -4,7 +4,7 @@
     RANK=0 STEP=30 make demo    this rank, in the course of this step
     SEED=7 make demo            the same "random" choice again
 
-Exits with 0 only if both runs ended with the same weights, optimizer state and losses, bit for bit, and nothing was lost.
+Exits with 0 only if no step was lost and both runs ended with the same weights, optimizer state and losses, bit for bit.
 """
 
 from __future__ import annotations
@@ -38,8 +38,10 @@ RUN_S_MAX = 120.0
 COMPARED = {"weights": "final weights", "optimizer": "optimizer state", "losses": "loss curve"}
 
 _STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
-_SHOWN = ("opened", "evidence", "retracted", "answer", "acknowledged", "plan", "replan", "nothing_new", "saved")
-_SHOWN += ("save_failed", "commit", "committed", "commit_failed", "thawed", "released", "closed")
+_SHOWN = frozenset(
+    "opened evidence retracted answer acknowledged plan replan nothing_new saved save_failed commit committed "
+    "commit_failed thawed released closed".split()
+)
 
 
 @dataclass
@@ -162,7 +164,7 @@ def _show_event(event: Event, screen: Screen, kill: Kill | None) -> None:
         screen.say(Text(f"  started again from version {event.facts['version']}", "bold green"))
 
 
-# --------------------------------------------------------------------------------------------------------------- the end
+# ---------------------------------------------------------------------------------------------------- the end
 
 
 def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[str, str]) -> bool:

@@ -1,0 +1,64 @@
+# All that is needed is Python 3.10-3.12 with pip. Everything is installed into .venv, once.
+#
+#   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
+#   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
+#   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest
+#   make lint types protos         what CI checks, through nox
+#   make bench                     benchmarks, a table at the end
+#   make clean                     remove .venv and what was installed into it
+#
+# torch: what pip's index gives for TORCH. On Linux PyPI's build brings CUDA (several GB); for the small CPU build:
+#   make demo TORCH="torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu"
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+ARGS ?=
+
+PY := $(VENV)/bin/python
+PIP := $(PY) -m pip --disable-pip-version-check
+
+.PHONY: help demo test bench lint types protos clean
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^#   //p' Makefile
+
+demo: $(VENV)/.installed-demo
+	@$(PY) examples/digits/demo.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(PY) -m pytest $(ARGS)
+
+bench: $(VENV)/.installed-test
+	$(PY) -m benchmarks $(ARGS)
+
+lint types protos: $(VENV)/.installed-nox
+	$(PY) -m nox -s $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info
+
+# Some systems ship Python without ensurepip; their own pip then puts a pip into the environment.
+$(VENV)/.made:
+	@$(PYTHON) -c 'import sys; sys.exit("ttp needs Python 3.10 or later, this is " + sys.version.split()[0] + \
+	    ": make PYTHON=python3.12 ..." if sys.version_info < (3, 10) else 0)'
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+	    $(PYTHON) -m pip --python $(PY) install pip; }
+	@touch $@
+
+$(VENV)/.installed-torch: $(VENV)/.made
+	$(PIP) install $(TORCH)
+	@touch $@
+
+$(VENV)/.installed-demo: $(VENV)/.installed-torch pyproject.toml
+	$(PIP) install -e '.[torch,examples]'
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
+	$(PIP) install -e '.[torch,test,examples]'
+	@touch $@
+
+$(VENV)/.installed-nox: $(VENV)/.made
+	$(PIP) install 'nox>=2024.4'
+	@touch $@
