@@ -36,6 +36,7 @@ class CallbackSource:
     """
 
     framework = "callbacks"
+    on_device = False
 
     def __init__(self) -> None:
         self.save: SaveHandler | None = None
@@ -46,6 +47,10 @@ class CallbackSource:
     def settled(self) -> bool:
         """The program says itself when an update is finished."""
         return True
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """The program ends an update when it has ended."""
+        return version
 
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
@@ -67,7 +72,7 @@ class CallbackSource:
         _check(self.rename(self.args), "rename")
         return f"version {order.version}, written by the program's own handlers", 0
 
-    def on_welcome(self, incarnation: int, page_dir: Path) -> None:
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Nothing to do: rank-local state is the callbacks' business."""
 
     def close(self) -> None:
@@ -124,7 +129,9 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
         current = session.current()
         env = RankEnv.from_env()
         if env.rank != _rank or not current.enabled:
-            log.error("ttp_start_processor: TTP_PORT must be set, and RANK=%s must be the rank given (%s)", env.rank, _rank)
+            log.error(
+                "ttp_start_processor: TTP_PORT must be set, and RANK=%s must be the rank given (%s)", env.rank, _rank
+            )
             return RET_ERROR
         save_dir = Path(current.config.save_dir or ".").absolute()
         current.start_processor(env, _layout, _source, save_dir)

@@ -147,20 +147,18 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.store.catalog import find_whole
-        from ttp.store.manifest import manifest_digest
+        from ttp.store.choice import check_chosen, look_back
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        found, skipped = find_whole(self.save_dir)
+        found, skipped, verified = look_back(self.save_dir)
         for reason in skipped:
             log.warning("restore skipped %s", reason)
-        chosen = self._agree(tuple(found), tuple(skipped))
+        chosen = self._agree(found, skipped)
         version = Version(0)
         if chosen.name:
             checkpoint = self.save_dir / chosen.name
-            if manifest_digest(checkpoint) != chosen.manifest_digest:
-                raise RestoreError(f"{checkpoint} is not the checkpoint that the ranks agreed on")
+            check_chosen(checkpoint, chosen, already_verified=chosen in verified)
             rank = self.processor.env.rank if self.processor else int(os.environ.get("RANK", "0"))
             version = self.adapter.load(checkpoint, rank, protected=self.processor is not None)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)

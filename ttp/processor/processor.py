@@ -26,7 +26,7 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.leases import Leases
-from ttp.processor.gate import Gate
+from ttp.processor.gate import Gate, GateState
 from ttp.processor.page_dir import page_directory
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
@@ -35,6 +35,10 @@ log = logging.getLogger("ttp.processor")
 
 JOIN_PATIENCE_S = 60.0
 """How long ``start`` waits for the controller before it lets the training begin unprotected."""
+
+
+DEVICE_PATIENCE_S = 5.0
+"""How long queued kernels of an update may take after the gate is closed. Behind a collective that hangs they never run."""
 
 
 class Processor:
@@ -224,14 +228,29 @@ class Processor:
                 self._exit(code, text)
 
     def _answer_freeze(self) -> None:
-        state = self.gate.close()
-        self._inbox.put(pm.Quiet(state.version, state.phase, state.parked, self._settled()))
+        self._say_quiet(self.gate.close())
 
     def _on_quiet(self) -> None:
         """Called by the gate, possibly on the training thread."""
         if self._machine.incident:
-            state = self.gate.state()
+            self._say_quiet(self.gate.state())
+
+    def _say_quiet(self, state: GateState) -> None:
+        if not self.source.on_device or state.phase in (m.Phase.UPDATING, m.Phase.TORN):
             self._inbox.put(pm.Quiet(state.version, state.phase, state.parked, self._settled()))
+            return
+        self._inbox.put(pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False))
+        self._saver.submit(self._ask_device, state)
+
+    def _ask_device(self, state: GateState) -> None:
+        """The host is quiet; say what the device has finished."""
+        try:
+            version = self.source.device_version(state.version, DEVICE_PATIENCE_S)
+        except Exception:
+            log.exception("the device does not answer")
+            version = None
+        phase = m.Phase.TORN if version is None else state.phase
+        self._inbox.put(pm.Quiet(state.version if version is None else version, phase, state.parked, self._settled()))
 
     def _settled(self) -> bool:
         try:
@@ -244,7 +263,7 @@ class Processor:
         self.incarnation = incarnation
         if first:
             try:
-                self.source.on_welcome(incarnation, page_directory(self.run_dir, self.env))
+                self.source.on_welcome(Rank(self.env.rank), incarnation, page_directory(self.run_dir, self.env))
             except Exception:
                 log.exception("no rank-local page: the RNG of this rank will not survive it")
         self._joined.set()

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from ttp.core.layout import Version
+from ttp.core.layout import Rank, Version
 from ttp.core.messages import Commit, Piece, SaverOrder
 
 
-class Cancelled(Exception):
+class Cancelled(Exception):  # noqa: N818 - it is not an error
     """A save was given up because a newer order replaced it or the gate is about to open."""
 
 
@@ -18,9 +18,17 @@ class StateSource(Protocol):
     """The training state of one rank, as an adapter sees it. All methods run on threads of the processor."""
 
     framework: str
+    on_device: bool
+    """Whether a version that the host has finished may still be queued on an accelerator."""
 
     def settled(self) -> bool:
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """The newest version, up to ``version``, that the device has finished and will not leave.
+
+        None: an update is half done there. Only asked when ``on_device``; may wait for ``patience_s`` seconds.
+        """
 
     def write_pieces(
         self,
@@ -41,7 +49,7 @@ class StateSource(Protocol):
     def commit(self, order: Commit) -> tuple[str, int]:
         """Make the checkpoint exist. Returns its path and size in bytes. Idempotent."""
 
-    def on_welcome(self, incarnation: int, page_dir: Path) -> None:
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """The processor has joined the job: open the rank-local page."""
 
     def close(self) -> None:

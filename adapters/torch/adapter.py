@@ -1,0 +1,217 @@
+"""One torch training: model, optimizer and what goes with them, registered by ``ttp.wrap_optimizer``."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.device import Fence
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.hooks import Attachment, attach
+from ttp.adapters.torch.local_piece import read_local_state
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.reader import read_values
+from ttp.adapters.torch.restore import Restored, restore_into
+from ttp.adapters.torch.source import TorchSource
+from ttp.adapters.torch.table import items_of
+from ttp.adapters.torch.tail import Tail
+from ttp.core.agreement import agree
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import Candidate, RestoreView
+from ttp.store.encoding import decode, encode
+from ttp.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.adapters.torch")
+
+
+class TorchAdapter:
+    """See ``ttp.session.Adapter``.
+
+    Args:
+        optimizer: updates the parameters of ``model``.
+        model: wrapped or not.
+        scheduler: its LR scheduler, or None.
+        extra_state: see ``ttp.wrap_optimizer``.
+        scaler: a GradScaler, or None.
+
+    Raises:
+        ConfigError: the optimizer holds parameters that the model does not name.
+        UsageError: an extra state cannot be stored.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer, *, model: nn.Module, scheduler: Any, extra_state: Any, scaler: Any
+    ) -> None:
+        self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
+        self._extra = ExtraState(extra_state)
+        self._capture = LocalCapture(model, self._extra)
+        device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        names = ModelNames(model, optimizer)
+        self._source = TorchSource(names, optimizer, self._capture, self._extra, device)
+        self._attachment: Attachment | None = None
+        self._processor: Processor | None = None
+        self._tail: Tail | None = None
+
+    @property
+    def source(self) -> TorchSource:
+        """What the processor saves from."""
+        return self._source
+
+    def layout(self, world_size: int) -> Layout:
+        """Plain data parallelism: every rank holds everything."""
+        return Layout.data_parallel(world_size)
+
+    def attach(self, processor: Processor) -> None:
+        """Hook into optimizer and model; report to ``processor``."""
+        self._processor = processor
+        averages = bool(self._extra.modules)
+        self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
+        ddp = find_ddp(self._model)
+        buckets = BucketWatch(ddp) if ddp is not None else None
+        self._source.tail, self._source.buckets = self._tail, buckets
+        reporter = _DeviceReporter(processor, self._source.begun) if self._source.on_device else processor
+        self._attachment = attach(
+            self._optimizer,
+            self._model,
+            reporter,
+            self._capture,
+            tail=self._tail,
+            fence=self._source.finished,
+            version=lambda: processor.gate.version,
+            after_update=buckets.update_finished if buckets is not None else lambda: None,
+        )
+        self._source.connect(processor, self._attachment)
+        self._capture.capture(processor.gate.version, final=True)
+
+    def step_done(self) -> None:
+        """See ``ttp.step_done``."""
+        if self._attachment is not None:
+            self._attachment.step_done()
+
+    # --------------------------------------------------------------------------------------------------- restoring
+
+    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
+        """Agree through the default process group where there is one; alone otherwise."""
+        mine = RestoreView(Rank(0), found, skipped)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return agree([mine])
+        return agree(_gather_views(mine))
+
+    def load(self, checkpoint: Path, rank: int, *, protected: bool) -> Version:
+        """Put a checkpoint that was verified into the registered objects.
+
+        Raises:
+            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
+        """
+        manifest = Manifest.load(checkpoint)
+        restored = restore_into(
+            checkpoint,
+            manifest,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=self._scheduler,
+            scaler=self._scaler,
+        )
+        self._load_modules(checkpoint, manifest)
+        for note in self._load_local(checkpoint, manifest, restored, rank):
+            log.warning("restored version %s, but %s", restored.version, note)
+        if self._tail is not None:
+            self._tail.restored(restored.version)
+        for fence in (self._source.begun, self._source.finished):
+            fence.record(restored.version)
+        if protected:
+            self._capture.capture(restored.version, final=True)
+        return Version(restored.version)
+
+    def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Averages of the weights and other modules given as extra state."""
+        items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
+        values = read_values(checkpoint, items).get("extra", {})
+        for name, module in self._extra.modules.items():
+            if name in values:
+                module.load_state_dict(values[name])
+            else:
+                log.warning("extra_state[%r] was not saved: it begins anew", name)
+
+    def _load_local(self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int) -> list[str]:
+        """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
+        constant = restored.job.extra.get("constant", {})
+        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+        same_world = world_size == manifest.world_size
+        local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
+        if local is None:
+            _reseed(restored.version, rank)
+            notes = self._extra.restore(constant)
+            return [*notes, f"nothing was kept of rank {rank}: its random streams are derived from its seed"]
+        if same_world:
+            return self._capture.restore(
+                type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
+            )
+        _reseed(restored.version, rank)
+        notes = self._extra.restore({**constant, **local.extra})
+        return [
+            *notes,
+            f"{manifest.world_size} ranks saved it and {world_size} restore it: extra_state is that of rank 0, random "
+            "streams are derived from each rank's seed",
+        ]
+
+
+class _DeviceReporter:
+    """Marks on the device where an update begins, so that one that has not begun there can be told from a torn one."""
+
+    def __init__(self, processor: Processor, begun: Fence) -> None:
+        self._processor, self._begun = processor, begun
+
+    def begin_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.begin_update()
+        self._begun.record(self._processor.gate.version + 1)
+
+    def end_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.end_update()
+
+
+def _reseed(version: int, rank: int) -> None:
+    """New random streams that depend on the job's seed, the version and the rank, and on nothing else."""
+    seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+
+
+def _gather_views(mine: RestoreView) -> list[RestoreView]:
+    """Every rank's view, through two all-gathers of plain bytes (no pickle)."""
+    backend_device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    data = encode(
+        {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
+    )
+    size = torch.tensor([len(data)], device=backend_device)
+    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, size)
+    longest = max(int(s) for s in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=backend_device)
+    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend_device)
+    everyone = [torch.zeros_like(padded) for _ in sizes]
+    dist.all_gather(everyone, padded)
+    views = []
+    for rank, (blob, length) in enumerate(zip(everyone, sizes, strict=True)):
+        seen = decode(blob[: int(length)].cpu().numpy().tobytes())
+        candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
+        views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
+    return views

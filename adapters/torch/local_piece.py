@@ -1,0 +1,88 @@
+"""Rank-local state in a checkpoint: one piece per host, collected from the pages by one rank of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.adapters.torch.capture import LocalCapture, LocalState
+from ttp.core.layout import Rank
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.processor.page_reader import read_page
+from ttp.store.digest import digest_bytes
+from ttp.store.durable import write_durably
+from ttp.store.encoding import EncodingError, decode, encode
+
+log = logging.getLogger("ttp.adapters.torch")
+
+LOCAL_KIND = "rank_local"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What could be read of the pages of a host.
+
+    Args:
+        data: the image of each rank that has one of the wanted version.
+        provisional: ranks that died before they had finished the version; theirs is the state before the update.
+        missing: why a rank has none.
+    """
+
+    data: dict[Rank, bytes]
+    provisional: tuple[Rank, ...]
+    missing: dict[Rank, str]
+
+
+def collect(page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: int) -> Pages:
+    """Read the pages of these ranks, alive or dead."""
+    data: dict[Rank, bytes] = {}
+    provisional: list[Rank] = []
+    missing: dict[Rank, str] = {}
+    for rank in ranks:
+        page = read_page(page_dir, rank, version, incarnation)
+        if isinstance(page, str):
+            missing[rank] = page
+            log.warning("the rank-local state of rank %s cannot be saved: %s", rank, page)
+            continue
+        data[rank] = page.data
+        if not page.final:
+            provisional.append(rank)
+    return Pages(data, tuple(provisional), missing)
+
+
+def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Piece:
+    """Write the pages to ``draft/file``, durably.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    data = encode({int(rank): image for rank, image in pages.data.items()})
+    write_durably(draft / file, data)
+    table = {
+        "ranks": sorted(pages.data),
+        "provisional": sorted(pages.provisional),
+        "missing": {str(rank): why for rank, why in sorted(pages.missing.items())},
+    }
+    return Piece(file, len(data), digest_bytes(data), LOCAL_KIND, "", writer, json.dumps(table))
+
+
+def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
+    """What the checkpoint at ``path`` keeps of ``rank``; None if nothing.
+
+    Raises:
+        CheckpointError: a piece cannot be read.
+    """
+    for piece in pieces:
+        if piece.kind != LOCAL_KIND or rank not in json.loads(piece.table or "{}").get("ranks", [rank]):
+            continue
+        try:
+            images = decode((path / piece.file).read_bytes())
+        except (OSError, EncodingError) as problem:
+            raise CheckpointError(f"{path / piece.file} cannot be read: {problem}") from problem
+        if isinstance(images, dict) and rank in images:
+            return LocalCapture.decode(images[rank])
+    return None

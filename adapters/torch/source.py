@@ -1,0 +1,236 @@
+"""The torch state as the processor saves it: shards, rank-local pages, job state, commit."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.checkpoint import Cancelled as WriterCancelled
+from ttp.adapters.torch.checkpoint import write_shard
+from ttp.adapters.torch.ddp import BucketWatch
+from ttp.adapters.torch.device import Fence, HostCopier, make_fence
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.job_state import JOB_KIND, JobState
+from ttp.adapters.torch.local_piece import Pages, collect, write_local_piece
+from ttp.adapters.torch.metadata import finalise
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.state import checkpoint_state
+from ttp.adapters.torch.tail import Tail
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Commit, Piece, SaverOrder
+from ttp.errors import CheckpointError
+from ttp.processor.pages import PageWriter
+from ttp.processor.source import Cancelled
+from ttp.store.commit import commit
+from ttp.store.digest import digest_bytes
+from ttp.store.durable import sync_directory, write_durably
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.adapters.torch")
+
+SETTLE_S = 2.0
+"""How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
+_POLL_S = 0.002
+
+
+class TorchSource:
+    """What one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
+
+    Args:
+        names: of the registered model.
+        optimizer: the registered optimizer.
+        capture: of rank-local state.
+        extra: the user's objects.
+        device: where the state lies.
+    """
+
+    framework = "torch"
+
+    def __init__(
+        self, names: ModelNames, optimizer: Optimizer, capture: LocalCapture, extra: ExtraState, device: torch.device
+    ) -> None:
+        self._names, self._optimizer, self._capture, self._extra = names, optimizer, capture, extra
+        self.on_device = device.type == "cuda"
+        self.begun: Fence = make_fence(device)
+        self.finished: Fence = make_fence(device)
+        self._copier = HostCopier(_runtime(device))
+        self.tail: Tail | None = None
+        self.buckets: BucketWatch | None = None
+        self._processor: Processor | None = None
+        self._page_dir: Path | None = None
+        self._incarnation = 0
+        self._detach: Callable[[], None] = lambda: None
+
+    def connect(self, processor: Processor, detach: Callable[[], None]) -> None:
+        """The hooks are attached; ``detach`` takes them away."""
+        self._processor, self._detach = processor, detach
+
+    # ------------------------------------------------------------------------------------------------ StateSource
+
+    def settled(self) -> bool:
+        """Whether scheduler, scaler and averages have followed the last update."""
+        return self.tail is None or self.tail.settled()
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """The newest version, up to ``version``, that the device has finished and will not leave.
+
+        The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
+        version before, and stays there as long as nobody aborts the communicator. None: an update is half done.
+        """
+        if self.finished.wait(version, patience_s):
+            return version
+        done = self.finished.finished_version()
+        return Version(done) if self.begun.finished_version() <= done else None
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        """Open the page of this rank."""
+        self._page_dir, self._incarnation = page_dir, incarnation
+        self._capture.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
+
+    def write_pieces(
+        self,
+        *,
+        order: SaverOrder,
+        version: Version,
+        draft: Path,
+        generation: int,
+        cancelled: Callable[[], bool],
+    ) -> list[Piece]:
+        """See ``StateSource``."""
+        if order.how is not How.AS_IS:
+            raise CheckpointError(f"this layout keeps nothing to {order.how.value} an update with")
+        self._wait_settled(cancelled)
+        pages = self._pages(order, version)
+        job = self._job_state(version)
+        try:
+            pieces = [
+                self._write_shard(draft, shard, pages, job, order, generation, cancelled) for shard in order.shards
+            ]
+        except WriterCancelled:
+            raise Cancelled from None
+        if order.pages:
+            file = f"rank_local_{order.rank}_{generation}.msgpack"
+            pieces.append(write_local_piece(draft, file, pages, order.rank))
+        if order.job_state:
+            pieces.append(_write_job(draft, f"job_{generation}.msgpack", job, order.rank))
+        sync_directory(draft)
+        return pieces
+
+    def commit(self, order: Commit) -> tuple[str, int]:
+        """See ``StateSource``."""
+        processor = self._processor
+        assert processor is not None
+        path, size = commit(
+            processor.save_dir,
+            order,
+            run_id=processor.env.run_id,
+            world_size=processor.env.world_size,
+            groups=processor.layout.groups,
+            framework=self.framework,
+            finalise=lambda draft: finalise(draft, order.pieces, writer=order.rank),
+        )
+        return str(path), size
+
+    def close(self) -> None:
+        """See ``StateSource``."""
+        self._detach()
+        if self.buckets is not None:
+            self.buckets.close()
+        self._capture.close(unlink=True)
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
+        """The scheduler's step follows the update by microseconds; a rank that was frozen in between is soon through."""
+        deadline = time.monotonic() + SETTLE_S
+        while not self.settled() and time.monotonic() < deadline:
+            if cancelled():
+                raise Cancelled
+            time.sleep(_POLL_S)
+
+    def _pages(self, order: SaverOrder, version: Version) -> Pages:
+        """The pages asked for; without such an order this rank's own, for the buffers."""
+        if self._page_dir is None:
+            return Pages({}, (), dict.fromkeys(order.pages, "this host has no rank-local pages"))
+        return collect(self._page_dir, order.pages or (order.rank,), version, self._incarnation)
+
+    def _job_state(self, version: Version) -> JobState:
+        assert self.tail is not None
+        job = self.tail.job_state(version)
+        job.extra["constant"] = self._extra.capture_constant()
+        return JobState(
+            version=job.version,
+            scheduler=job.scheduler,
+            scaler=job.scaler,
+            scheduler_pending=job.scheduler_pending,
+            scaler_pending=job.scaler_pending,
+            ddp_buckets=self.buckets.layout if self.buckets is not None else None,
+            extra=job.extra,
+        )
+
+    def _write_shard(
+        self,
+        draft: Path,
+        shard: Shard,
+        pages: Pages,
+        job: JobState,
+        order: SaverOrder,
+        generation: int,
+        cancelled: Callable[[], bool],
+    ) -> Piece:
+        assert self._processor is not None
+        index = list(self._processor.layout.groups).index(shard)
+        return write_shard(
+            draft,
+            f"__{index}_{generation}.distcp",
+            self._state(pages, job),
+            shard=shard,
+            writer=order.rank,
+            to_host=self._to_host,
+            cancelled=cancelled,
+        )
+
+    def _state(self, pages: Pages, job: JobState) -> dict[str, Any]:
+        """References to the live tensors; buffers as they were when the version was finished.
+
+        The buffers of the lowest rank are taken: DistributedDataParallel broadcasts those of rank 0.
+        """
+        captured: dict[str, Tensor] = {}
+        if pages.data:
+            captured = dict(LocalCapture.decode(pages.data[min(pages.data)]).buffers)
+        state = checkpoint_state(self._names, self._optimizer, captured, job)
+        assert self.tail is not None
+        for group, kept in zip(state["optim"]["param_groups"], self.tail.param_groups(job.version)[0], strict=True):
+            group.update(kept)
+        modules: dict[str, nn.Module] = self._extra.modules
+        if modules:
+            state["extra"] = {name: module.state_dict() for name, module in modules.items()}
+        return state
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        return next(self._copier.copy_to_host([tensor]))
+
+
+def _write_job(draft: Path, file: str, job: JobState, writer: Rank) -> Piece:
+    data = job.encode()
+    write_durably(draft / file, data)
+    return Piece(file, len(data), digest_bytes(data), JOB_KIND, "", writer)
+
+
+def _runtime(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return None
+    from ttp.adapters.torch.device import CudaRuntime
+
+    return CudaRuntime(device)
