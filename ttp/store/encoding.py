@@ -73,7 +73,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
         raise EncodingError(f"{len(view)} bytes of encoded state are damaged: the checksum does not match")
     try:
         return _Decoder().unpack(view[start:])
-    except EncodingError:
+    except (EncodingError, MemoryError):
         raise
     except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds on bytes that somebody forged
         raise EncodingError(f"encoded state cannot be read: {type(problem).__name__}: {problem}") from problem

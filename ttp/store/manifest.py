@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -125,14 +126,15 @@ def safe_path(file: str) -> bool:
 def _read(path: Path) -> bytes:
     try:
         with path.open("rb") as file:
-            data = file.read(_SIZE_MAX + 1)
+            size = os.fstat(file.fileno()).st_size
+            data = file.read() if size <= _SIZE_MAX else b""
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignCheckpointError(
             f"{path.parent} has no {MANIFEST}: ttp did not write it, or did not finish"
         ) from None
     except OSError as problem:
         raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from problem
-    if len(data) > _SIZE_MAX:
+    if size > _SIZE_MAX:
         raise ForeignCheckpointError(f"{path} is longer than {_SIZE_MAX} bytes: not a manifest of ttp")
     return data
 
@@ -152,7 +154,7 @@ def _parse(data: bytes, path: Path) -> Manifest:
         )
     try:
         return _from_json(document)
-    except (KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
 
 

@@ -1,0 +1,97 @@
+"""A small world of checkpoints: ranks, drafts, orders."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Commit, Piece
+from ttp.store import names
+from ttp.store.commit import commit
+from ttp.store.digest import digest_bytes
+from ttp.store.disk import Disk
+from ttp.store.verify import verify_checkpoint
+
+GROUPS = {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3))}
+
+
+@dataclass
+class World:
+    """A save_dir, and how the ranks of a job of two shards fill it."""
+
+    save_dir: Path
+
+    def order(self, version: int, incident: str = "first", *, rank: int = 1, generation: int = 1) -> Commit:
+        return Commit(
+            rank=Rank(rank),
+            term=1,
+            incident=incident,
+            generation=generation,
+            version=Version(version),
+            incarnation=4,
+            draft=names.draft_name(Version(version), incident),
+            cause="rank 0 died",
+            reason="all healthy ranks are at it",
+            keep=100,
+            pieces=self.pieces(version, incident, generation),
+            missing_pages=(Rank(0),),
+        )
+
+    def contents(self, version: int, incident: str, generation: int = 1) -> dict[str, bytes]:
+        told = f"{version} {incident} {generation} ".encode()
+        return {
+            f"__0_{generation}.distcp": told + b"shard a" * 50,
+            f"__1_{generation}.distcp": told + b"shard b" * 70,
+            f"rank_2/local_{generation}.msgpack": told,
+            f"job_{generation}.msgpack": b"",
+        }
+
+    def pieces(self, version: int, incident: str, generation: int = 1) -> tuple[Piece, ...]:
+        shards = ["a", "b", "", ""]
+        contents = self.contents(version, incident, generation).items()
+        return tuple(
+            Piece(file, len(data), digest_bytes(data), "shard" if shard else "job", shard, Rank(2), '{"names":["w"]}')
+            for shard, (file, data) in zip(shards, contents, strict=True)
+        )
+
+    def write_draft(self, version: int, incident: str = "first", generation: int = 1) -> Path:
+        draft = self.save_dir / names.draft_name(Version(version), incident)
+        for file, data in self.contents(version, incident, generation).items():
+            (draft / file).parent.mkdir(parents=True, exist_ok=True)
+            (draft / file).write_bytes(data)
+        (draft / "__0_0.distcp").write_bytes(b"of a saver that died")
+        return draft
+
+    @staticmethod
+    def finalise(directory: Path) -> Sequence[Piece]:
+        (directory / ".metadata.tmp").write_bytes(b"left over")
+        (directory / ".metadata").write_bytes(b"all tensors")
+        return [Piece(".metadata", 11, digest_bytes(b"all tensors"), "metadata", "", Rank(1))]
+
+    def commit(self, order: Commit, disk: Disk | None = None, **changes: object) -> tuple[Path, int]:
+        facts = {"run_id": "job", "world_size": 4, "groups": GROUPS, "framework": "torch", "finalise": self.finalise}
+        return commit(self.save_dir, order, disk=disk, **{**facts, **changes})  # type: ignore[arg-type]
+
+    def make(self, version: int, incident: str = "first", **changes: object) -> Path:
+        """A committed checkpoint; ``changes`` are those of the order."""
+        self.write_draft(version, incident)
+        path, _ = self.commit(replace(self.order(version, incident), **changes))  # type: ignore[arg-type]
+        return path
+
+    def holds(self, path: Path, version: int, incident: str, generation: int = 1) -> bool:
+        """Whether ``path`` is exactly the checkpoint that this incident makes."""
+        expected = self.contents(version, incident, generation) | {".metadata": b"all tensors"}
+        if verify_checkpoint(path) or not (path / "manifest.json").is_file():
+            return False
+        found = {f.relative_to(path).as_posix(): f.read_bytes() for f in path.rglob("*") if f.is_file()}
+        del found["manifest.json"]
+        return found == expected
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path / "checkpoints")

@@ -1,0 +1,157 @@
+from __future__ import annotations
+
+import array
+import errno
+import io
+import os
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ttp.store import digest
+from ttp.store.digest import HashingFile, digest_bytes, digest_file
+
+SIZES = st.one_of(st.integers(0, 300), st.sampled_from([65535, 65536, 65537, 1 << 20, (1 << 20) + 1, 9 << 20]))
+
+
+def expected(data: bytes) -> str:
+    return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
+
+
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(sizes=st.lists(SIZES, max_size=6), flush_after=st.integers(0, 6))
+def test_writes_of_all_sizes_arrive_in_order_and_are_digested(
+    tmp_path: Path, sizes: list[int], flush_after: int
+) -> None:
+    parts = [bytes([index + 1]) * size for index, size in enumerate(sizes)]
+    file = HashingFile(tmp_path / "piece")
+    for index, part in enumerate(parts):
+        assert file.tell() == sum(sizes[:index])
+        assert file.write(part) == len(part)
+        if index == flush_after:
+            file.flush()
+            assert (tmp_path / "piece").stat().st_size == file.tell()
+    whole = b"".join(parts)
+    assert file.digest() == expected(whole)
+    assert file.sync_and_close() == (len(whole), expected(whole))
+    assert (tmp_path / "piece").read_bytes() == whole
+    assert digest_file(tmp_path / "piece") == (len(whole), expected(whole))
+
+
+@pytest.mark.parametrize("size", [3, 100_000])
+@pytest.mark.parametrize("make", [bytes, bytearray, memoryview, lambda data: array.array("B", data)])
+def test_any_contiguous_buffer_is_written_by_its_bytes(tmp_path: Path, make: object, size: int) -> None:
+    data = os.urandom(size)
+    file = HashingFile(tmp_path / "piece")
+    file.write(make(data))  # type: ignore[operator]
+    assert file.sync_and_close() == (size, expected(data))
+
+
+def test_wide_items_count_in_bytes(tmp_path: Path) -> None:
+    file = HashingFile(tmp_path / "piece")
+    assert file.write(array.array("d", [1.0, 2.0])) == 16
+    assert file.sync_and_close()[0] == 16
+
+
+def test_it_works_as_the_target_of_torch_save_and_of_dcp(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageWriterTransforms, _write_item
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+
+    tensor = torch.arange(100_000, dtype=torch.float32)
+    file = HashingFile(tmp_path / "piece")
+    blob = WriteItem(index=MetadataIndex("a"), type=WriteItemType.BYTE_IO)
+    item = WriteItem(index=MetadataIndex("b"), type=WriteItemType.TENSOR)
+    results = [
+        _write_item(_StorageWriterTransforms(), file, data, write_item, "piece", SerializationFormat.TORCH_SAVE)
+        for data, write_item in ((io.BytesIO(b"hello"), blob), (tensor, item))
+    ]
+    size, found = file.sync_and_close()
+    data = (tmp_path / "piece").read_bytes()
+    assert (size, found) == (len(data), expected(data))
+    assert [(r.storage_data.offset, r.storage_data.length) for r in results] == [(0, 5), (5, size - 5)]
+    assert torch.equal(torch.load(io.BytesIO(data[5:]), weights_only=True), tensor)
+
+
+def test_an_existing_file_is_replaced_and_not_written_into(tmp_path: Path) -> None:
+    committed = tmp_path / "committed"
+    committed.write_bytes(b"precious")
+    os.link(committed, tmp_path / "piece")
+    file = HashingFile(tmp_path / "piece")
+    file.write(b"other")
+    file.sync_and_close()
+    assert committed.read_bytes() == b"precious"
+    assert (tmp_path / "piece").read_bytes() == b"other"
+
+
+def test_sync_and_close_waits_for_the_disk_after_all_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: seen.append(os.fstat(fd).st_size))
+    file = HashingFile(tmp_path / "piece")
+    file.write(b"12345")
+    file.sync_and_close()
+    assert seen == [5]
+    assert file.closed
+
+
+def test_a_full_disk_is_reported_at_the_write_and_again_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(fd: int, data: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    file = HashingFile(tmp_path / "piece")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        with pytest.raises(OSError, match="No space"):
+            file.write(bytes(100_000))
+    with pytest.raises(OSError, match="No space"):
+        file.sync_and_close()
+    assert file.closed
+
+
+def test_short_writes_of_the_kernel_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: real(fd, data[:1000]))
+    data = os.urandom(100_000)
+    file = HashingFile(tmp_path / "piece")
+    file.write(data)
+    assert file.sync_and_close() == (100_000, expected(data))
+    assert (tmp_path / "piece").read_bytes() == data
+
+
+def test_after_the_end_nothing_can_be_written(tmp_path: Path) -> None:
+    with HashingFile(tmp_path / "piece") as file:
+        file.write(b"1")
+    file.close()
+    assert (tmp_path / "piece").read_bytes() == b"1"
+    for call in (lambda: file.write(b"2"), file.fileno, file.sync_and_close):
+        with pytest.raises(ValueError, match="closed"):
+            call()
+
+
+def test_a_directory_that_is_not_there_is_an_error_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        HashingFile(tmp_path / "absent" / "piece")
+
+
+def test_progress_adds_up_to_the_size(tmp_path: Path) -> None:
+    (tmp_path / "piece").write_bytes(bytes((5 << 20) + 3))
+    steps: list[int] = []
+    size, _ = digest_file(tmp_path / "piece", steps.append)
+    assert sum(steps) == size == (5 << 20) + 3
+    assert len(steps) > 1
+
+
+def test_no_kernel_help_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest, "_sync_file_range", None)
+    data = bytes(20 << 20)
+    file = HashingFile(tmp_path / "piece")
+    file.write(data)
+    assert file.sync_and_close() == (len(data), digest_bytes(data))

@@ -1,0 +1,59 @@
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from ttp.store.durable import sync_directory, write_durably
+
+
+def test_the_bytes_are_there_and_nothing_else_is(tmp_path: Path) -> None:
+    write_durably(tmp_path / "file", b"one")
+    write_durably(tmp_path / "file", b"two")
+    assert (tmp_path / "file").read_bytes() == b"two"
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_bytes_first_then_the_name_then_the_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+    real_replace = Path.replace
+
+    def fsync(fd: int) -> None:
+        path = Path(f"/proc/self/fd/{fd}").readlink()
+        seen.append("sync names" if path.is_dir() else f"sync {os.fstat(fd).st_size} bytes")
+
+    def replace(self: Path, target: Path) -> Path:
+        seen.append("rename")
+        return real_replace(self, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(Path, "replace", replace)
+    write_durably(tmp_path / "file", b"12345")
+    assert seen == ["sync 5 bytes", "rename", "sync names"]
+
+
+def test_the_old_file_survives_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(fd: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    write_durably(tmp_path / "file", b"old")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_durably(tmp_path / "file", b"new")
+    assert [(p.name, p.read_bytes()) for p in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_another_name_of_the_old_bytes_keeps_them(tmp_path: Path) -> None:
+    write_durably(tmp_path / "file", b"old")
+    os.link(tmp_path / "file", tmp_path / "other")
+    write_durably(tmp_path / "file", b"new")
+    assert (tmp_path / "other").read_bytes() == b"old"
+
+
+def test_only_directories_are_synced_as_directories(tmp_path: Path) -> None:
+    sync_directory(tmp_path)
+    (tmp_path / "file").touch()
+    with pytest.raises(NotADirectoryError):
+        sync_directory(tmp_path / "file")

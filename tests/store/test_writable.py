@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from ttp.errors import ConfigError
+from ttp.store.disk import Disk
+from ttp.store.writable import check_writable
+
+METHODS = ["make_directory", "write", "sync_directory", "rename"]
+
+
+def test_it_is_made_and_left_empty(tmp_path: Path) -> None:
+    assert check_writable(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_the_path_is_absolute_and_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert check_writable("checkpoints") == check_writable("~/checkpoints") == tmp_path / "checkpoints"
+
+
+def test_all_ranks_may_ask_at_once(tmp_path: Path) -> None:
+    problems: list[BaseException] = []
+
+    def ask() -> None:
+        try:
+            check_writable(str(tmp_path / "checkpoints"))
+        except ConfigError as problem:
+            problems.append(problem)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert problems == []
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "gs://b", "file:///tmp/x", "hdfs://a/b"])
+def test_a_url_is_refused_with_what_to_do(url: str) -> None:
+    with pytest.raises(ConfigError, match="is a URL; ttp writes to mounted file systems only: mount"):
+        check_writable(url)
+    assert not Path(url.split("/", maxsplit=1)[0]).exists()
+
+
+@pytest.mark.parametrize("empty", ["", "  "])
+def test_nothing_is_no_directory(empty: str) -> None:
+    with pytest.raises(ConfigError, match="save_dir is empty; give"):
+        check_writable(empty)
+
+
+def test_a_file_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(ConfigError, match=r"\((EEXIST|ENOTDIR)\); a file is in the way; choose another save_dir"):
+            check_writable(str(path))
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write everywhere")
+def test_no_permission(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"Permission denied \(EACCES\); give this user write permission"):
+        check_writable(str(tmp_path / "checkpoints"))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (errno.EACCES, "Permission denied (EACCES); give this user write permission"),
+        (errno.EROFS, "Read-only file system (EROFS); the file system is mounted read-only"),
+        (errno.ENOSPC, "No space left on device (ENOSPC); the disk is full"),
+        (errno.EIO, "Input/output error (EIO); check the file system"),
+    ],
+)
+def test_each_refusal_says_path_reason_and_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, code: int, text: str
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(Disk, method, refuse)
+    with pytest.raises(ConfigError) as caught:
+        check_writable(str(tmp_path))
+    assert f"save_dir {tmp_path} cannot hold checkpoints: {text}" in str(caught.value)
+    assert list(tmp_path.iterdir()) == [], "the probe is gone"
