@@ -79,6 +79,15 @@ def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
     return None
 
 
+def missing_layout(ddp: Ddp) -> str | None:
+    """Why a version without a layout may resume with other bits; None when the layout never changes."""
+    if torch.distributed.get_world_size(ddp.process_group) <= 2 or getattr(ddp, "_use_python_reducer", False):
+        return None
+    if ddp.find_unused_parameters and not ddp.static_graph:
+        return None
+    return "no bucket layout of DistributedDataParallel was known when the checkpoint was made"
+
+
 class BucketWatch:
     """Knows the layout that the next step will use, from the first update on.
 

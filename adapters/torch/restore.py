@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.compare import model_differences, optimizer_differences
-from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp
+from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp, missing_layout
 from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.leaves import get, put
 from ttp.adapters.torch.names import ModelNames
@@ -224,7 +224,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 def _load_buckets(model: nn.Module, job: JobState) -> list[str]:
     ddp = find_ddp(model)
-    if ddp is None or job.ddp_buckets is None:
+    if ddp is None:
         return []
-    reason = apply_bucket_layout(ddp, job.ddp_buckets)
+    reason = missing_layout(ddp) if job.ddp_buckets is None else apply_bucket_layout(ddp, job.ddp_buckets)
     return [] if reason is None else [f"the next steps may differ in the last bits from an unbroken run: {reason}"]

@@ -7,24 +7,29 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
+import signal
 import sys
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ttp.adapters.torch import restore
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.restore import restore_into
 from ttp.adapters.torch.state import checkpoint_state
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
@@ -40,10 +45,11 @@ class Job:
     widths: tuple[int, ...] = (20, 64, 64, 64, 10)
     accumulate: int = 1
     static_graph: bool = False
-    save_at: int = 0
+    save_at: tuple[int, ...] = ()
     save_to: str = ""
     load: str = ""
     forget_layout: bool = False
+    hang_at: int = 0
 
 
 class Model(nn.Module):
@@ -51,7 +57,7 @@ class Model(nn.Module):
 
     def __init__(self, widths: tuple[int, ...]) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(widths, widths[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(widths))
         self.first = nn.Linear(widths[0], widths[0])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -61,22 +67,26 @@ class Model(nn.Module):
         return x
 
 
-def train(job: Job, rank: int, world: int) -> dict[str, object]:
+def train(job: Job, rank: int) -> dict[str, object]:
     torch.manual_seed(7)
     model = DistributedDataParallel(
         Model(tuple(job.widths)),
-        bucket_cap_mb=job.bucket_cap_mb,  # type: ignore[arg-type]
+        bucket_cap_mb=job.bucket_cap_mb,
         static_graph=job.static_graph,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     names, watch, start = ModelNames(model, optimizer), BucketWatch(model), 0
     notes: tuple[str, ...] = ()
     if job.load:
+        if job.forget_layout:
+            vars(restore)["apply_bucket_layout"] = lambda *_: "forgotten"
         manifest = Manifest.load(Path(job.load))
-        restored = restore_into(Path(job.load), manifest, model=model, optimizer=optimizer)
+        restored = restore.restore_into(Path(job.load), manifest, model=model, optimizer=optimizer)
         start, notes = restored.version, restored.notes
     layouts = [watch.layout]
     for step in range(start, job.steps):
+        if step and step == job.hang_at:
+            hang(rank, partial(save, job, step, names, optimizer, watch), model)
         for micro in range(job.accumulate):
             data = torch.Generator().manual_seed(step * 1000 + micro * 100 + rank)
             x = torch.randn(16, job.widths[0], generator=data)
@@ -87,32 +97,53 @@ def train(job: Job, rank: int, world: int) -> dict[str, object]:
         optimizer.zero_grad()
         watch.update_finished()
         layouts.append(watch.layout)
-        if rank == 0 and step + 1 == job.save_at:
-            save(job, names, optimizer, None if job.forget_layout else watch.layout, world)
-    shown = model._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
+        if rank == 0 and step + 1 in job.save_at:
+            thread = threading.Thread(target=save, args=(job, step + 1, names, optimizer, watch))
+            thread.start()
+            thread.join()
+    shown = cast("Any", model)._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
     return {"digest": digest(names, optimizer), "layouts": layouts, "shown": shown, "notes": notes}
 
 
-def save(job: Job, names: ModelNames, optimizer: torch.optim.Optimizer, layout: str | None, world: int) -> None:
-    draft, pieces = Path(job.save_to), list[Piece]()
-    draft.mkdir()
-    state = JobState(version=job.save_at, ddp_buckets=layout)
+def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) -> None:
+    """Rank 1 stops for ever. Rank 0 saves on a thread as soon as its main thread waits for rank 1 in the all-reduce."""
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    waiting = threading.Event()
 
-    def write() -> None:  # as the processor's thread does
-        tree = checkpoint_state(names, optimizer, {}, state)
-        pieces.append(write_shard(draft, "__0_0.distcp", tree, shard=Shard("model"), writer=Rank(0)))
+    def work() -> None:
+        waiting.wait()
+        save()
+        print(json.dumps({"saved": True}), flush=True)
+        os._exit(0)
 
-    thread = threading.Thread(target=write)
-    thread.start()
-    thread.join()
+    if rank == 0:
+        missing: set[torch.Tensor] = {*model.parameters()}
+
+        def ready(parameter: torch.Tensor) -> None:
+            missing.discard(parameter)
+            if not missing:
+                waiting.set()
+
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(ready)  # type: ignore[no-untyped-call]
+        threading.Thread(target=work).start()
+
+
+def save(job: Job, version: int, names: ModelNames, optimizer: torch.optim.Optimizer, watch: BucketWatch) -> None:
+    """As the processor's thread does it."""
+    draft, pieces = Path(job.save_to) / str(version), list[Piece]()
+    draft.mkdir(parents=True)
+    state = JobState(version=version, ddp_buckets=watch.layout)
+    tree = checkpoint_state(names, optimizer, {}, state)
+    pieces.append(write_shard(draft, "__0_0.distcp", tree, shard=Shard("model"), writer=Rank(0)))
     data = state.encode()
     (draft / "job_0.msgpack").write_bytes(data)
     pieces.append(Piece("job_0.msgpack", len(data), digest_bytes(data), "job", "", Rank(0)))
     pieces += finalise(draft, pieces)
+    world = dist.get_world_size()
     groups = {Shard("model"): tuple(Rank(r) for r in range(world))}
-    manifest = Manifest(
-        Version(job.save_at), "run", 1, "incident", "", "", world, groups, "torch", 0.0, tuple(pieces)
-    )
+    manifest = Manifest(Version(version), "run", 1, "incident", "", "", world, groups, "torch", 0.0, tuple(pieces))
     (draft / MANIFEST).write_text(manifest.to_json())
 
 
@@ -129,7 +160,7 @@ def main() -> None:
     job, rank, world = Job(**json.loads(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{job.store}", rank=rank, world_size=world)
-    result = train(job, rank, world)
+    result = train(job, rank)
     digests: list[str | None] = [None] * world
     dist.all_gather_object(digests, result["digest"])
     if rank == 0:

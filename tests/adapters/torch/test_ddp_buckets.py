@@ -5,6 +5,8 @@ import json
 import os
 import subprocess
 import sys
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ WORKER = Path(__file__).with_name("ddp_worker.py")
 ROOT = Path(__file__).parents[3]
 WORLD = 4  # two ranks add in the same order whatever the layout: a + b = b + a
 TIMEOUT_S = 120
+STEPS = 14
 
 ONE_BUCKET: dict[str, Any] = {}
 SMALL_BUCKETS: dict[str, Any] = {"bucket_cap_mb": 0.03}
@@ -23,9 +26,10 @@ ACCUMULATING: dict[str, Any] = {"bucket_cap_mb": 0.03, "accumulate": 2}
 STATIC: dict[str, Any] = {"bucket_cap_mb": 0.03, "static_graph": True}
 
 
-def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
-    """Run one launch of the job in fresh processes and return what rank 0 said."""
-    text = json.dumps(job | {"store": str(directory / f"store-{name}")})
+@contextlib.contextmanager
+def started(directory: Path, name: str, **job: Any) -> Iterator[list[subprocess.Popen[str]]]:
+    """The ranks of one launch, in fresh processes; killed on the way out."""
+    text = json.dumps(job | {"store": str(directory / f"store-{name}-{uuid.uuid4()}")})
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with contextlib.ExitStack() as stack:
         ranks = []
@@ -33,21 +37,81 @@ def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
             errors = stack.enter_context((directory / f"{name}-{rank}.err").open("w"))
             command = [sys.executable, str(WORKER), text, str(rank), str(WORLD)]
             process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-            stack.callback(process.wait)
+            stack.enter_context(process)
             stack.callback(process.kill)
             ranks.append(process)
+        yield ranks
+
+
+def errors_of(directory: Path, name: str) -> str:
+    return "".join((directory / f"{name}-{rank}.err").read_text() for rank in range(WORLD))
+
+
+def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
+    """Run one launch of the job to its end and return what rank 0 said."""
+    with started(directory, name, **job) as ranks:
         outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
-    said = "".join((directory / f"{name}-{rank}.err").read_text() for rank in range(WORLD))
-    assert [process.returncode for process in ranks] == [0] * WORLD, said
+    assert [process.returncode for process in ranks] == [0] * WORLD, errors_of(directory, name)
     result = json.loads(outputs[0])
     assert isinstance(result, dict) and result["same"], "the ranks differ from each other"
     return result
 
 
-@pytest.mark.parametrize("kind", [ONE_BUCKET, SMALL_BUCKETS], ids=["one bucket", "small buckets"])
-def test_a_resumed_job_has_the_bits_of_an_unbroken_one(tmp_path: Path, kind: dict[str, Any]) -> None:
-    unbroken = run(tmp_path, "a", steps=20, save_at=10, save_to=str(tmp_path / "ckpt"), **kind)
-    resumed = run(tmp_path, "b", steps=20, load=str(tmp_path / "ckpt"), **kind)
-    assert resumed["digest"] == unbroken["digest"]
-    assert resumed["shown"] == unbroken["shown"]
-    assert resumed["notes"] == []
+class Runs:
+    """An unbroken run of one kind that saved at some versions, and runs resumed from there."""
+
+    def __init__(self, directory: Path, kind: dict[str, Any], save_at: tuple[int, ...]) -> None:
+        self.directory, self.kind = directory, kind
+        self.unbroken = run(directory, "unbroken", steps=STEPS, save_at=save_at, save_to=str(directory), **kind)
+
+    def resumed(self, version: int, **job: Any) -> dict[str, Any]:
+        name = f"resumed-{version}-{len(job)}"
+        return run(self.directory, name, steps=STEPS, load=str(self.directory / str(version)), **self.kind, **job)
+
+    def check(self, version: int) -> None:
+        resumed = self.resumed(version)
+        assert resumed["digest"] == self.unbroken["digest"]
+        assert resumed["shown"] == self.unbroken["shown"]
+        assert resumed["notes"] == []
+
+
+@pytest.fixture(scope="module")
+def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("small"), SMALL_BUCKETS, (1, 2, 10))
+
+
+@pytest.mark.parametrize("version", [1, 2, 10])
+def test_a_resumed_job_has_the_bits_of_an_unbroken_one(small_buckets: Runs, version: int) -> None:
+    small_buckets.check(version)
+
+
+def test_without_the_layout_the_bits_differ_and_restore_says_so(small_buckets: Runs) -> None:
+    resumed = small_buckets.resumed(10, forget_layout=True)
+    assert resumed["digest"] != small_buckets.unbroken["digest"]
+    assert resumed["notes"] == ["the next steps may differ in the last bits from an unbroken run: forgotten"]
+
+
+def test_the_layout_is_known_after_the_first_update_and_stays_known_after_a_resume(small_buckets: Runs) -> None:
+    first, second, *others = small_buckets.unbroken["layouts"]
+    assert (first, {second, *others}) == (None, {small_buckets.unbroken["shown"]})
+    assert "," in second
+    assert set(small_buckets.resumed(10, hang_at=0)["layouts"]) == {second}
+
+
+@pytest.mark.parametrize(("kind", "version"), [(ONE_BUCKET, 10), (ACCUMULATING, 1)], ids=["one bucket", "no_sync"])
+def test_other_kinds_of_data_parallel_jobs_too(tmp_path: Path, kind: dict[str, Any], version: int) -> None:
+    Runs(tmp_path, kind, (version,)).check(version)
+
+
+def test_a_static_graph_is_exact_from_its_second_version_on_and_restore_says_so(tmp_path: Path) -> None:
+    runs = Runs(tmp_path, STATIC, (1, 2))
+    runs.check(2)
+    assert "no bucket layout" in runs.resumed(1)["notes"][0]
+
+
+def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buckets: Runs, tmp_path: Path) -> None:
+    with started(tmp_path, "hung", steps=STEPS, hang_at=5, save_to=str(tmp_path), **SMALL_BUCKETS) as ranks:
+        said, _ = ranks[0].communicate(timeout=TIMEOUT_S)
+    assert json.loads(said) == {"saved": True}, errors_of(tmp_path, "hung")
+    resumed = run(tmp_path, "resumed", steps=STEPS, load=str(tmp_path / "5"), **SMALL_BUCKETS)
+    assert resumed["digest"] == small_buckets.unbroken["digest"]
