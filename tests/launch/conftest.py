@@ -86,7 +86,7 @@ class Job:
             self.process.kill()
             self.process.wait()
         for pid in pids:
-            if "worker.py" in _command(pid) or "controller" in _command(pid):
+            if "worker.py" in _command(pid):
                 os.kill(pid, signal.SIGKILL)
 
 
@@ -178,6 +178,9 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
     yield launch
     for job in jobs:
         job.end()
+    for process in psutil.process_iter(["pid", "cmdline"]):  # a controller has its own session
+        if "ttp.controller" in (process.info["cmdline"] or []) and environ["TTP_RUN_DIR"] in process.info["cmdline"]:
+            process.kill()
 
 
 @pytest.fixture

@@ -47,7 +47,7 @@ def main() -> None:
     if LEASES is not None and PLAN.get("armed", True):
         LEASES.arm(PID)
     put(f"pid-{RANK}-{ATTEMPT}", str(PID))
-    if ATTEMPT >= PLAN.get("attempts", 1):
+    if PLAN.get("attempts", 1) <= ATTEMPT:
         return
     while not (OUT / "rescue").exists():
         time.sleep(0.01)

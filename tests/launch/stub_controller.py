@@ -10,6 +10,7 @@ import sys
 import threading
 from concurrent import futures
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -36,6 +37,12 @@ class Stub(ControllerServicer):
         with self._faults.open("a") as file:
             file.write(json.dumps(said) + "\n")
         return wire.ReportFaultResponse()
+
+    def Attach(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")
+
+    SaveNow: Any = Attach
+    WatchEvents: Any = Attach
 
     def _check(self, context: grpc.ServicerContext) -> None:
         given = dict(context.invocation_metadata()).get("ttp-token", "")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -40,10 +41,8 @@ def run_dir(tmp_path: Path) -> Iterator[Path]:
     directory.mkdir(mode=0o700)
     yield directory
     for pid in started(directory):
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
 
 
 def started(run_dir: Path) -> list[int]:

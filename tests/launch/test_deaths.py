@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -57,12 +58,16 @@ def test_a_stopped_child_is_not_dead(children: list[Child]) -> None:
     watch.close()
 
 
+def open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
 def test_descriptors_are_given_back(children: list[Child]) -> None:
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_descriptors()
     watch = DeathWatch(dict(enumerate(children)))
-    assert len(os.listdir("/proc/self/fd")) == before + 3
+    assert open_descriptors() == before + 3
     watch.close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert open_descriptors() == before
 
 
 def test_descriptions() -> None:

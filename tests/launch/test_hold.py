@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -126,7 +127,7 @@ looks = st.tuples(
 
 
 @given(st.lists(looks, max_size=12), pids)
-def test_always_ends_and_never_hurts_a_lease_holder(story: list[tuple], armed: set[int]) -> None:
+def test_always_ends_and_never_hurts_a_lease_holder(story: list[Any], armed: set[int]) -> None:
     """Whatever is seen: who holds a lease is neither stopped nor killed before the patience ends."""
     hold, now = Hold(0.0, patience_s=100.0), 0.0
     for wait_s, alive, exits, deadlines in story:

@@ -62,9 +62,7 @@ def test_armed_without_lease_are_asked_with_sigterm(launcher: str, start: Start,
     assert job.has("saved-2-0")
 
 
-def test_stopped_rank_is_killed_when_the_others_have_left(
-    launcher: str, start: Start, controller: Controller
-) -> None:
+def test_stopped_rank_is_killed_when_the_others_have_left(launcher: str, start: Start, controller: Controller) -> None:
     """Not 30 s later: this bound lies below that."""
     job = start(launcher, THREE, "fake_worker.py", plan(save_s=1))
     pids = job.pids(3)

@@ -7,7 +7,6 @@ import os
 import signal
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -32,13 +31,13 @@ def rendezvous(kind: str, port: int) -> list[str]:
 
 @pytest.mark.parametrize("kind", ["default", "standalone", "static", "c10d"])
 def test_gloo_works_again_after_each_restart(
-    kind: str, launcher: str, start: Start, controller: Controller, out: Path, unused_port: int
+    kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
     """Rank 1 is killed in the first two attempts; the third must not meet anything of them in its store."""
     flags = [*rendezvous(kind, unused_port), "--nproc-per-node", "3", "--max-restarts", "2"]
     job = start(launcher, flags, "gloo_worker.py", "2")
     assert job.finish(timeout_s=150) == 0, job.log
-    sums = {path.name: path.read_text() for path in out.glob("sum-*")}
+    sums = {path.name: path.read_text() for path in job.out.glob("sum-*")}
     assert sums == {f"sum-{rank}-{attempt}": "6" for rank in range(3) for attempt in range(3)}
 
 
@@ -52,7 +51,9 @@ def test_every_node_waits_for_its_ranks_and_restarts(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
     jobs = [
-        start(launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "fake_worker.py", "{}", name=f"n{node}")
+        start(
+            launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "fake_worker.py", "{}", name=f"n{node}"
+        )
         for node, flags in enumerate(two_nodes(kind, unused_port))
     ]
     victim = jobs[0].pids(4)[3]
@@ -66,15 +67,17 @@ def test_every_node_waits_for_its_ranks_and_restarts(
 
 @pytest.mark.parametrize("kind", ["static", "c10d"])
 def test_gloo_across_two_nodes_after_a_restart(
-    kind: str, launcher: str, start: Start, controller: Controller, out: Path, unused_port: int
+    kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
     jobs = [
-        start(launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "gloo_worker.py", "1", name=f"n{node}")
+        start(
+            launcher, [*flags, "--nproc-per-node", "2", "--max-restarts", "1"], "gloo_worker.py", "1", name=f"n{node}"
+        )
         for node, flags in enumerate(two_nodes(kind, unused_port))
     ]
     assert [job.finish(timeout_s=150) for job in jobs] == [0, 0], "".join(job.log for job in jobs)
-    assert sorted(path.name for path in out.glob("sum-*-1")) == [f"sum-{rank}-1" for rank in range(4)]
-    assert {path.read_text() for path in out.glob("sum-*-1")} == {"10"}
+    assert sorted(path.name for path in jobs[0].out.glob("sum-*-1")) == [f"sum-{rank}-1" for rank in range(4)]
+    assert {path.read_text() for path in jobs[0].out.glob("sum-*-1")} == {"10"}
 
 
 def test_node_that_lost_its_store_waits_too(start: Start, controller: Controller, unused_port: int) -> None:

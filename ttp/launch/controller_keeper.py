@@ -19,6 +19,8 @@ LOOK_S = 0.2
 """How often the process is looked after; a controller that died is replaced within this and its starting time."""
 FOREIGN_LOOK_S = 1.0
 RETRY_S = 1.0
+KEPT_S = 30 * 86400.0
+"""Ours is ended by us, or ends when we are gone. Ranks may prepare data for hours before they first speak to it."""
 
 
 class ControllerKeeper:
@@ -74,7 +76,7 @@ class ControllerKeeper:
             token=self._config.token,
             bind=self._config.bind,
             owner_pid=os.getpid(),
-            abandoned_s=self._config.abandoned_s,
+            abandoned_s=KEPT_S,
             cancelled=self._over.is_set,
         )
 

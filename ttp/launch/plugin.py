@@ -27,8 +27,9 @@ def handler() -> Callable[..., Any]:
 
 
 def _wrap_registry() -> None:
-    from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry
+    from torch.distributed.elastic.rendezvous import api
 
+    registry: Any = api.rendezvous_handler_registry
     create = registry.create_handler
     if getattr(create, "of_ttp", False):
         return
@@ -41,7 +42,7 @@ def _wrap_registry() -> None:
         return create(*args, **kwargs)
 
     create_handler.of_ttp = True  # type: ignore[attr-defined]
-    registry.create_handler = create_handler  # type: ignore[method-assign]
+    registry.create_handler = create_handler
 
 
 def _replace_agent() -> None:
@@ -50,13 +51,13 @@ def _replace_agent() -> None:
     from ttp.launch.install import agent_maker, replaceable
     from ttp.launch.torch_compat import differences
 
-    launcher_api = sys.modules.get("torch.distributed.launcher.api")
+    launcher_api: Any = sys.modules.get("torch.distributed.launcher.api")
     if launcher_api is None or not replaceable(launcher_api):
         return
     unknown = differences()
     if unknown:
         raise RuntimeError(f"this torch is not as ttp knows it: {'; '.join(unknown)}")
-    launcher_api.LocalElasticAgent = agent_maker(Config.from_env())  # type: ignore[attr-defined]
+    launcher_api.LocalElasticAgent = agent_maker(Config.from_env())
 
 
 def _stay_stock(problem: Exception) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import logging
 import os
 import secrets
+import shutil
 import socket
 import sys
 import traceback
@@ -14,7 +15,7 @@ from typing import Any
 
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError
-from ttp.launch.run_dir import prepare_run_dir, write_token
+from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
 
 logger = logging.getLogger("ttp.launch")
 
@@ -37,12 +38,35 @@ def run(argv: list[str]) -> int:
     """
     try:
         arguments = _parse(argv)
-        config = _settle(_several_nodes(arguments.nnodes))
-        return _Launch(config).run(arguments)
+        several_nodes = _several_nodes(arguments.nnodes)
+        config = Config.from_env()
+        _show_log(config)
+        job = _settle(config, several_nodes)
+        try:
+            code = _Launch(job).run(arguments)
+        finally:
+            if not config.token:
+                (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
+        if code == EXIT_TRAINED and config.port is None and config.run_dir is None:
+            shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)  # nobody will look for that random port's log
+        return code
     except ConfigError as problem:
         return _refuse(str(problem))
     except SystemExit as leaving:  # argparse has said what it does not like, or has printed the help
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
+
+
+def _show_log(config: Config) -> None:
+    """Let operators see what the launcher waits for, unless the program that calls us logs already."""
+    ours = logging.getLogger("ttp")
+    try:
+        ours.setLevel(config.log_level.upper())
+    except ValueError:
+        raise ConfigError(f"TTP_LOG={config.log_level!r} is no level: try INFO, WARNING or DEBUG") from None
+    if not ours.hasHandlers():
+        shown = logging.StreamHandler()
+        shown.setFormatter(logging.Formatter("%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
+        ours.addHandler(shown)
 
 
 def _parse(argv: list[str]) -> Any:
@@ -64,12 +88,11 @@ def _several_nodes(nnodes: str) -> bool:
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
 
-def _settle(several_nodes: bool) -> Config:
+def _settle(config: Config, several_nodes: bool) -> Config:
     """Complete the settings, and leave them in the environment for the workers."""
-    config = Config.from_env()
     if several_nodes and config.port is None:
         raise ConfigError(
-            "a job of several nodes needs TTP_PORT, the same port on all: where the first node's controller listens"
+            "a job of several nodes needs TTP_PORT, the same on all of them: where the first node's controller listens"
         )
     if config.port is None:
         config = dataclasses.replace(config, port=_free_port())
@@ -79,7 +102,7 @@ def _settle(several_nodes: bool) -> Config:
     if config.token:
         write_token(run_dir, config.token)
     os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
-    return config
+    return dataclasses.replace(config, run_dir=str(run_dir))
 
 
 def _free_port() -> int:

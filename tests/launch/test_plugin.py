@@ -1,0 +1,132 @@
+"""The entry point, and what happens with a torch that is not as we know it."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent  # noqa: E402
+from torch.distributed.elastic.rendezvous.api import rendezvous_handler_registry as registry  # noqa: E402
+from torch.distributed.launcher import api as launcher_api  # noqa: E402
+
+from ttp.launch import plugin, torch_compat  # noqa: E402
+
+api: Any = launcher_api
+PYPROJECT = Path(__file__).parent.parent.parent / "pyproject.toml"
+
+
+@pytest.fixture(autouse=True)
+def undo(monkeypatch: pytest.MonkeyPatch, environ: dict[str, str]) -> None:
+    """What the plug-in replaces is put back."""
+    monkeypatch.setattr(registry, "create_handler", type(registry).create_handler.__get__(registry))
+    monkeypatch.setattr(api, "LocalElasticAgent", LocalElasticAgent)
+    monkeypatch.setattr(os, "environ", dict(environ))
+
+
+def create_handler() -> Any:
+    """What torch does just before it makes the agent; the backend does not exist."""
+    with pytest.raises(ValueError, match="not registered"):
+        registry.create_handler(type("Parameters", (), {"backend": "none"}))  # type: ignore[arg-type,unused-ignore]
+    return api.LocalElasticAgent
+
+
+def test_the_entry_point_is_declared() -> None:
+    declared = re.search(r'entry-points\."torchrun.handlers"\]\nttp = "(.*)"', PYPROJECT.read_text())
+    assert declared is not None
+    assert declared[1] == f"{plugin.__name__}:{plugin.handler.__name__}"
+
+
+def test_without_port_nothing_is_touched() -> None:
+    before = registry.create_handler
+    plugin.handler()
+    assert registry.create_handler == before
+    assert create_handler() is LocalElasticAgent
+
+
+def test_with_port_the_agent_is_ours(unused_port: int) -> None:
+    os.environ["TTP_PORT"] = str(unused_port)
+    plugin.handler()
+    plugin.handler()  # a second time changes nothing
+    assert getattr(create_handler(), "of_ttp", False)
+    ours = api.LocalElasticAgent
+    assert create_handler() is ours
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+
+
+def test_the_users_choice_of_store_stays(unused_port: int) -> None:
+    os.environ.update(TTP_PORT=str(unused_port), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+    plugin.handler()
+    create_handler()
+    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+
+
+def test_there_is_no_such_backend() -> None:
+    with pytest.raises(ValueError, match="no rendezvous backend"):
+        plugin.handler()(None)
+
+
+@pytest.mark.parametrize("env", [{"TTP_PORT": "abc"}, {"TTP_PROT": "1"}])
+def test_bad_settings_leave_torchrun_as_it_is(env: dict[str, str], caplog: pytest.LogCaptureFixture) -> None:
+    """The ranks say the same, and they fail."""
+    os.environ.update({"TTP_PORT": "29999"} | env)
+    plugin.handler()
+    assert create_handler() is LocalElasticAgent
+    assert "torchrun stays as it is" in caplog.text
+
+
+def test_somebody_elses_agent_is_left_alone(
+    unused_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    os.environ["TTP_PORT"] = str(unused_port)
+    other = type("Other", (), {})
+    monkeypatch.setattr(api, "LocalElasticAgent", other)
+    plugin.handler()
+    assert create_handler() is other
+    assert "something else replaced torch's agent" in caplog.text
+
+
+def test_this_torch_is_as_we_know_it() -> None:
+    """Red here with a new torch: look at what differs, and at ttp/launch/agent.py, before anything else."""
+    assert torch_compat.differences() == []
+
+
+def _without_signal(self: Any) -> None:
+    """A ``_shutdown`` of another signature."""
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement"),
+    [("_shutdown", _without_signal), ("_monitor_workers", _without_signal), ("_stop_workers", _without_signal)],
+)
+def test_another_torch_is_left_alone_with_one_warning(
+    name: str, replacement: Any, unused_port: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(LocalElasticAgent, name, replacement)
+    os.environ["TTP_PORT"] = str(unused_port)
+    plugin.handler()
+    assert create_handler() is LocalElasticAgent
+    warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
+    assert len(warnings) == 1
+    assert name in warnings[0].getMessage()
+
+
+def test_a_torch_without_elastic_agent_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(api, "launch_agent")
+    assert "launch_agent" in torch_compat.differences()[0]
+
+
+def test_expectations_cover_what_the_agent_uses() -> None:
+    """Each private name of torch in agent.py is looked at before the agent is replaced."""
+    source = inspect.getsource(__import__("ttp.launch.agent", fromlist=["x"]))
+    private = set(re.findall(r"super\(\)\.(_\w+)|self\.(_pcontext)|\.(subprocess_handlers)", source))
+    checked = inspect.getsource(torch_compat)
+    for name in {next(filter(None, groups)) for groups in private}:
+        assert name in checked

@@ -1,0 +1,190 @@
+"""``ttp run``: settings, bad input, and the real controller beside a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from ttp.launch.presence import listens, probe
+from ttp.launch.run import _parse, run
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Job
+
+Start = Callable[..., "Job"]
+
+
+@pytest.fixture(autouse=True)
+def own_environment(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """``run`` writes to the environment."""
+    monkeypatch.setattr(os, "environ", dict(environ))
+
+
+# ----------------------------------------------------------------------------------------------------------- bad input
+
+BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
+    "not a port": ({"TTP_PORT": "abc"}, ["x.py"], "TTP_PORT='abc' is not valid"),
+    "unknown name": ({"TTP_PROT": "1"}, ["x.py"], "did you mean TTP_PORT"),
+    "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is no level"),
+    "several nodes, no port": ({}, ["--nnodes", "2", "x.py"], "needs TTP_PORT"),
+    "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
+    "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
+    "no script": ({}, [], "training_script"),
+    "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
+    "run dir": ({"TTP_RUN_DIR": "/dev/null/x"}, ["x.py"], "TTP_RUN_DIR"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_one_message_and_64(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    env, argv, message = BAD[name]
+    os.environ.update(env)
+    assert run(argv) == 64
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+
+
+def test_without_torch(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setitem(sys.modules, "torch.distributed.run", None)
+    assert run(["x.py"]) == 64
+    assert "torch is missing" in capsys.readouterr().err
+
+
+def test_help_is_torchruns_and_ours(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("usage: ttp run")
+    for word in ("--max-restarts", "--rdzv-backend", "TTP_OT", "75 saved"):
+        assert word in said
+
+
+def test_both_spellings_of_flags() -> None:
+    for flag in ("--nproc-per-node", "--nproc_per_node"):
+        parsed = _parse([flag, "3", "x.py", "--lr", "1"])
+        assert (parsed.nproc_per_node, parsed.training_script_args) == ("3", ["--lr", "1"])
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+def environment(job: Job, rank: int = 0) -> dict[str, Any]:
+    return dict(json.loads(job.wait_for(f"env-{rank}")))
+
+
+def controllers(run_dir: Path) -> list[int]:
+    """Real controllers of this run directory."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if "ttp.controller" in command and str(run_dir) in command:
+            found.append(process.info["pid"])
+    return found
+
+
+def wait_for_another_controller(run_dir: Path, than: int) -> int:
+    deadline_s = time.monotonic() + 30
+    while time.monotonic() < deadline_s:
+        others = [pid for pid in controllers(run_dir) if pid != than]
+        if others:
+            return others[0]
+        time.sleep(0.05)
+    pytest.fail("the controller was not replaced")
+
+
+def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> None:
+    """Port and token are made; the controller runs before the workers, is replaced when killed, and ends last."""
+    job = start("ttp-run", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
+    env, run_dir = environment(job), tmp_path / "run"
+    port, token = int(env["TTP_PORT"]), env["TTP_TOKEN"]
+    assert len(token) == 32
+    assert (run_dir / "token").read_text().strip() == token
+    assert stat.S_IMODE((run_dir / "token").stat().st_mode) == 0o600
+    assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
+    assert probe(env["MASTER_ADDR"], port, token) == "controller"
+    (controller,) = controllers(run_dir)
+    os.kill(controller, signal.SIGKILL)
+    wait_for_another_controller(run_dir, than=controller)
+    (job.out / "go").touch()
+    assert job.finish() == 0
+    assert controllers(run_dir) == []
+    assert not listens("localhost", port, 1.0)
+    assert not (run_dir / "token").exists()
+
+
+def test_plugin_runs_a_controller_too(start: Start, environ: dict[str, str], tmp_path: Path, unused_port: int) -> None:
+    environ["TTP_PORT"] = str(unused_port)
+    job = start("torchrun", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
+    env = environment(job)
+    assert env["TTP_RUN_DIR"] == str(tmp_path / "run")
+    assert probe(env["MASTER_ADDR"], unused_port, "") == "controller"
+    (job.out / "go").touch()
+    assert job.finish() == 0
+    assert controllers(tmp_path / "run") == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--nproc-per-node", "some"], "Unsupported nproc_per_node value: some"),
+        (["--max-restarts", "-1"], "max_restarts must be >= 0"),
+        (["--rdzv-backend", "none"], "'none' is not registered"),
+    ],
+)
+def test_what_torch_does_not_like_is_64_too(flags: list[str], message: str, start: Start) -> None:
+    job = start("ttp-run", flags, "env_worker.py", "0")
+    assert job.finish() == 64
+    assert f"ttp run: {message}" in job.log or f"ttp run: The rendezvous backend {message}" in job.log
+    assert "Traceback" not in job.log
+
+
+def test_controller_of_a_killed_launcher_ends_by_itself(start: Start, tmp_path: Path) -> None:
+    job = start("ttp-run", ["--nproc-per-node", "1"], "env_worker.py", "0", "wait")
+    environment(job)
+    (controller,) = controllers(tmp_path / "run")
+    job.process.kill()
+    job.process.wait()
+    (job.out / "go").touch()
+    psutil.Process(controller).wait(timeout=30)
+
+
+def test_port_of_somebody_else(start: Start, environ: dict[str, str]) -> None:
+    with socket.socket() as stranger:
+        stranger.bind(("", 0))
+        stranger.listen()
+        port = stranger.getsockname()[1]
+        environ["TTP_PORT"] = str(port)
+        job = start("ttp-run", ["--nproc-per-node", "1"], "env_worker.py", "0")
+        assert job.finish() == 64
+    assert f"port {port} of" in job.log
+    assert f"(pid {os.getpid()} (" in job.log
+    assert "Traceback" not in job.log
+    assert not job.has("env-0")
+
+
+def test_controller_that_cannot_start_says_why(start: Start, environ: dict[str, str]) -> None:
+    environ["TTP_BIND"] = "192.0.2.1"  # an address of no machine
+    job = start("ttp-run", ["--nproc-per-node", "1"], "env_worker.py", "0")
+    assert job.finish() == 64
+    assert "the controller cannot start" in job.log
+    assert "192.0.2.1" in job.log
+    assert not job.has("env-0")
+
+
+def test_run_path_is_launched_too(start: Start, launcher: str, environ: dict[str, str], unused_port: int) -> None:
+    """Torch runs these workers in another way, without patience, but it runs them."""
+    environ["TTP_PORT"] = str(unused_port)
+    job = start(launcher, ["--run-path"], "env_worker.py", "0")
+    assert job.finish() == 0, job.log
+    assert job.has("env-0")
