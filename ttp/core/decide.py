@@ -18,6 +18,9 @@ dead, unreadable, fenced: gives no answer             {}
 A checkpoint of version n exists if and only if for every shard s some rank r of R(s) has n in Mat(r). ``decide`` takes
 the largest such n. Different shards may come from different data-parallel columns. A torn rank that still holds the
 gradient is not listed as one that can redo: an update is not idempotent, so a half-applied one cannot be finished.
+
+When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
+rank that holds them: a shard in ``written`` needs nobody any more at that version.
 """
 
 from __future__ import annotations
@@ -26,8 +29,13 @@ import enum
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
+from types import MappingProxyType
 
 from ttp.core.layout import Layout, Rank, Shard, Version, compact_ranks
+
+SHARDS_SHOWN = 16
+"""Shards named in a reason; it is read by people."""
 
 
 class How(enum.Enum):
@@ -76,7 +84,7 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step-consistent checkpoint: every shard exactly once, all of one version."""
+    """One step-consistent checkpoint: every shard exactly once, all of one version, but for those already written."""
 
     version: Version
     assignments: tuple[Assignment, ...]
@@ -84,6 +92,7 @@ class Plan:
 
     @property
     def savers(self) -> tuple[Rank, ...]:
+        """Ranks that write something, in ascending order."""
         return tuple(sorted({a.rank for a in self.assignments}))
 
 
@@ -107,10 +116,13 @@ def materialisable(answer: Answer) -> dict[Version, How]:
     return ways
 
 
-def decide(layout: Layout, answers: Iterable[Answer]) -> Plan | NoPlan:
+def decide(
+    layout: Layout, answers: Iterable[Answer], written: Mapping[Shard, Version] = MappingProxyType({})
+) -> Plan | NoPlan:
     """The newest version that every shard can still produce whole, and who produces it.
 
-    Answers of an older incarnation than the newest one seen are ignored; of several answers of one rank the last counts.
+    Answers of an older incarnation than the newest one seen are ignored; of several answers of one rank the last
+    counts. Shards in ``written`` have a piece of that version, durable or on its way; the plan leaves them out.
     Runs in O(total size of the replica groups).
     """
     by_rank = _newest_incarnation(answers)
@@ -118,13 +130,16 @@ def decide(layout: Layout, answers: Iterable[Answer]) -> Plan | NoPlan:
     common: set[Version] | None = None
     for shard, ranks in layout.groups.items():
         versions = {v for r in ranks if r in ways for v in ways[r]}
+        if shard in written:
+            versions.add(written[shard])
         if not versions:
             return NoPlan(f"shard {shard!r} has no whole copy left: {_story(ranks, by_rank)}")
         common = versions if common is None else common & versions
     if not common:
-        return NoPlan(f"no version is whole in every shard: {_versions_seen(layout, ways)}")
+        return NoPlan(f"no version is whole in every shard: {_versions_seen(layout, ways, written)}")
     version = max(common)
-    assignments = _assign(layout, by_rank, ways, version)
+    wanted = {s: ranks for s, ranks in layout.groups.items() if written.get(s) != version}
+    assignments = _assign(wanted, by_rank, ways, version)
     return Plan(version, assignments, _reason(version, assignments, by_rank))
 
 
@@ -135,12 +150,15 @@ def _newest_incarnation(answers: Iterable[Answer]) -> dict[Rank, Answer]:
 
 
 def _assign(
-    layout: Layout, by_rank: Mapping[Rank, Answer], ways: Mapping[Rank, Mapping[Version, How]], version: Version
+    groups: Mapping[Shard, tuple[Rank, ...]],
+    by_rank: Mapping[Rank, Answer],
+    ways: Mapping[Rank, Mapping[Version, How]],
+    version: Version,
 ) -> tuple[Assignment, ...]:
     """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do."""
     host_load: Counter[str] = Counter()
     rank_load: Counter[Rank] = Counter()
-    candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in layout.groups.items()}
+    candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
     chosen: list[Assignment] = []
     for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
 
@@ -183,7 +201,12 @@ def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
     return ", ".join(parts)
 
 
-def _versions_seen(layout: Layout, ways: Mapping[Rank, Mapping[Version, How]]) -> str:
-    return "; ".join(
-        f"{shard} has {sorted({v for r in ranks for v in ways.get(r, {})})}" for shard, ranks in layout.groups.items()
-    )
+def _versions_seen(layout: Layout, ways: Mapping[Rank, Mapping[Version, How]], written: Mapping[Shard, Version]) -> str:
+    shown = []
+    for shard, ranks in islice(layout.groups.items(), SHARDS_SHOWN):
+        versions = {v for r in ranks for v in ways.get(r, {})}
+        if shard in written:
+            versions.add(written[shard])
+        shown.append(f"{shard} has {sorted(versions)}")
+    more = len(layout.groups) - SHARDS_SHOWN
+    return "; ".join([*shown, *([f"and {more} shards more"] if more > 0 else [])])

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ttp.core import messages as m
 from ttp.core.decide import Plan
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 class Stage(enum.Enum):
@@ -46,48 +46,68 @@ class Evidence:
 
 
 @dataclass(slots=True)
+class Task:
+    """What one saver was told to write; ``pieces`` is ``None`` until all of it is durable."""
+
+    order: m.SaverOrder
+    generation: int
+    pieces: tuple[m.Piece, ...] | None = None
+
+
+@dataclass(slots=True)
 class Incident:
-    """State of one incident. Ranks in ``waiting`` were told to freeze and have not given their final answer."""
+    """State of one incident. Ranks in ``waiting`` can be spoken to and have not given their final answer.
+
+    ``answers`` are of ranks that can be spoken to and stand still: whoever is lost is asked again when it comes back.
+    """
 
     id: str
     opened_at: float
     snapshot: bool
+    layout: Layout
+    recovered: bool = False
+    """Opened again after a takeover, on the word of a rank that was frozen."""
     stage: Stage = Stage.FREEZING
-    evidence: list[Evidence] = field(default_factory=list)
+    evidence: dict[tuple[Rank, m.FaultKind], Evidence] = field(default_factory=dict)
+    retracted: list[Evidence] = field(default_factory=list)
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
-    silent: set[Rank] = field(default_factory=set)
-    clean_versions: Counter[Version] = field(default_factory=Counter)
     expire_check_at: float = 0.0
     failures: dict[Rank, str] = field(default_factory=dict)
-    generation: int = 0
+    """Ranks that could not save or commit: they are not asked again."""
+    generation: int = -1
     plan: Plan | None = None
-    orders: dict[Rank, m.SaverOrder] = field(default_factory=dict)
-    pieces: dict[Rank, tuple[m.Piece, ...]] = field(default_factory=dict)
-    pending: set[Rank] = field(default_factory=set)
+    tasks: list[Task] = field(default_factory=list)
+    pending: dict[Rank, Task] = field(default_factory=dict)
+    """The tasks that are not durable yet; a rank has one at most."""
+    dropped: list[Rank] = field(default_factory=list)
+    """Savers that were lost or failed since the plan was made."""
     committer: Rank | None = None
     path: str = ""
     size: int = 0
     exit_code: int | None = None
     release_text: str = ""
     released_at: float | None = None
-    gather_until: float | None = None
     outcome: str = ""
     requests: list[int] = field(default_factory=list)
+    _counted: dict[Rank, Version] = field(default_factory=dict)
+    _ranks_at: Counter[Version] = field(default_factory=Counter)
+    _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
+    _shards_at: Counter[Version] = field(default_factory=Counter)
 
     @property
     def cause(self) -> str:
         """The evidence that explains the most, in words."""
-        standing = [e for e in self.evidence if not e.retracted] or self.evidence
-        if not standing:
+        known = list(self.evidence.values()) or self.retracted
+        if not known:
             return "a controller was lost during an incident"
-        return min(standing, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+        return min(known, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
 
     @property
-    def standing(self) -> list[Evidence]:
-        """Evidence of a real fault that nobody has taken back."""
-        return [e for e in self.evidence if not e.retracted and e.kind is not m.FaultKind.SNAPSHOT]
+    def faulty(self) -> bool:
+        """Whether evidence of a real fault stands that nobody has taken back."""
+        return any(kind is not m.FaultKind.SNAPSHOT for _, kind in self.evidence)
 
     @property
     def draft(self) -> str:
@@ -95,25 +115,91 @@ class Incident:
         assert self.plan is not None
         return f".draft-step_{self.plan.version}-{self.id}"
 
+    # ------------------------------------------------------------------------------------------------------- evidence
+
+    def accuse(self, evidence: Evidence) -> bool:
+        """Take evidence; false when it was known."""
+        key = (evidence.subject, evidence.kind)
+        if key in self.evidence:
+            return False
+        self.evidence[key] = evidence
+        return True
+
+    def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
+        """The evidence turned out to be wrong; false when there was none."""
+        evidence = self.evidence.pop((subject, kind), None)
+        if evidence is None:
+            return False
+        evidence.retracted = True
+        self.retracted.append(evidence)
+        return True
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
     def accept(self, answer: m.Frozen) -> None:
         """Take an answer; a later answer of the same rank replaces the earlier one."""
-        self.forget_answer(answer.rank)
+        self.forget(answer.rank)
         self.answers[answer.rank] = answer
-        self.silent.discard(answer.rank)
         if not answer.final:
             return
         self.waiting.discard(answer.rank)
-        if answer.phase is not m.Phase.TORN:
-            self.clean_versions[answer.version] += 1
+        if answer.phase is not m.Phase.TORN and answer.rank not in self.failures:
+            self._count(answer.rank, answer.version)
 
-    def forget_answer(self, rank: Rank) -> None:
+    def forget(self, rank: Rank) -> None:
         """The rank is gone, or is asked again."""
-        old = self.answers.pop(rank, None)
-        if old is not None and old.final and old.phase is not m.Phase.TORN:
-            self.clean_versions[old.version] -= 1
-            self.clean_versions += Counter()  # drops what fell to zero
+        self.answers.pop(rank, None)
+        self._discount(rank)
+
+    def fail(self, rank: Rank, text: str) -> None:
+        """The rank could not do what it was told to: others have to."""
+        self.failures[rank] = text
+        self._discount(rank)
 
     def answered(self, rank: Rank) -> bool:
         """Whether the rank has given its final answer."""
         answer = self.answers.get(rank)
         return answer is not None and answer.final
+
+    def able(self, rank: Rank) -> bool:
+        """Stands still, can be spoken to, and has not failed."""
+        return self.answered(rank) and rank not in self.failures
+
+    def newest_is_known(self) -> bool:
+        """Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.
+
+        True when the newer one is whole in every shard, so that nobody has to be waited for.
+        """
+        if len(self._ranks_at) < 2:
+            return False
+        newest = max(self._ranks_at)
+        if self._shards_at[newest] == len(self.layout.groups):
+            return True
+        written = self.written()
+        return bool(written) and all(
+            self._copies_at[newest, shard] or written.get(shard) == newest for shard in self.layout.groups
+        )
+
+    def written(self) -> dict[Shard, Version]:
+        """Shards whose piece is durable, or being written by a rank that can be spoken to."""
+        if self.plan is None:
+            return {}
+        return {shard: self.plan.version for task in self.tasks for shard in task.order.shards}
+
+    def _count(self, rank: Rank, version: Version) -> None:
+        self._counted[rank] = version
+        self._ranks_at[version] += 1
+        for shard in self.layout.shards_of(rank):
+            self._copies_at[version, shard] += 1
+            self._shards_at[version] += self._copies_at[version, shard] == 1
+
+    def _discount(self, rank: Rank) -> None:
+        version = self._counted.pop(rank, None)
+        if version is None:
+            return
+        self._ranks_at[version] -= 1
+        if not self._ranks_at[version]:
+            del self._ranks_at[version]
+        for shard in self.layout.shards_of(rank):
+            self._copies_at[version, shard] -= 1
+            self._shards_at[version] -= self._copies_at[version, shard] == 0

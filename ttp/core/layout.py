@@ -38,11 +38,17 @@ class Layout:
     world_size: int
     groups: Mapping[Shard, tuple[Rank, ...]]
     digest: str = field(init=False, compare=False)
+    _held: Mapping[Rank, tuple[Shard, ...]] = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         groups = {Shard(s): tuple(sorted(Rank(r) for r in ranks)) for s, ranks in sorted(self.groups.items())}
         _check(self.world_size, groups)
+        held: dict[Rank, list[Shard]] = {}
+        for shard, ranks in groups.items():
+            for rank in ranks:
+                held.setdefault(rank, []).append(shard)
         object.__setattr__(self, "groups", MappingProxyType(groups))
+        object.__setattr__(self, "_held", {rank: tuple(shards) for rank, shards in held.items()})
         text = repr((self.world_size, sorted(groups.items())))
         object.__setattr__(self, "digest", hashlib.sha256(text.encode()).hexdigest()[:16])
 
@@ -52,8 +58,8 @@ class Layout:
         return cls(world_size, {REPLICATED: tuple(Rank(r) for r in range(world_size))})
 
     def shards_of(self, rank: Rank) -> tuple[Shard, ...]:
-        """The shards of which ``rank`` holds a copy."""
-        return tuple(s for s, ranks in self.groups.items() if rank in ranks)
+        """The shards of which ``rank`` holds a copy; constant time."""
+        return self._held.get(rank, ())
 
     def unreplicated(self) -> tuple[Shard, ...]:
         """Shards with a single copy: they die with their rank."""

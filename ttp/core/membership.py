@@ -23,6 +23,7 @@ class Member:
     last_seen: float
     lost_at: float | None = None
     broken: str = ""  # confirmed reason for which it cannot train on
+    fenced: bool = False  # given up: refused when it comes back
     done: bool = False
     left: bool = False  # said goodbye for good
 
@@ -36,17 +37,28 @@ class Member:
 class Membership:
     """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
 
+    term: int = 1
+    """Which controller speaks; raised above that of every other controller that a rank has heard."""
     incarnation: int = 0
     run_id: str = ""
     layout: Layout | None = None
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
-    suspects: set[Rank] = field(default_factory=set)
-    """Lost, may still come back within the grace."""
+    suspects: dict[Rank, float] = field(default_factory=dict)
+    """Lost, may still come back within the grace, and since when; the longest lost comes first."""
+    broken: set[Rank] = field(default_factory=set)
+    """Known not to train on."""
     done: set[Rank] = field(default_factory=set)
     ended: bool = True
     """Everybody of this incarnation was released, or there never was one: a new one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
+    gather_until: float | None = None
+    """This controller is new and the job is not: until then missing ranks may still say hello."""
+
+    @property
+    def save_dir(self) -> str:
+        """Where the job saves, as its ranks say."""
+        return next((mb.hello.save_dir for mb in self.members.values()), "")
 
     @property
     def complete(self) -> bool:
@@ -56,25 +68,32 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------- changes
 
     def start_incarnation(self, hello: m.Hello) -> None:
-        """Forget the old incarnation; ``hello`` defines the new one."""
-        self.incarnation = hello.incarnation or self.incarnation + 1
+        """Forget the old incarnation; ``hello`` defines the new one.
+
+        The launcher's restart count is a lower bound, so that numbers go on when the controller that counted is gone.
+        """
+        self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
         self.run_id = hello.run_id
         self.layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
-        self.members, self.live, self.suspects, self.done, self.by_connection = {}, set(), set(), set(), {}
-        self.ended = False
+        self.members, self.by_connection, self.suspects = {}, {}, {}
+        self.live, self.broken, self.done = set(), set(), set()
+        self.ended, self.gather_until = False, None
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
         """Add or re-attach a rank."""
         known = self.members.get(hello.rank)
+        if hello.term_seen > self.term or (known is None and hello.term_seen == self.term):
+            self.term = hello.term_seen + 1  # another controller has spoken to it: this one takes over
         if known is not None:
             self.detach(hello.rank)
-        member = Member(hello, connection, hello.version, hello.phase, now, broken=hello.broken)
-        if known is not None:
-            member.broken = known.broken or hello.broken
+        member = Member(hello, connection, hello.version, hello.phase, now)
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
-        self.suspects.discard(hello.rank)
+        self.suspects.pop(hello.rank, None)
+        reason = known.broken if known is not None and known.broken else hello.broken
+        if reason:
+            self.condemn(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
         return member
@@ -95,14 +114,20 @@ class Membership:
         self.detach(rank)
         member = self.members[rank]
         member.lost_at = now if member.lost_at is None else member.lost_at
-        if not member.broken and not member.left:
-            self.suspects.add(rank)
+        if not (member.fenced or member.left):
+            self.suspects.setdefault(rank, now)
 
     def condemn(self, rank: Rank, reason: str) -> None:
         """The rank is known not to train on, whether it can be spoken to or not."""
         member = self.members[rank]
         member.broken = member.broken or reason
-        self.suspects.discard(rank)
+        self.broken.add(rank)
+
+    def fence(self, rank: Rank, reason: str) -> None:
+        """The rank is given up, and its state is not used any more."""
+        self.condemn(rank, reason)
+        self.members[rank].fenced = True
+        self.suspects.pop(rank, None)
 
     def mark_done(self, rank: Rank) -> None:
         """The rank's train() has returned."""
@@ -125,7 +150,7 @@ class Membership:
         taken = self.members.get(hello.rank)
         if taken is not None and taken.hello.nonce == hello.nonce:
             return False
-        if self.ended or not self.live:
+        if self.ended or not (self.live or (self.suspects and taken is None)):
             return True
         return taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
 
@@ -175,13 +200,13 @@ class Membership:
         if taken.hello.nonce != hello.nonce:
             if hello.rank in self.live or taken.done:
                 return m.RefusalCode.RANK_TAKEN, (
-                    f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two jobs "
-                    "share TTP_PORT, or two processes were given the same RANK"
+                    f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "
+                    "jobs share TTP_PORT, or two processes were given the same RANK"
                 )
             return m.RefusalCode.FENCED, (
                 f"rank {hello.rank} was lost; a new process joins with the restarted job, not this one"
             )
-        if taken.broken and taken.lost_at is not None:
+        if taken.fenced:
             return (
                 m.RefusalCode.FENCED,
                 f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more",

@@ -10,6 +10,8 @@ frozen the processor saves and commits what it is told to. A freeze ends by a th
 process. Two rules keep a healthy job healthy without a controller: a freeze for a mere snapshot is thawed as soon as
 the stream is lost, and a rank that was frozen for a fault but is never released leaves with code 70 after the patience
 of the job (``TTP_OT``), as it could not train on anyway.
+
+An order that comes twice, because the stream broke after it, is carried out once; its result is said again.
 """
 
 from __future__ import annotations
@@ -298,10 +300,12 @@ class ProcessorMachine:
         self._beat_at = now
         self._down_since: float | None = now
         self._frozen_since = 0.0
-        self._saving = False
+        self._order: m.Save | m.Commit | None = None
+        self._result: m.Report | None = None
         self._broken: Raised | None = None
         self._returned: Returned | None = None
         self._view: m.RestoreView | None = None
+        self._undecided = False
         self._version = hello.version
         self._phase = hello.phase
         self._actions: list[Action] = []
@@ -330,14 +334,15 @@ class ProcessorMachine:
             case Returned():
                 self._left(event)
             case RestoreWanted(candidates, skipped):
-                self._view = m.RestoreView(self._hello.rank, candidates, skipped)
+                self._view, self._undecided = m.RestoreView(self._hello.rank, candidates, skipped), True
                 self._report(self._view)
             case Based(version):
                 self._hello = replace(self._hello, base_version=version)
                 self._version = version
             case Observed(version, phase):
                 self._version, self._phase = version, phase
-        self._on_time(now)
+        if not self.gone:
+            self._on_time(now)
         return self._actions
 
     def deadline(self) -> float | None:
@@ -351,7 +356,7 @@ class ProcessorMachine:
             yield self._beat_at
         if self.incident and not self._snapshot:
             yield self._frozen_since + self.manners.rescue_s
-        if self._down_since is not None and (self._broken or self._returned):
+        if self._down_since is not None and not self.incident and (self._broken or self._returned):
             yield self._down_since + self.manners.alone_s
 
     def _on_time(self, now: float) -> None:
@@ -408,17 +413,13 @@ class ProcessorMachine:
                 self._freeze(order, now)
             case m.Thaw(_, _, incident, _) if incident == self.incident:
                 self._thaw()
-            case m.Save(_, _, incident, generation) if incident == self.incident and generation >= self.generation:
-                self._start_save(order)
-            case m.Commit(_, _, incident, generation) if incident == self.incident and generation >= self.generation:
-                self.generation = generation
-                self._saving = True
-                self._do(StartCommit(order))
+            case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self.generation:
+                self._start(order)
             case m.Release(_, _, _, exit_code, text):
                 self._report(m.Goodbye(self._hello.rank, m.GoodbyeReason.RELEASED, self._version))
                 self._exit(exit_code, text)
-            case m.RestoreDecision():
-                self._view = None
+            case m.RestoreDecision() if self._undecided:
+                self._undecided = False
                 self._do(Decided(order))
             case m.Finished():
                 self._do(LetGo(rescued=True))
@@ -434,8 +435,8 @@ class ProcessorMachine:
         self._welcomed, self._attempts, self._down_since = True, 0, None
         self._beat_at = now + self.manners.heartbeat_s
         self._do(Joined(order.incarnation, first))
-        if self._view is not None:
-            self._report(self._view)
+        if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
+            self._report(self._view)  # others may still wait for the decision, and this controller may be new
         if self._broken is not None:
             self._report_broken(self._broken)
         if self._returned is not None:
@@ -451,9 +452,8 @@ class ProcessorMachine:
 
     def _freeze(self, order: m.Freeze, now: float) -> None:
         if order.incident != self.incident:
-            if self._saving:
-                self._do(CancelSave())
-            self.generation, self._saving = 0, False
+            self._cancel()
+            self.generation = 0
             self._frozen_since = now
         self.incident, self._snapshot = order.incident, order.snapshot
         self._do(HoldLease(self._frozen_since + self.manners.rescue_s))
@@ -475,38 +475,51 @@ class ProcessorMachine:
             )
         )
 
-    def _start_save(self, order: m.Save) -> None:
-        if self._saving:
-            if order.generation == self.generation:
-                return  # said twice
-            self._do(CancelSave())
-        self.generation = order.generation
-        if order.version != self._version or self._phase in (m.Phase.TORN, m.Phase.UPDATING):
-            text = f"asked for version {order.version}, holds {self._version} ({self._phase.value})"
-            self._report(m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
+    def _start(self, order: m.Save | m.Commit) -> None:
+        before = self._order
+        if before is not None and type(before) is type(order) and before.generation == order.generation:
+            if self._result is not None:
+                self._report(self._result)
             return
-        self._saving = True
-        self._do(StartSave(order))
+        self._cancel()
+        self._order, self.generation = order, order.generation
+        if isinstance(order, m.Commit):
+            self._do(StartCommit(order))
+        elif order.order.shards and (order.version != self._version or self._phase in (m.Phase.TORN, m.Phase.UPDATING)):
+            text = f"asked for version {order.version}, holds {self._version} ({self._phase.value})"
+            self._finish(m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
+        else:
+            self._do(StartSave(order))  # pages alone can be collected by anybody
+
+    def _cancel(self) -> None:
+        """Forget the order; a save that is running is given up, a commit is harmless."""
+        if isinstance(self._order, m.Save) and self._result is None:
+            self._do(CancelSave())
+        self._order = self._result = None
 
     def _worked(self, event: PiecesWritten | WriteFailed | CommitDone | CommitBroken) -> None:
-        if event.incident != self.incident or event.generation != self.generation:
+        kind = m.Save if isinstance(event, (PiecesWritten, WriteFailed)) else m.Commit
+        stale = event.incident != self.incident or event.generation != self.generation
+        if stale or not isinstance(self._order, kind) or self._result is not None:
             return
-        self._saving = False
         rank, incident, generation = self._hello.rank, event.incident, event.generation
         match event:
             case PiecesWritten(_, _, pieces):
-                self._report(m.Saved(rank, incident, generation, pieces))
+                self._finish(m.Saved(rank, incident, generation, pieces))
             case WriteFailed(_, _, text):
-                self._report(m.SaveFailed(rank, incident, generation, text))
+                self._finish(m.SaveFailed(rank, incident, generation, text))
             case CommitDone(_, _, path, size):
-                self._report(m.Committed(rank, incident, generation, path, size))
+                self._finish(m.Committed(rank, incident, generation, path, size))
             case CommitBroken(_, _, text):
-                self._report(m.CommitFailed(rank, incident, generation, text))
+                self._finish(m.CommitFailed(rank, incident, generation, text))
+
+    def _finish(self, result: m.Report) -> None:
+        self._result = result
+        self._report(result)
 
     def _thaw(self) -> None:
-        if self._saving:
-            self._do(CancelSave())
-        self.incident, self._saving, self._snapshot = "", False, False
+        self._cancel()
+        self.incident, self._snapshot = "", False
         self._do(OpenGate())
         self._do(DropLease())
 

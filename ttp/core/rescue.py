@@ -1,0 +1,351 @@
+"""Takes an incident from its first evidence to the release or the thaw: freezing, deciding, ending.
+
+What happens between the plan and the checkpoint is in ``ttp.core.saving``; the stages are explained in
+``ttp.core.controller_machine``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ttp.core import messages as m
+from ttp.core.controller_events import AnswerSave, Patience, SaveRequested
+from ttp.core.decide import Answer, NoPlan, Plan, decide
+from ttp.core.incident import Evidence, Incident, Stage
+from ttp.core.layout import Rank, Version
+from ttp.core.membership import Membership
+from ttp.core.outbox import Outbox
+from ttp.core.saving import Saving
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+
+OUTSIDER = Rank(-1)
+"""The witness or subject that is no rank of the job."""
+
+
+class Rescue:
+    """The incident that is open, if any, and the last one.
+
+    Args:
+        job: the ranks.
+        outbox: takes orders and records.
+        patience: see ``Patience``.
+        new_id: makes an incident's id from its number.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, patience: Patience, new_id: Callable[[int], str]) -> None:
+        self.incident: Incident | None = None
+        self.last: Incident | None = None
+        self.total = 0
+        self.base_version = Version(0)
+        self.saving = Saving(job, outbox)
+        self._job = job
+        self._outbox = outbox
+        self._patience = patience
+        self._new_id = new_id
+
+    # ------------------------------------------------------------------------------------------------------- evidence
+
+    def fault(
+        self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
+    ) -> None:
+        """Evidence of a fault; the first opens an incident."""
+        if self._job.ended and self.incident is None:
+            return
+        incident = self.incident or self._open(now, text)
+        if incident.stage is Stage.RELEASED:
+            return
+        if incident.snapshot:
+            incident.snapshot = False
+            for rank in sorted(self._job.live):  # from now on nobody may thaw without being told
+                self._send_freeze(incident, rank, text)
+        self._accuse(incident, Evidence(subject, kind, text, now), detail, witness)
+
+    def request(self, event: SaveRequested, now: float) -> None:
+        """A checkpoint is wanted; a rescue that is going on will do."""
+        if not self._job.complete or self._job.ended:
+            self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
+            return
+        if self.incident is None:
+            text = event.reason or "a checkpoint was asked for"
+            incident = self._open(now, text, snapshot=True)
+            self._accuse(incident, Evidence(OUTSIDER, m.FaultKind.SNAPSHOT, text, now), "", None)
+        assert self.incident is not None
+        self.incident.requests.append(event.request)
+
+    def _open(self, now: float, cause: str, *, snapshot: bool = False, recovered_id: str = "") -> Incident:
+        assert self._job.layout is not None
+        self.total += 1
+        incident = Incident(
+            recovered_id or self._new_id(self.total), now, snapshot, self._job.layout, recovered=bool(recovered_id)
+        )
+        self.incident, self._outbox.incident = incident, incident.id
+        self._outbox.record(
+            "opened",
+            incarnation=self._job.incarnation,
+            term=self._job.term,
+            world_size=self._job.layout.world_size,
+            save_dir=self._job.save_dir,
+            snapshot=snapshot,
+            recovered=incident.recovered,
+        )
+        for rank in sorted(self._job.live):
+            self._freeze(incident, rank, cause, now)
+        return incident
+
+    def _accuse(self, incident: Incident, evidence: Evidence, detail: str, witness: int | None) -> None:
+        if incident.accuse(evidence):
+            facts = {"rank": evidence.subject, "evidence": evidence.kind.value, "text": evidence.text}
+            self._outbox.record("evidence", **facts, detail=detail, witness=witness)
+
+    def _retract(self, incident: Incident, rank: Rank, kind: m.FaultKind) -> None:
+        if incident.retract(rank, kind):
+            self._outbox.record("retracted", rank=rank, evidence=kind.value)
+
+    # -------------------------------------------------------------------------------------------------------- members
+
+    def joined(self, hello: m.Hello, now: float) -> None:
+        """A rank said hello: freeze it too, or tell it how its incident ended."""
+        incident = self.incident
+        if incident is None:
+            if hello.incident or self._job.ended:
+                self._after_incident(hello, now)
+            return
+        if incident.stage is Stage.RELEASED:
+            self._send_release(incident, hello.rank)
+            return
+        self._retract(incident, hello.rank, m.FaultKind.LOST)
+        if hello.incident != incident.id:
+            self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
+        self._freeze(incident, hello.rank, incident.cause, now)
+        self.saving.resend(incident, hello.rank)
+
+    def _after_incident(self, hello: m.Hello, now: float) -> None:
+        """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
+        last = self.last
+        if last is not None and last.exit_code is not None and self._job.ended:
+            self._send_release(last, hello.rank)
+        elif last is not None and last.id == hello.incident:
+            self._outbox.send_to(hello.rank, m.Thaw(hello.rank, self._job.term, last.id, last.outcome))
+        else:
+            self._open(now, "a controller was lost during an incident", recovered_id=hello.incident)
+
+    def lost(self, rank: Rank) -> None:
+        """The rank cannot be spoken to any more."""
+        if self.incident is not None:
+            self.incident.forget(rank)
+            self.incident.waiting.discard(rank)
+            self.saving.drop(self.incident, rank)
+
+    # -------------------------------------------------------------------------------------------------------- freezing
+
+    def _freeze(self, incident: Incident, rank: Rank, cause: str, now: float) -> None:
+        incident.forget(rank)
+        incident.waiting.add(rank)
+        incident.frozen_at[rank] = now
+        due = now + self._patience.answer_s
+        incident.expire_check_at = min(incident.expire_check_at, due) if len(incident.waiting) > 1 else due
+        self._send_freeze(incident, rank, cause)
+
+    def _send_freeze(self, incident: Incident, rank: Rank, cause: str) -> None:
+        self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
+
+    def answered(self, answer: m.Frozen, now: float) -> None:
+        """A rank says how it stands."""
+        incident = self.incident
+        if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
+            return
+        incident.accept(answer)
+        self._retract(incident, answer.rank, m.FaultKind.SILENT)
+        self._outbox.record(
+            "answer" if answer.final else "acknowledged",
+            rank=answer.rank,
+            version=answer.version,
+            phase=answer.phase.value,
+            stuck=answer.stuck,
+            settled=answer.settled,
+            after_ms=round((now - incident.frozen_at.get(answer.rank, now)) * 1e3, 3),
+        )
+        if self._improves(incident, answer):
+            incident.stage, incident.committer = Stage.FREEZING, None
+
+    def _improves(self, incident: Incident, answer: m.Frozen) -> bool:
+        """A rank that was thought lost has brought back a newer version than the planned one."""
+        plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
+        if plan is None or not clean or answer.version <= plan.version or incident.stage is Stage.FREEZING:
+            return False
+        verdict = self._decide(incident)
+        return isinstance(verdict, Plan) and verdict.version > plan.version
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``expire`` has something to do."""
+        incident, p = self.incident, self._patience
+        if incident is None:
+            return
+        if incident.stage is Stage.RELEASED:
+            yield (incident.released_at or 0.0) + p.exit_s
+            return
+        if incident.stage is not Stage.SAVED:
+            yield incident.opened_at + p.rescue_s
+        if incident.waiting:
+            yield incident.expire_check_at
+
+    def expire(self, now: float) -> None:
+        """Give up on what takes too long."""
+        incident, p = self.incident, self._patience
+        if incident is None or incident.stage is Stage.RELEASED:
+            return
+        if incident.waiting and now >= incident.expire_check_at:
+            self._expire_answers(incident, now)
+        if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
+            self._give_up(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
+
+    def _expire_answers(self, incident: Incident, now: float) -> None:
+        dues: list[float] = []
+        for rank in sorted(incident.waiting):
+            acknowledged = rank in incident.answers
+            patience_s = self._patience.freeze_s if acknowledged else self._patience.answer_s
+            due = incident.frozen_at[rank] + patience_s
+            if now < due:
+                dues.append(due)
+                continue
+            incident.waiting.discard(rank)
+            what = "is still in an update" if acknowledged else "did not answer the freeze"
+            text = f"rank {rank} {what} after {patience_s:g} s"
+            self._accuse(incident, Evidence(rank, m.FaultKind.SILENT, text, now), "", None)
+        incident.expire_check_at = min(dues, default=now)
+
+    # -------------------------------------------------------------------------------------------------------- advance
+
+    def advance(self, now: float) -> None:
+        """Move on as far as what is known allows. Called after every event; a fixed point when nothing is new."""
+        steps: dict[Stage, Callable[[Incident, float], None]] = {
+            Stage.FREEZING: self._maybe_plan,
+            Stage.SAVING: self._check_savers,
+            Stage.COMMITTING: lambda incident, _: self.saving.check_committer(incident),
+            Stage.SAVED: self._maybe_end,
+            Stage.RELEASED: self._maybe_close,
+        }
+        before = None
+        while self.incident is not None and self.incident.stage is not before:
+            before = self.incident.stage
+            steps[before](self.incident, now)
+
+    def _maybe_plan(self, incident: Incident, now: float) -> None:
+        job = self._job
+        if job.gather_until is not None:
+            return  # after a takeover: somebody with a newer version may still say hello
+        if incident.recovered and job.complete and not (incident.faulty or job.broken or job.suspects):
+            self._thaw(incident, "every rank came back to the new controller and nothing is broken")
+            return
+        if incident.waiting and not incident.newest_is_known():
+            return
+        verdict = self._decide(incident)
+        if isinstance(verdict, Plan):
+            self._start(incident, verdict, now)
+        elif not job.suspects:  # a suspect that comes back may complete the picture
+            self._give_up(incident, verdict.reason, now)
+
+    def _decide(self, incident: Incident) -> Plan | NoPlan:
+        able = (a for r, a in incident.answers.items() if incident.able(r))
+        return decide(incident.layout, (self._answer(a) for a in able), incident.written())
+
+    def _answer(self, frozen: m.Frozen) -> Answer:
+        member = self._job.members[frozen.rank]
+        return Answer(
+            rank=frozen.rank,
+            version=frozen.version,
+            torn=frozen.phase is m.Phase.TORN,
+            has_gradient=frozen.has_gradient,
+            has_preimage=frozen.has_preimage,
+            stuck=frozen.stuck or bool(member.broken),
+            settled=frozen.settled,
+            host=member.hello.host,
+            incarnation=self._job.incarnation,
+        )
+
+    def _start(self, incident: Incident, plan: Plan, now: float) -> None:
+        last_commit = self.saving.last_commit
+        on_disk = last_commit is not None and last_commit[0] == plan.version
+        if not on_disk and plan.version != self.base_version:
+            self.saving.begin(incident, plan, now)
+            return
+        incident.plan, incident.stage = plan, Stage.SAVED
+        incident.path = last_commit[1] if last_commit else ""
+        incident.outcome = (
+            f"version {plan.version} is on disk already"
+            if plan.version
+            else "no update had finished: there is nothing to lose"
+        )
+        self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
+
+    def _check_savers(self, incident: Incident, now: float) -> None:
+        self.saving.check(incident)
+        if self.saving.stranded(incident):
+            self._give_up(incident, "nobody is left to commit the checkpoint", now)
+
+    # ------------------------------------------------------------------------------------------------ thaw or release
+
+    def _maybe_end(self, incident: Incident, now: float) -> None:
+        if incident.snapshot:
+            self._thaw(incident, "the checkpoint is written")
+            return
+        if self._job.suspects:
+            return  # is it a false alarm? The grace will tell
+        if not (incident.faulty or self._job.broken):
+            self._thaw(incident, "nothing is broken after all")
+        elif not incident.waiting or incident.newest_is_known():
+            assert incident.plan is not None
+            text = f"{incident.outcome}; a restart goes on with step {incident.plan.version + 1}"
+            self._release(incident, EXIT_SAVED, text, now)
+
+    def _thaw(self, incident: Incident, reason: str) -> None:
+        for rank in sorted(self._job.live):
+            self._outbox.send_to(rank, m.Thaw(rank, self._job.term, incident.id, reason))
+        incident.outcome = incident.outcome or reason
+        self._outbox.record("thawed", reason=reason, false_alarm=not incident.snapshot)
+        self.close()
+
+    def _give_up(self, incident: Incident, reason: str, now: float) -> None:
+        """Nothing can be saved. When nothing is broken either, training goes on."""
+        failures = [f"rank {rank}: {text}" for rank, text in sorted(incident.failures.items())]
+        text = "; ".join([*failures, reason])
+        incident.outcome = f"not saved: {text}"
+        if incident.snapshot:
+            self._thaw(incident, f"the checkpoint could not be written: {text}")
+        else:
+            self._release(incident, EXIT_NOT_SAVED, text, now)
+
+    def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
+        incident.stage, incident.exit_code, incident.release_text = Stage.RELEASED, exit_code, text
+        incident.released_at = now
+        self._job.ended = True
+        self._outbox.record("released", exit_code=exit_code, text=text)
+        self._answer_requests(incident)
+        for rank in sorted(self._job.live):
+            self._send_release(incident, rank)
+
+    def _send_release(self, incident: Incident, rank: Rank) -> None:
+        assert incident.exit_code is not None
+        order = m.Release(rank, self._job.term, incident.id, incident.exit_code, incident.release_text)
+        self._outbox.send_to(rank, order)
+
+    def _maybe_close(self, incident: Incident, now: float) -> None:
+        assert incident.released_at is not None
+        if not self._job.live or now >= incident.released_at + self._patience.exit_s:
+            self._outbox.record("closed", left_behind=sorted(self._job.live))
+            self.close()
+
+    def close(self) -> None:
+        """The incident is over."""
+        if self.incident is not None:
+            self._answer_requests(self.incident)
+            self.last, self.incident, self._outbox.incident = self.incident, None, ""
+
+    def _answer_requests(self, incident: Incident) -> None:
+        version = incident.plan.version if incident.plan else Version(0)
+        saved = version > 0 and (incident.stage is Stage.SAVED or incident.exit_code == EXIT_SAVED)
+        for request in incident.requests:
+            self._outbox.add(AnswerSave(request, saved, version, incident.path, incident.outcome))
+        incident.requests = []

@@ -1,0 +1,252 @@
+"""From a plan to a checkpoint: who writes what, who is replaced, who commits.
+
+A plan becomes *tasks*. A task that is durable stays so even if its writer dies; a task whose writer is lost or fails
+before that is dropped, and the plan is made again for what is missing. Generations only grow, over takeovers too, so
+that no two writers ever use one file name, and what is left of an earlier order is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ttp.core import messages as m
+from ttp.core.decide import Assignment, How, Plan
+from ttp.core.incident import Incident, Stage, Task
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.membership import Membership
+from ttp.core.outbox import Outbox
+
+GENERATIONS_PER_TERM = 1 << 16
+"""Two controllers that reopen the same incident never give out the same generation."""
+
+
+class Saving:
+    """The stages SAVING and COMMITTING.
+
+    Args:
+        job: who can be spoken to.
+        outbox: takes the orders.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox) -> None:
+        self.last_commit: tuple[Version, str] | None = None
+        self._job = job
+        self._outbox = outbox
+
+    # ----------------------------------------------------------------------------------------------------------- plan
+
+    def begin(self, incident: Incident, plan: Plan, now: float) -> None:
+        """Order what the plan adds to what is written already."""
+        if incident.plan is not None and incident.plan.version != plan.version:
+            incident.tasks, incident.pending = [], {}
+        incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
+        incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
+        orders = self._orders(incident, plan)
+        for order in orders:
+            merged = incident.pending.pop(order.rank, None)
+            if merged is not None:
+                incident.tasks.remove(merged)
+            task = Task(order, incident.generation)
+            incident.tasks.append(task)
+            incident.pending[order.rank] = task
+        incident.plan = replace(plan, assignments=_assignments(incident))
+        self._outbox.record(
+            "plan",
+            version=plan.version,
+            generation=incident.generation,
+            reason=plan.reason,
+            savers={a.shard: a.rank for a in incident.plan.assignments},
+            how={a.shard: a.how.value for a in incident.plan.assignments if a.how is not How.AS_IS},
+            draft=incident.draft,
+            after_ms=_ms(incident, now),
+        )
+        for order in orders:
+            self._send_save(incident, order.rank)
+
+    def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
+        """Savers get their shards; on every host one rank that is still there collects the pages of all its ranks."""
+        shards: dict[Rank, list[Shard]] = {}
+        hows: dict[Rank, How] = {}
+        for assignment in plan.assignments:
+            shards.setdefault(assignment.rank, []).append(assignment.shard)
+            hows[assignment.rank] = assignment.how
+        pages = self._collectors(incident, shards)
+        first = None if any(t.order.job_state for t in incident.tasks) else min(shards, default=None)
+        orders = []
+        for rank in sorted({*shards, *pages}):
+            order = m.SaverOrder(
+                rank=rank,
+                shards=tuple(shards.get(rank, ())),
+                how=hows.get(rank, How.AS_IS),
+                pages=pages.get(rank, ()),
+                job_state=rank == first,
+            )
+            unfinished = incident.pending.get(rank)
+            orders.append(order if unfinished is None else _merge(unfinished.order, order))
+        return orders
+
+    def _collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
+        """Whoever writes something new anyway collects; then somebody who is not busy."""
+        collected = {rank for task in incident.tasks for rank in task.order.pages}
+        by_host: dict[str, list[Rank]] = {}
+        for rank, member in sorted(self._job.members.items()):
+            by_host.setdefault(member.hello.host, []).append(rank)
+        pages: dict[Rank, tuple[Rank, ...]] = {}
+        for ranks in by_host.values():
+            missing = tuple(r for r in ranks if r not in collected)
+            able = [r for r in ranks if incident.able(r)]
+            if missing and able:
+                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = missing
+        return pages
+
+    def _send_save(self, incident: Incident, rank: Rank) -> None:
+        task, plan = incident.pending[rank], incident.plan
+        assert plan is not None
+        self._outbox.send_to(
+            rank,
+            m.Save(rank, self._job.term, incident.id, task.generation, plan.version, incident.draft, task.order),
+        )
+
+    def resend(self, incident: Incident, rank: Rank) -> None:
+        """The stream of ``rank`` was replaced, and what was said on the old one may be lost."""
+        if rank in incident.pending:
+            self._send_save(incident, rank)
+
+    # --------------------------------------------------------------------------------------------------------- pieces
+
+    def saved(self, incident: Incident, report: m.Saved) -> None:
+        """A task is durable."""
+        task = incident.pending.get(report.rank)
+        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+            return
+        task.pieces = report.pieces
+        del incident.pending[report.rank]
+        pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in report.pieces]
+        self._outbox.record("saved", rank=report.rank, generation=report.generation, pieces=pieces)
+
+    def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
+        """A task came to nothing; the rank is not asked again."""
+        task = incident.pending.get(report.rank)
+        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+            return
+        incident.fail(report.rank, report.text)
+        self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
+        self.drop(incident, report.rank)
+
+    def drop(self, incident: Incident, rank: Rank) -> None:
+        """Whatever ``rank`` was writing will not come, or cannot be trusted."""
+        task = incident.pending.pop(rank, None)
+        if task is not None:
+            incident.tasks.remove(task)
+            incident.dropped.append(rank)
+
+    def check(self, incident: Incident) -> None:
+        """Go on to the commit when all is durable; have the plan made again when savers are gone."""
+        if incident.dropped:
+            self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
+            incident.stage, incident.dropped = Stage.FREEZING, []
+        elif not incident.pending:
+            self._start_commit(incident)
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def _start_commit(self, incident: Incident) -> None:
+        """Ask a writer, else anybody. When nobody is able the incident stays; see ``stranded``."""
+        writers = {task.order.rank for task in incident.tasks}
+        able = [r for r in incident.answers if incident.able(r)]
+        if not able:
+            return
+        incident.stage = Stage.COMMITTING
+        incident.committer = min(able, key=lambda r: (r not in writers, r))
+        self._send_commit(incident)
+
+    def stranded(self, incident: Incident) -> bool:
+        """All is durable and nobody is left to commit it, now or later."""
+        return (
+            incident.stage is Stage.SAVING
+            and not (incident.pending or incident.dropped or incident.waiting or self._job.suspects)
+            and not any(incident.able(r) for r in incident.answers)
+        )
+
+    def _send_commit(self, incident: Incident) -> None:
+        assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
+        collected = {r for task in incident.tasks for r in task.order.pages}
+        self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
+        self._outbox.send_to(
+            incident.committer,
+            m.Commit(
+                rank=incident.committer,
+                term=self._job.term,
+                incident=incident.id,
+                generation=incident.generation,
+                version=incident.plan.version,
+                incarnation=self._job.incarnation,
+                draft=incident.draft,
+                cause=incident.cause,
+                reason=incident.plan.reason,
+                keep=self._job.members[incident.committer].hello.keep,
+                pieces=tuple(p for t in sorted(incident.tasks, key=_by_rank) for p in t.pieces or ()),
+                missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
+            ),
+        )
+
+    def check_committer(self, incident: Incident) -> None:
+        """A committer that is lost or failed is replaced; the commit is idempotent."""
+        assert incident.committer is not None
+        if not incident.able(incident.committer):
+            incident.committer = None
+            incident.stage = Stage.SAVING  # all pieces are durable: another one commits
+
+    def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
+        """The checkpoint exists."""
+        if not _of_this_commit(incident, report):
+            return
+        assert incident.plan is not None
+        version = incident.plan.version
+        incident.stage, incident.path, incident.size = Stage.SAVED, report.path, report.size
+        incident.outcome = f"saved version {version}"
+        self.last_commit = (version, report.path)
+        self._outbox.record(
+            "committed",
+            rank=report.rank,
+            version=version,
+            path=report.path,
+            size=report.size,
+            after_ms=_ms(incident, now),
+        )
+
+    def commit_failed(self, incident: Incident, report: m.CommitFailed) -> None:
+        """Another one has to commit."""
+        if _of_this_commit(incident, report) and incident.committer == report.rank:
+            incident.fail(report.rank, report.text)
+            self._outbox.record("commit_failed", rank=report.rank, text=report.text)
+
+
+def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
+    expected = (incident.id, incident.generation, Stage.COMMITTING)
+    return (report.incident, report.generation, incident.stage) == expected
+
+
+def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
+    """One order for a rank that has not finished the old one."""
+    return replace(
+        new,
+        shards=tuple(sorted({*old.shards, *new.shards})),
+        how=new.how if new.shards else old.how,
+        pages=tuple(sorted({*old.pages, *new.pages})),
+        job_state=old.job_state or new.job_state,
+    )
+
+
+def _assignments(incident: Incident) -> tuple[Assignment, ...]:
+    listed = (Assignment(s, t.order.rank, t.order.how) for t in incident.tasks for s in t.order.shards)
+    return tuple(sorted(listed, key=lambda a: a.shard))
+
+
+def _by_rank(task: Task) -> tuple[Rank, int]:
+    return task.order.rank, task.generation
+
+
+def _ms(incident: Incident, now: float) -> float:
+    return round((now - incident.opened_at) * 1e3, 3)
