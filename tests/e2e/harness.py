@@ -10,9 +10,15 @@ import subprocess
 import sys
 import sysconfig
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import grpc
+
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
 
 JOB = Path(__file__).with_name("job.py")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
@@ -122,6 +128,11 @@ class Job:
             [str(PYTHON_BIN / "ttp"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
         )
 
+    def rank_pids(self) -> dict[int, int]:
+        """Pid of every rank, as the controller knows them."""
+        done = self.ttp("status", "--json")
+        return {r["rank"]: r["pid"] for r in json.loads(done.stdout)["ranks"]}
+
     def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:
         """Until ``rank`` has finished ``version``."""
         deadline = time.monotonic() + timeout_s
@@ -133,17 +144,35 @@ class Job:
         raise AssertionError(f"version {version} was not reached:\n{self.story()}")
 
 
-def newest_finished_by_survivors(job: Job, incarnation_index: int, dead: set[int]) -> int:
-    """The largest version that a rank which was not killed had finished in its n-th life."""
+def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
+    """The largest version that a rank which was not killed had finished in the job's n-th incarnation."""
     versions = [0]
-    for rank in range(job.ranks):
-        if rank in dead:
-            continue
+    for rank in set(range(job.ranks)) - dead:
         lives: list[list[int]] = []
         for _, kind, value in job.notes(rank):
             if kind == "start":
                 lives.append([value])
-            elif lives:
+            else:
                 lives[-1].append(value)
-        versions.append(max(lives[incarnation_index]))
+        versions.append(max(lives[life]))
     return max(versions)
+
+
+def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Events of the job's controller as ``(kind, facts)``; ends with the controller."""
+    token_file = job.directory / "run" / "token"
+    deadline = time.monotonic() + 60
+    while True:
+        token = token_file.read_text().strip() if token_file.exists() else ""
+        channel = open_channel("127.0.0.1", job.port)
+        try:
+            request = pb.WatchEventsRequest(replay=replay)
+            for event in stub(channel).WatchEvents(request, metadata=metadata(token)):
+                yield event.kind, json.loads(event.json)
+            return
+        except grpc.RpcError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        finally:
+            channel.close()

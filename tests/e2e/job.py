@@ -113,8 +113,9 @@ class Losses:
 
 def build() -> nn.Module:
     torch.manual_seed(1)
+    wide = int(os.environ.get("JOB_WIDE", "32"))
     return nn.Sequential(
-        nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), Faulty(), nn.Dropout(0.2), nn.Linear(32, 32), nn.ReLU(),
+        nn.Linear(16, wide), nn.BatchNorm1d(wide), nn.ReLU(), Faulty(), nn.Dropout(0.2), nn.Linear(wide, 32), nn.ReLU(),
         nn.Dropout(0.2), nn.Linear(32, 4),
     )  # fmt: skip
 
@@ -156,12 +157,12 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: i
         last = micro == ACCUMULATION - 1
         with contextlib.nullcontext() if last else model.no_sync():
             loss = nn.functional.cross_entropy(model(data), target) / ACCUMULATION
+            total += float(loss.detach())
             if last:
                 injector.at("loss")
+                losses.values.append(total)  # before the gradients leave this rank: it may die right after
             loss.backward()
-        total += float(loss.detach())
     injector.at("allreduced")
-    losses.values.append(total)
     optimizer.step()
     injector.at("stepped")
     note("version", step + 1)

@@ -1,0 +1,170 @@
+"""Faults in real jobs: real launchers, real ranks, real SIGKILL; every run ends with the bits of the unbroken one.
+
+A job survives several faults one after the other, each in an incarnation of its own: that is what a long job does, and
+it saves the start of the processes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import Job, newest_of_survivors, watch_events
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+
+LAUNCHERS = ["ttp", "torchrun"]
+PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "stepped", "scheduler", "scheduled"]
+TIMEOUT_S = 400
+
+
+def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]]) -> None:
+    """One commit per fault, of the newest version that a survivor had; every resume from it; the same bits at the end."""
+    committed = job.committed()
+    newest = [newest_of_survivors(job, life, killed) for life, killed in enumerate(dead)]
+    assert committed == newest, job.story()
+    assert job.starts() == [0, *committed], job.story()
+    verified = job.ttp("verify", str(job.directory / "checkpoints"))
+    assert verified.returncode == 0, verified.stderr
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_sigkill_of_any_rank_in_every_phase(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    faults = [
+        {"id": f"kill{i}", "rank": i % 4, "step": 2 + 3 * i, "phase": phase, "action": "kill"}
+        for i, phase in enumerate(PHASES)
+    ]
+    job = make_job(launcher=launcher, steps=30, max_restarts=len(faults), faults=faults)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [{f["rank"]} for f in faults])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    """In the loop, in the loss, in the optimizer's step: there the rank is torn and another one saves."""
+    faults = [
+        {"id": f"raise{i}", "rank": i + 1, "step": 3 + 4 * i, "phase": phase, "action": "raise"}
+        for i, phase in enumerate(["data", "loss", "in_step"])
+    ]
+    job = make_job(launcher=launcher, steps=16, max_restarts=3, faults=faults)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [set(), set(), {3}])
+    causes = [next(e["text"] for e in events if e.get("evidence") == "exception") for events in job.incidents()]
+    assert all("ValueError: a wrong turn in the training loop" in cause for cause in causes)
+    torn = job.incidents()[2]
+    assert any(e["kind"] == "answer" and e["rank"] == 3 and e["phase"] == "torn" for e in torn)
+    assert all(3 not in e["savers"].values() for e in torn if e["kind"] == "plan")
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_three_of_four_ranks_at_once(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    faults = [
+        {"id": "three", "ranks": [0, 1, 3], "step": 4, "phase": "allreduced", "action": "kill"},
+        {"id": "again", "ranks": [1, 2, 3], "step": 8, "phase": "data", "action": "kill"},
+    ]
+    job = make_job(launcher=launcher, steps=12, max_restarts=2, faults=faults)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [{0, 1, 3}, {1, 2, 3}])
+
+
+WIDE = {"JOB_WIDE": "400000"}
+"""About 80 MB of weights and moments each: a save that can be met half-way."""
+
+
+def kill_on(job: Job, kind: str, choose: Callable[[dict[str, Any], dict[int, int]], int]) -> int:
+    """Wait for an event and SIGKILL the rank that ``choose`` picks from it. Returns the rank."""
+    job.wait_for_version(2)
+    pids = job.rank_pids()
+    events = watch_events(job)
+    os.kill(pids[2], signal.SIGKILL)
+    for seen, facts in events:
+        if seen == kind:
+            rank = choose(facts, pids)
+            os.kill(pids[rank], signal.SIGKILL)
+            return rank
+    raise AssertionError(job.story())
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    job = make_job(launcher=launcher, ranks=3, steps=30, max_restarts=1, env=WIDE).start()
+    saver = kill_on(job, "plan", lambda facts, pids: int(facts["savers"]["model"]))
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    (incident,) = job.incidents()
+    assert [e["lost_savers"] for e in incident if e["kind"] == "replan"] == [[saver]], job.story()
+    assert_saved_and_identical(job, unbroken, [{2, saver}])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_another_rank_dies_while_one_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    job = make_job(launcher=launcher, ranks=3, steps=30, max_restarts=1, env=WIDE).start()
+    bystander = kill_on(
+        job, "plan", lambda facts, pids: next(r for r in (0, 1) if r != int(facts["savers"]["model"]))
+    )
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [{2, bystander}])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_the_controller_dies_and_a_later_kill_is_still_saved(
+    make_job: MakeJob, unbroken: Unbroken, launcher: str
+) -> None:
+    job = make_job(launcher=launcher, ranks=3, steps=60, max_restarts=1, env={"JOB_STEP_S": "0.15"}).start()
+    job.wait_for_version(3)
+    first = json.loads(job.ttp("status", "--json").stdout)["pid"]
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while True:
+        status = job.ttp("status", "--json")
+        if status.returncode == 0:
+            seen = json.loads(status.stdout)
+            if seen["pid"] != first and seen["stage"] == "training":
+                break
+        assert time.monotonic() < deadline, job.story()
+    job.wait_for_version(seen["ranks"][0]["version"] + 3)  # training went on meanwhile
+    os.kill(job.rank_pids()[0], signal.SIGKILL)
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [{0}])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_preemption_of_the_whole_job(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    """SIGTERM to the launcher: one checkpoint at a step boundary, exit 75; the next launch goes on."""
+    fault = {"id": "preempt", "rank": 1, "step": 5, "phase": "forward", "action": "term-all"}
+    job = make_job(launcher=launcher, ranks=3, steps=60, faults=[fault], env={"JOB_STEP_S": "0.1"})
+    code = job.run(TIMEOUT_S // 2)
+    assert code == 75 or launcher == "torchrun" and code != 0, job.story()
+    assert len(job.committed()) == 1, job.story()
+    job.env = {}
+    assert job.run(TIMEOUT_S // 2) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [set()])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+    job = make_job(launcher=launcher, ranks=3, steps=60, env={"JOB_STEP_S": "0.1"}).start()
+    job.wait_for_version(3)
+    saved = job.ttp("save", "--json", "--reason", "before the maintenance")
+    assert saved.returncode == 0, saved.stderr + job.story()
+    answer = json.loads(saved.stdout)
+    assert answer["saved"] and answer["version"] >= 3
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    assert job.committed() == [answer["version"]]
+    assert job.starts() == [0]  # nobody was restarted
+    assert job.results() == unbroken(job)
