@@ -1,0 +1,144 @@
+"""Small models and checkpoints for the tests of this directory. Also a program: one rank of a job that loads one.
+
+As a program: ``checkpoints.py CHECKPOINT STORE RANK WORLD_SIZE NO_DIST``; it loads with stock torch only and prints a
+digest of what it got.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+OptimizerFactory = Any
+
+
+class Net(nn.Module):
+    """BatchNorm, a tied weight and a frozen bias."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 4)
+        self.tied = nn.Linear(4, width)
+        self.tied.weight = self.first.weight
+        self.second.bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.tied(self.second(torch.relu(self.norm(self.first(x)))))
+        return result
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two param groups with settings of their own."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "lr": 1e-2}], lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, steps: int) -> None:
+    for _ in range(steps):
+        model(torch.randn(6, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+
+
+def digest(model_state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str:
+    """Of every bit of the model's and the optimizer's state, and of the settings."""
+    found = hashlib.sha256()
+
+    def add(name: str, value: Any) -> None:
+        found.update(name.encode())
+        if isinstance(value, Tensor):
+            found.update(f"{value.dtype}{tuple(value.shape)}".encode())
+            found.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            found.update(repr(value).encode())
+
+    for name, value in sorted(model_state.items()):
+        add(name.replace("module.", ""), value)
+    state = optimizer.state_dict()
+    for index, values in sorted(state["state"].items()):
+        for key, value in sorted(values.items()):
+            add(f"{index}.{key}", value)
+    for group in state["param_groups"]:
+        for key, value in sorted(group.items()):
+            add(key, value)
+    return found.hexdigest()
+
+
+def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size: int = 1) -> Any:
+    """Finalise and list these pieces; return the manifest as a reader finds it."""
+    from ttp.adapters.torch.metadata import finalise
+    from ttp.core.layout import Rank, Shard, Version
+    from ttp.store.manifest import MANIFEST, Manifest
+
+    pieces = (*pieces, *finalise(path, pieces))
+    groups = {Shard("model"): tuple(Rank(rank) for rank in range(world_size))}
+    manifest = Manifest(Version(version), "run", 1, "incident", "", "", world_size, groups, "torch", 0.0, pieces)
+    (path / MANIFEST).write_text(manifest.to_json())
+    return Manifest.load(path)
+
+
+def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, job: Any, **writing: Any) -> Any:
+    """A checkpoint as ttp writes it, with a single shard; its manifest."""
+    from ttp.adapters.torch.checkpoint import write_shard
+    from ttp.adapters.torch.names import ModelNames
+    from ttp.adapters.torch.state import checkpoint_state
+    from ttp.core.layout import Rank, Shard
+    from ttp.core.messages import Piece
+    from ttp.store.digest import digest_bytes
+
+    path.mkdir()
+    state = checkpoint_state(ModelNames(model, optimizer), optimizer, {}, job)
+    shard = write_shard(path, "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0), **writing)
+    data = job.encode()
+    (path / "job_0.msgpack").write_bytes(data)
+    return whole_checkpoint(
+        path, [shard, Piece("job_0.msgpack", len(data), digest_bytes(data), "job", "", Rank(0))], job.version
+    )
+
+
+def main() -> None:
+    import torch.distributed as dist
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    warnings.simplefilter("ignore")
+    path, store, rank, world, no_dist = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1"
+    torch.set_num_threads(1)
+    torch.manual_seed(100 + rank)
+    model: nn.Module = Net()
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+        model = nn.parallel.DistributedDataParallel(model)
+    optimizer = adamw(model)
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+    load(state, checkpoint_id=path, no_dist=no_dist)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=state["model"],
+        optim_state_dict=state["optim"],
+    )
+    assert not any(name.startswith(("ttp.adapters", "ttp.store")) for name in sys.modules), "this is to be stock torch"
+    print(json.dumps(digest(model.state_dict(), optimizer)), flush=True)
+    if world > 1:
+        dist.barrier()
+    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+
+from ttp.adapters.torch.leaves import leaves
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.state import model_state, optimizer_state
+from ttp.errors import CheckpointError, ConfigError
+
+
+class Tied(nn.Module):
+    """Tied weights, a frozen layer, a buffer that is saved and one that is not, and one that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(4, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.body[0].bias.requires_grad_(False)
+        self.register_buffer("mask", torch.ones(3))
+        self.register_buffer("cache", torch.ones(3), persistent=False)
+        self.register_buffer("nothing", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.head(self.body(self.embed(x)))
+        return result
+
+
+class WithExtra(nn.Linear):
+    def get_extra_state(self) -> Any:
+        return {"count": 3}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.restored = state
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 2) -> None:
+    for step in range(steps):
+        model(torch.arange(5) % 6 + 0 * step).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrapped(kind: str, model: Any) -> Any:
+    if kind == "compiled":
+        return torch.compile(model, backend="eager")
+    if kind == "activation checkpointing":
+        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+        model.body[0] = checkpoint_wrapper(model.body[0])
+    return model
+
+
+@pytest.mark.parametrize("kind", ["plain", "compiled", "activation checkpointing"])
+def test_names_and_tensors_are_those_of_stock_torch(kind: str) -> None:
+    model = wrapped(kind, Tied())
+    late = model.body.parameters()
+    groups: list[dict[str, Any]] = [
+        {"params": [p for p in model.parameters() if p.dim() > 1], "lr": 0.1},
+        {"params": list(late)[1:]},
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    trained(Tied() if kind == "compiled" else model, optimizer)
+    names = ModelNames(model, optimizer)
+
+    stock = get_model_state_dict(model)
+    ours = model_state(names, {})
+    assert ours.keys() == stock.keys()
+    assert all(ours[key].data_ptr() == stock[key].data_ptr() for key in ours)  # type: ignore[union-attr]
+
+
+def test_the_optimizer_state_flattens_to_the_keys_of_stock_torch() -> None:
+    model = Tied()
+    optimizer = torch.optim.AdamW(model.parameters())
+    trained(model, optimizer)
+    stock = get_optimizer_state_dict(model, optimizer)
+    ours = optimizer_state(ModelNames(model, optimizer), optimizer)
+    assert {path for path, _, _ in leaves(ours)} == {path for path, _, _ in leaves(stock)}
+    assert ours["param_groups"] == stock["param_groups"]
+    assert "body.0.bias" not in ours["state"]
+
+
+def test_data_parallel_prefixes_vanish_wherever_the_wrapper_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    monkeypatch.setattr("ttp.adapters.torch.names.DistributedDataParallel", Wrapper)
+    model = nn.ModuleDict({"a": Wrapper(nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
+    names = ModelNames(model, torch.optim.SGD(model.parameters()))
+    assert list(names.parameters) == ["a.weight", "a.bias", "b.weight", "b.bias"]
+    assert names.canonical("a.module.weight") == "a.weight"
+
+
+def test_a_parameter_that_the_model_lacks_is_a_config_error() -> None:
+    model, loss = nn.Linear(2, 2), nn.Linear(3, 5)
+    with pytest.raises(ConfigError, match=r"2 parameters .*group 1, position 0, shape \(5, 3\).*ModuleDict"):
+        ModelNames(model, torch.optim.SGD([{"params": model.parameters()}, {"params": loss.parameters()}]))
+
+
+def test_a_layer_added_after_registration_is_found_at_save_time() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+    names = ModelNames(model, optimizer)
+    model.append(nn.Linear(2, 1))
+    optimizer.add_param_group({"params": list(model[1].parameters())})
+    assert optimizer_state(names, optimizer)["param_groups"][1]["params"] == ["1.weight", "1.bias"]
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+    with pytest.raises(CheckpointError, match=r"\(7,\)"):
+        optimizer_state(names, optimizer)
+
+
+def test_captured_buffers_win_and_only_what_belongs_is_stored() -> None:
+    tied = Tied()
+    model = nn.Sequential(tied, WithExtra(2, 2))
+    names = ModelNames(model, torch.optim.SGD(model.parameters()))
+    captured = torch.full((4,), 9.0)
+    state = model_state(names, {"0.body.1.running_mean": captured, "0.cache": captured, "0.head.weight": captured})
+    assert state["0.body.1.running_mean"] is captured
+    assert state["0.head.weight"] is tied.embed.weight
+    assert "0.cache" not in state and "0.nothing" not in state
+    assert state["1._extra_state"] == {"count": 3}
+    assert model_state(names, {"1._extra_state": 5})["1._extra_state"] == 5
+
+
+def test_a_buffer_that_was_replaced_is_taken_as_it_is_now() -> None:
+    model = Tied()
+    names = ModelNames(model, torch.optim.SGD(model.parameters()))
+    model.mask = torch.zeros(3)
+    assert model_state(names, {})["mask"] is model.mask

@@ -1,0 +1,95 @@
+"""Stock torch, without ttp, loads what ttp wrote: in one process, and in jobs of another world size."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
+from ttp.adapters.torch.job_state import JobState
+
+PROGRAM = Path(__file__).with_name("checkpoints.py")
+TIMEOUT_S = 120
+
+
+def loaded_by_stock_torch(checkpoint: Path, world: int, no_dist: bool) -> list[str]:
+    """What each rank of a job of ``world`` ranks got."""
+    environment = os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"}
+    store = str(checkpoint.parent / f"store-{world}-{no_dist}")
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(world):
+            command = [sys.executable, str(PROGRAM), str(checkpoint), store, str(rank), str(world), str(int(no_dist))]
+            process = subprocess.Popen(
+                command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            ranks.append(process)
+        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
+    assert all(process.returncode == 0 for process in ranks), outputs
+    return [json.loads(output.splitlines()[-1]) for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A checkpoint and the digest of what is in it."""
+    torch.manual_seed(3)
+    model = Net()
+    optimizer = adamw(model)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    train(model, optimizer, scheduler, 3)
+    path = tmp_path_factory.mktemp("stock") / "checkpoint"
+    write_checkpoint(path, model, optimizer, JobState(version=3, scheduler=scheduler.state_dict()))
+    for group in optimizer.param_groups:
+        del group["initial_lr"]  # a job without a scheduler does not ask for it
+    return path, digest(model.state_dict(), optimizer)
+
+
+@pytest.mark.parametrize(("world", "no_dist"), [(1, True), (2, False), (2, True)])
+def test_a_job_of_any_world_size_gets_every_bit(checkpoint: tuple[Path, str], world: int, no_dist: bool) -> None:
+    path, written = checkpoint
+    assert loaded_by_stock_torch(path, world, no_dist) == [written] * world
+
+
+def test_the_metadata_is_what_stock_torch_would_have_written(checkpoint: tuple[Path, str], tmp_path: Path) -> None:
+    from torch.distributed.checkpoint import state_dict_saver
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    path, _ = checkpoint
+    whole: dict[str, object] = {}
+    planner: Any = _EmptyStateDictLoadPlanner
+    _load_state_dict(whole, FileSystemReader(path), planner=planner(), no_dist=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        state_dict_saver.save(whole, checkpoint_id=tmp_path / "again", no_dist=True)
+    ours, stock = FileSystemReader(path).read_metadata(), FileSystemReader(tmp_path / "again").read_metadata()
+    assert ours.state_dict_metadata == stock.state_dict_metadata
+    assert ours.planner_data == stock.planner_data
+    assert ours.storage_data.keys() == stock.storage_data.keys()
+    assert ours.version == stock.version
+
+
+def test_stock_tools_convert_it_and_the_result_loads_without_pickle(
+    checkpoint: tuple[Path, str], tmp_path: Path
+) -> None:
+    dcp_to_torch_save(checkpoint[0], tmp_path / "one.pt")
+    state = torch.load(tmp_path / "one.pt", weights_only=True)
+    assert state["ttp"] == {"version": 3, "optimizer": "torch.optim.adamw.AdamW"}
+    assert state["scheduler"]["last_epoch"] == 3
+    assert state["optim"]["param_groups"][1]["betas"] == (0.9, 0.999)
