@@ -6,6 +6,7 @@ The object gets a class of its own, derived from the one it had. An attribute on
 
 from __future__ import annotations
 
+import copyreg
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -72,7 +73,9 @@ def _members(original: type, name: str, before: Callable[[], None], after: Calla
         if not isinstance(reduced, tuple):
             return reduced
         function, args, *rest = reduced
-        return (function, tuple(original if arg is type(self) else arg for arg in args), *rest)
+        if function is copyreg.__newobj__ and args == (type(self),):  # type: ignore[attr-defined]
+            return (copyreg._reconstructor, (original, object, None), *rest)  # type: ignore[attr-defined]
+        return reduced
 
     return {
         name: method,

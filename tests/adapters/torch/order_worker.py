@@ -1,0 +1,111 @@
+"""One of two ranks: rank 0 stops in its provisional capture while rank 1 looks whether it can get past backward.
+
+Arguments: directory for files, rank, cases. Prints one JSON line.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adapters.torch.device import HostFence
+from ttp.adapters.torch.hooks import attach, gradient_triggers
+from ttp.adapters.torch.tail import Tail
+from ttp.processor.gate import Gate
+
+HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
+STEPS = 3
+
+
+class Model(nn.Module):
+    def __init__(self, unused: bool) -> None:
+        super().__init__()
+        self.spare = nn.Linear(8, 8)
+        self.layers = nn.Sequential(nn.Linear(8, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
+        self.unused = unused
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x if self.unused else self.spare(x))
+
+
+class Holder:
+    """Rank 0's capture: in the last one that comes before the reduction can be complete, it stops for a while."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.last_batch = False
+        self.held: list[int] = []
+
+    def capture(self, version: int, final: bool) -> None:
+        if not final and version not in self.held and self.last_batch:
+            self.held.append(version)
+            time.sleep(HOLD_S)
+            marker(self.directory, version).touch()
+
+
+class Looker:
+    """Rank 1's capture: none."""
+
+    last_batch = False
+    held: tuple[int, ...] = ()
+
+    def capture(self, version: int, final: bool) -> None:
+        pass
+
+
+def marker(directory: Path, version: int) -> Path:
+    """The file that says that rank 0 has captured."""
+    return directory / f"captured-{version}"
+
+
+def run(directory: Path, case: str, capture: Holder | Looker) -> dict[str, Any]:
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(
+        Model(case == "unused"),
+        bucket_cap_mb=0.001,
+        find_unused_parameters=case == "unused",
+        static_graph=case == "static",
+    )
+    assert len(gradient_triggers(ddp)) == (8 if case in ("unused", "static") else 1)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    gate = Gate()
+    attach(optimizer, ddp, gate, capture, tail=Tail([optimizer]), fence=HostFence(), version=lambda: gate.version)
+    finished_early: list[bool] = []
+    for version in range(1, STEPS + 1):
+        optimizer.zero_grad()
+        batches = 2 if case in ("accumulate", "nosync") else 1
+        for batch in range(batches):
+            capture.last_batch = batch == batches - 1
+            skip_reduction = case == "nosync" and not capture.last_batch
+            with ddp.no_sync() if skip_reduction else contextlib.nullcontext():
+                ddp(torch.randn(4, 8)).sum().backward()
+        finished_early.append(not marker(directory, version).exists())
+        optimizer.step()
+    return {"held": list(capture.held), "early": sum(finished_early), "late": STEPS - sum(finished_early)}
+
+
+def main(directory: Path, rank: int, cases: list[str]) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    seen = {}
+    for case in cases:
+        (directory / case).mkdir(exist_ok=True)
+        dist.barrier()
+        seen[case] = run(directory / case, case, Holder(directory / case) if rank == 0 else Looker())
+    sys.stdout.write(json.dumps(seen))
+    sys.stdout.flush()
+    dist.barrier()
+    os._exit(0)  # gloo sometimes aborts when the interpreter ends
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

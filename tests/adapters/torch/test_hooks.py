@@ -1,0 +1,304 @@
+"""The bracket around an update, on real optimizers, and when it captures what."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from ttp.adapters.torch.device import HostFence  # noqa: E402
+from ttp.adapters.torch.hooks import attach, gradient_triggers  # noqa: E402
+from ttp.adapters.torch.tail import Tail  # noqa: E402
+from ttp.core.messages import Phase  # noqa: E402
+from ttp.errors import UsageError  # noqa: E402
+from ttp.processor.gate import Gate  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+
+
+class Job:
+    """A model, its optimizer, a gate, and a log of what the hooks did."""
+
+    def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
+        self.log: list[Any] = []
+        self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
+        self.optimizer = self.optimizers[0]
+        self.gate = Gate()
+        self.fence = HostFence()
+        scheduler = parts.pop("scheduler", None)
+        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.tail = Tail(self.optimizers, scheduler=self.scheduler, **parts)
+        self.detach = attach(
+            self.optimizers if optimizers > 1 else self.optimizer,
+            self.model,
+            self,
+            self,
+            tail=self.tail,
+            fence=self.fence,
+            version=lambda: self.gate.version,
+            after_update=lambda: self.log.append("after"),
+        )
+
+    def begin_update(self) -> None:
+        self.gate.begin_update()
+        self.log.append("begin")
+
+    def end_update(self) -> None:
+        self.gate.end_update()
+        self.log.append("end")
+
+    def capture(self, version: int, final: bool) -> None:
+        self.log.append((version, "final" if final else "early"))
+
+    def backward(self) -> None:
+        self.model(torch.ones(4, 3)).sum().backward()
+
+    def taken(self) -> list[Any]:
+        log, self.log = self.log, []
+        return log
+
+
+UPDATE = [(1, "early"), "begin", (1, "final"), "after", "end"]
+
+
+class TestBracket:
+    def test_one_update(self) -> None:
+        job = Job()
+        job.backward()
+        assert job.taken() == [(1, "early")], "once, whatever the number of parameters"
+        job.optimizer.step()
+        assert job.taken() == UPDATE
+        assert job.gate.version == job.fence.finished_version() == 1
+        assert job.tail.settled()
+
+    def test_accumulated_gradients_are_one_version(self) -> None:
+        job = Job()
+        for _ in range(3):
+            job.backward()
+        assert job.taken() == [(1, "early")] * 3, "each of them may be the one that is reduced"
+        job.optimizer.step()
+        assert job.gate.version == 1
+
+    def test_versions_go_up(self) -> None:
+        job = Job()
+        for _ in range(3):
+            job.backward()
+            job.optimizer.step()
+        assert [entry for entry in job.taken() if entry[1:] == ("final",)] == [(n, "final") for n in (1, 2, 3)]
+
+    def test_hooks_that_fire_twice_count_once(self) -> None:
+        torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)  # patches the class, see Optimizer._patch_step_function
+
+        class Twice(torch.optim.SGD):  # type: ignore[misc,name-defined]
+            def step(self, closure: Any = None) -> Any:
+                return super().step(closure)
+
+        job = Job(lambda parameters: Twice(parameters, lr=0.1))
+        fired: list[int] = []
+        job.optimizer.register_step_pre_hook(lambda *_: fired.append(1))
+        job.optimizer.step()
+        assert len(fired) == 2, "otherwise this test shows nothing"
+        assert job.taken() == UPDATE
+        assert job.gate.version == 1
+
+    def test_an_exception_in_the_step_leaves_the_copy_torn(self) -> None:
+        class Broken(torch.optim.SGD):  # type: ignore[misc,name-defined]
+            @torch.no_grad()
+            def step(self, closure: Any = None) -> Any:
+                raise RuntimeError("in the middle")
+
+        job = Job(lambda parameters: Broken(parameters, lr=0.1))
+        with pytest.raises(RuntimeError, match="in the middle"):
+            job.optimizer.step()
+        assert job.gate.state().phase is Phase.UPDATING
+        assert (1, "final") not in job.log and job.gate.version == 0
+
+    def test_a_closure_runs_inside(self) -> None:
+        job = Job(lambda parameters: torch.optim.LBFGS(parameters, max_iter=3))
+
+        def closure() -> Any:
+            job.optimizer.zero_grad()
+            loss = (job.model(torch.randn(4, 3)) ** 2).sum()
+            loss.backward()
+            return loss
+
+        job.optimizer.step(closure)
+        log = job.taken()
+        assert log[:2] == UPDATE[:2] and log[-3:] == UPDATE[-3:]
+        assert job.gate.version == 1
+
+    def test_a_skipped_step_is_no_version(self) -> None:
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        job = Job(scaler=scaler)
+        for overflow in (False, True, False):
+            job.optimizer.zero_grad()
+            scaler.scale(job.model(torch.ones(4, 3)).sum()).backward()
+            if overflow:
+                job.model[0].weight.grad.fill_(float("nan"))
+            scaler.step(job.optimizer)
+            scaler.update()
+        assert job.gate.version == 2
+
+    def test_detached_nothing_is_left(self) -> None:
+        job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        job.detach()
+        job.backward()
+        job.optimizer.step()
+        assert job.taken() == []
+        assert type(job.scheduler) is torch.optim.lr_scheduler.ExponentialLR
+        assert not job.model._forward_pre_hooks
+
+    def test_what_follows_the_schedule_may_fail(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = Job()
+
+        def fail(*_: Any, **__: Any) -> None:
+            raise RuntimeError("mine")
+
+        for name in ("at_gate", "update_finished"):
+            monkeypatch.setattr(job.tail, name, fail)
+        for _ in range(3):
+            job.optimizer.step()
+        assert job.gate.version == 3
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+
+class TestForward:
+    def test_it_settles_the_tail(self) -> None:
+        job = Job(averages=True)
+        job.backward()
+        job.optimizer.step()
+        assert not job.tail.settled()
+        job.model(torch.ones(4, 3))
+        assert job.tail.settled()
+
+    def test_an_evaluation_does_not_end_it(self) -> None:
+        job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        job.backward()
+        job.optimizer.step()
+        with torch.no_grad():
+            job.model(torch.ones(4, 3))
+        job.model.eval()(torch.ones(4, 3))
+        job.scheduler.step()
+        assert job.tail.job_state(1).scheduler["last_epoch"] == 1
+        job.model.train()(torch.ones(4, 3))
+        job.scheduler.step()
+        assert job.tail.job_state(1).scheduler["last_epoch"] == 1
+
+    def test_no_hook_where_nothing_follows_an_update(self) -> None:
+        assert not Job().model._forward_pre_hooks
+
+
+class TestByHand:
+    def test_the_first_call_completes_the_version_that_the_hooks_ended(self) -> None:
+        job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        job.backward()
+        job.optimizer.step()
+        job.scheduler.step()
+        job.taken()
+        job.detach.step_done()
+        assert job.taken() == [(1, "final")]
+        assert job.tail.settled() and job.gate.version == 1
+
+    def test_from_then_on_it_ends_the_update(self) -> None:
+        job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
+        job.optimizer.step()
+        job.detach.step_done()
+        job.taken()
+        job.backward()
+        job.optimizer.step()
+        job.scheduler.step()
+        assert job.taken() == [(2, "early"), (2, "early"), "begin"]
+        assert job.gate.state().phase is Phase.UPDATING
+        job.detach.step_done()
+        assert job.taken() == [(2, "final"), "after", "end"]
+        assert job.gate.version == 2
+        assert job.tail.job_state(2).scheduler["last_epoch"] == 1 and job.tail.settled()
+
+    def test_without_an_update_nothing_ends(self) -> None:
+        job = Job()
+        job.optimizer.step()
+        for _ in range(3):
+            job.detach.step_done()
+        assert job.gate.version == 1
+        assert job.taken() == [*UPDATE, (1, "final")]
+
+    def test_several_optimizers_are_one_update(self) -> None:
+        job = Job(optimizers=2)
+        for _ in range(2):
+            job.backward()
+            job.optimizers[0].step()
+            job.optimizers[1].step()
+            job.detach.step_done()
+        assert job.gate.version == 2
+        assert [entry for entry in job.taken() if entry in ("begin", "end")] == ["begin", "end"] * 2
+
+    def test_not_inside_a_step(self) -> None:
+        class Inside(torch.optim.SGD):  # type: ignore[misc,name-defined]
+            def step(self, closure: Any = None) -> Any:
+                job.detach.step_done()
+
+        job = Job(lambda parameters: Inside(parameters, lr=0.1))
+        with pytest.raises(UsageError, match="end of the iteration"):
+            job.optimizer.step()
+
+
+class TestTriggers:
+    def test_every_parameter_outside_of_ddp(self) -> None:
+        model = nn.Linear(2, 2)
+        model.bias.requires_grad_(False)
+        assert gradient_triggers(model) == [model.weight]
+
+    def test_an_unused_parameter_does_not_matter(self) -> None:
+        job = Job()
+        job.model[2](torch.ones(4, 3)).sum().backward()
+        assert job.taken() == [(1, "early")]
+
+
+CASES = ["plain", "unused", "static", "accumulate", "nosync"]
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks saw, case by case: rank 0 stops in its captures, rank 1 looks whether it is held up by that."""
+    worker = Path(__file__).with_name("order_worker.py")
+    directory = tmp_path_factory.mktemp("order")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(worker), str(directory), str(rank), *CASES],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=120) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], [errors for _, errors in outputs]
+    return [json.loads(output) for output, _ in outputs]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_capture_comes_before_the_reduction(seen: list[dict[str, Any]], case: str) -> None:
+    holder, other = (rank[case] for rank in seen)
+    assert holder["held"] == [1, 2, 3], "one capture before each update, of its version"
+    assert other["early"] == 0, "the other rank had a reduced gradient although the first had not captured yet"
+    assert other["late"] == 3, "and it got one afterwards"

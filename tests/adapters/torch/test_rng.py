@@ -1,0 +1,198 @@
+"""Random streams come back exactly, by the fast way and by the official one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+
+from ttp.adapters.torch import rng  # noqa: E402
+from ttp.adapters.torch.rng import RngState  # noqa: E402
+from ttp.errors import CheckpointError  # noqa: E402
+
+SLOW = {"_python_layout_holds": lambda: False, "_numpy_gauss_offset": lambda kind: None}
+
+
+@pytest.fixture(autouse=True)
+def streams_as_before() -> Iterator[None]:
+    states = random.getstate(), numpy.random.get_state(legacy=False), torch.get_rng_state()
+    generator = numpy.random.get_bit_generator()
+    yield
+    numpy.random.set_bit_generator(generator)
+    random.setstate(states[0])
+    numpy.random.set_state(states[1])
+    torch.set_rng_state(states[2])
+
+
+@pytest.fixture(params=["fast", "official"])
+def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> RngState:
+    numpy.random.rand()
+    if request.param == "official":
+        for name, replacement in SLOW.items():
+            monkeypatch.setattr(rng, name, replacement)
+    return RngState()
+
+
+def seed(number: int) -> None:
+    random.seed(number)
+    numpy.random.seed(number)
+    torch.manual_seed(number)
+
+
+def draw() -> list[Any]:
+    """From every stream, an odd number of normals from each: the spare one counts."""
+    return [
+        random.random(),
+        [random.gauss(0, 1) for _ in range(3)],
+        numpy.random.rand(3).tolist(),
+        [float(numpy.random.standard_normal()) for _ in range(3)],
+        torch.rand(3).tolist(),
+        torch.randn(17).tolist(),
+        float(torch.randn(())),
+    ]
+
+
+def captured(streams: RngState) -> bytes:
+    return b"".join(streams.capture())
+
+
+@pytest.mark.parametrize("before", range(0, 4))
+def test_round_trip(streams: RngState, before: int) -> None:
+    seed(before)
+    for _ in range(before):
+        draw()
+    data = captured(streams)
+    expected = [draw() for _ in range(3)]
+    seed(99)
+    assert streams.restore(data) == []
+    assert [draw() for _ in range(3)] == expected
+
+
+def test_captured_again_it_is_the_same(streams: RngState) -> None:
+    seed(1)
+    draw()
+    data = captured(streams)
+    draw()
+    assert captured(streams) != data
+    streams.restore(data)
+    assert captured(streams) == data
+
+
+def test_the_fast_way_is_used_here_and_says_what_the_official_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    numpy.random.rand()
+    fast = RngState()
+    fast.capture()
+    assert fast._python._live is not None
+    assert fast._numpy is not None and fast._numpy._words is not None
+    for name, replacement in SLOW.items():
+        monkeypatch.setattr(rng, name, replacement)
+    official = RngState()
+    official.capture()
+    assert official._python._live is None
+    assert official._numpy is not None and official._numpy._words is None
+    for number in range(5):
+        seed(number)
+        for _ in range(number):
+            draw()
+        assert fast._python.capture()[0] == official._python.capture()[0]
+        assert fast._python.capture()[1] == official._python.capture()[1]
+        expected = numpy.random.get_state(legacy=True)
+        words, gauss = fast._numpy.capture()
+        assert bytes(words)[: 624 * 4] == expected[1].astype("<u4").tobytes()
+        assert int.from_bytes(bytes(words)[624 * 4 :], "little") == expected[2]
+        assert rng._unpack_gauss(gauss) == (expected[4] if expected[3] else None)
+
+
+@pytest.mark.parametrize("name", ["PCG64", "Philox", "SFC64"])
+def test_numpy_with_another_bit_generator(streams: RngState, name: str) -> None:
+    seed(3)
+    captured(streams)
+    numpy.random.set_bit_generator(getattr(numpy.random, name)(5))
+    numpy.random.rand(7)
+    data = captured(streams)
+    expected = numpy.random.rand(5).tolist()
+    numpy.random.set_bit_generator(numpy.random.MT19937(1))
+    assert streams.restore(data) == []
+    assert numpy.random.rand(5).tolist() == expected
+
+
+def test_a_mersenne_twister_comes_back_where_another_generator_is(streams: RngState) -> None:
+    seed(3)
+    data = captured(streams)
+    expected = numpy.random.rand(5).tolist()
+    numpy.random.set_bit_generator(numpy.random.PCG64(1))
+    streams.restore(data)
+    assert numpy.random.rand(5).tolist() == expected
+
+
+def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(rng.sys.modules, "numpy.random")
+    streams = RngState()
+    data = captured(streams)
+    monkeypatch.undo()
+    numpy.random.seed(8)
+    expected = numpy.random.rand()
+    numpy.random.seed(8)
+    streams.restore(data)
+    assert numpy.random.rand() == expected, "numpy's stream is left alone"
+
+
+def test_another_process_layout_is_noticed() -> None:
+    class Other(random.Random):
+        pass
+
+    assert rng._numpy_gauss_offset(type(numpy.random.RandomState(0))) is not None
+    assert rng._numpy_gauss_offset(Other) is None
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"RNG", b"XXXX" + bytes(24), b"RNG\1" + bytes(24), b"RNG\1" + b"\xff" * 24, b"RNG\1" + bytes(25)]
+)
+def test_garbage(data: bytes) -> None:
+    with pytest.raises(CheckpointError, match="random streams"):
+        RngState().restore(data)
+
+
+class TestDevice:
+    """The CUDA generator, by a stand-in for torch.cuda."""
+
+    class Generator:
+        def __init__(self) -> None:
+            self.state = torch.arange(16, dtype=torch.uint8)
+
+        def get_state(self) -> Any:
+            return self.state.clone()
+
+        def set_state(self, state: Any) -> None:
+            self.state = state
+
+    @pytest.fixture
+    def generators(self, monkeypatch: pytest.MonkeyPatch) -> list[Generator]:
+        made = [self.Generator(), self.Generator()]
+        cuda = torch.cuda
+        monkeypatch.setattr(cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(cuda, "is_available", lambda: True)
+        monkeypatch.setattr(cuda, "init", lambda: None)
+        monkeypatch.setattr(cuda, "current_device", lambda: 1)
+        monkeypatch.setattr(cuda, "default_generators", made)
+        return made
+
+    def test_the_current_one_is_captured(self, generators: list[Generator]) -> None:
+        generators[1].state += 5
+        data = captured(RngState())
+        generators[1].state = torch.zeros(16, dtype=torch.uint8)
+        assert RngState().restore(data) == []
+        assert generators[1].state.tolist() == list(range(5, 21))
+        assert generators[0].state.tolist() == list(range(16))
+
+    def test_a_job_without_the_device_says_so(
+        self, generators: list[Generator], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        data = captured(RngState())
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert "no CUDA device" in RngState().restore(data)[0]

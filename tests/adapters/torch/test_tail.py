@@ -1,0 +1,417 @@
+"""What follows an update belongs to its version, whenever the save comes."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+import warnings
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.optim import lr_scheduler as lr  # noqa: E402
+
+from ttp.adapters.torch import schedules  # noqa: E402
+from ttp.adapters.torch.job_state import JobState  # noqa: E402
+from ttp.adapters.torch.tail import Tail  # noqa: E402
+from ttp.adapters.torch.watch import watch_method  # noqa: E402
+from ttp.errors import UsageError  # noqa: E402
+
+
+class Loop:
+    """A training loop in its parts, with the calls that the hooks would make."""
+
+    def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False) -> None:
+        self.model = nn.Linear(2, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = make(self.optimizer) if make else None
+        self.scaler = scaler
+        self.version = 0
+        self.tail = Tail([self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages)
+
+    def forward(self, training: bool = True) -> None:
+        self.tail.forward_entered(training)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    def update(self) -> None:
+        self.tail.at_gate()
+        self.optimizer.step()
+        self.version += 1
+        self.tail.update_finished(self.version)
+
+    def step(self, *args: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.scheduler.step(*args)
+
+    def iterations(self, count: int) -> None:
+        for _ in range(count):
+            self.forward()
+            self.update()
+            self.step()
+
+    def state(self, version: int | None = None) -> JobState:
+        return self.tail.job_state(self.version if version is None else version)
+
+    @property
+    def rate(self) -> float:
+        return float(self.tail.param_groups(self.version)[0][0]["lr"])
+
+
+def exponential(optimizer: Any) -> Any:
+    return lr.ExponentialLR(optimizer, 0.5)
+
+
+SCHEDULERS = [
+    exponential,
+    lambda o: lr.LambdaLR(o, lambda n: 1 / (1 + n)),
+    lambda o: lr.CosineAnnealingLR(o, 100),
+    lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=2), lr.CosineAnnealingLR(o, 50)], [2]),
+    lambda o: lr.OneCycleLR(o, 0.3, total_steps=50),
+    lambda o: lr.CyclicLR(o, 0.01, 0.1),
+    lambda o: lr.CosineAnnealingWarmRestarts(o, 5),
+]
+
+
+class TestStepAfterTheUpdate:
+    def test_settled_with_the_step_once_that_is_known(self) -> None:
+        loop = Loop(exponential)
+        loop.iterations(2)
+        loop.forward()
+        loop.update()
+        assert not loop.tail.settled()
+        loop.step()
+        assert loop.tail.settled()
+        assert loop.state().scheduler["last_epoch"] == 3
+        assert loop.rate == pytest.approx(0.1 * 0.5**3)
+
+    def test_the_first_version_settles_with_the_next_forward_pass(self) -> None:
+        loop = Loop(exponential)
+        assert loop.tail.settled(), "before any update"
+        loop.forward()
+        loop.update()
+        assert not loop.tail.settled(), "nothing is known yet"
+        loop.step()
+        assert not loop.tail.settled()
+        loop.forward()
+        assert loop.tail.settled()
+        assert loop.state().scheduler["last_epoch"] == 1
+
+    def test_standing_at_the_gate_settles_too(self) -> None:
+        loop = Loop(exponential)
+        loop.update()
+        loop.tail.at_gate()
+        assert loop.tail.settled()
+
+    def test_a_step_that_is_due_is_said_to_be(self) -> None:
+        loop = Loop(exponential)
+        loop.iterations(3)
+        loop.forward()
+        loop.update()
+        state = loop.state()
+        assert state.scheduler_pending
+        assert state.scheduler["last_epoch"] == 3
+        loop.step()
+        assert not loop.state().scheduler_pending
+
+    def test_a_step_that_raised_is_due_even_the_first_time(self) -> None:
+        class Broken(lr.ExponentialLR):  # type: ignore[misc,name-defined]
+            broken = False
+
+            def get_lr(self) -> Any:
+                if self.broken:
+                    raise RuntimeError("inside scheduler.step()")
+                return super().get_lr()
+
+        loop = Loop(lambda o: Broken(o, 0.5))
+        loop.forward()
+        loop.update()
+        loop.scheduler.broken = True
+        assert not loop.state().scheduler_pending, "nobody knows yet"
+        with pytest.raises(RuntimeError):
+            loop.step()
+        assert not loop.tail.settled()
+        assert loop.state().scheduler_pending
+        assert loop.state().scheduler["last_epoch"] == 0, "half a step must not be saved"
+        assert loop.rate == 0.1
+
+    @pytest.mark.parametrize("make", SCHEDULERS)
+    @pytest.mark.parametrize("settled", [True, False])
+    def test_a_resumed_schedule_goes_on_as_the_unbroken_one(self, make: Any, settled: bool) -> None:
+        unbroken = Loop(make)
+        unbroken.iterations(4)
+        unbroken.forward()
+        unbroken.update()
+        if settled:
+            unbroken.step()
+        saved = JobState.decode(unbroken.state().encode())
+        groups = unbroken.tail.param_groups(5)[0]
+        if not settled:
+            unbroken.step()
+        resumed = Loop(make)
+        resumed.optimizer.param_groups[0].update(groups[0])
+        assert schedules.load_scheduler(resumed.scheduler, saved) == []
+        resumed.tail.restored(5)
+        resumed.version = 5
+        for _ in range(6):
+            unbroken.iterations(1)
+            resumed.iterations(1)
+            assert resumed.state() == unbroken.state()
+            assert resumed.tail.param_groups(resumed.version) == unbroken.tail.param_groups(unbroken.version)
+
+
+class TestOtherLoops:
+    def test_leading_the_step_belongs_to_the_next_version(self) -> None:
+        loop = Loop(exponential)
+        for _ in range(3):
+            loop.forward()
+            loop.step()
+            loop.update()
+            assert loop.tail.settled()
+            assert not loop.state().scheduler_pending
+        loop.forward()
+        loop.step()  # for version 4, which may never come
+        assert loop.state().scheduler["last_epoch"] == 3
+        assert loop.rate == pytest.approx(0.1 * 0.5**3)
+        loop.update()
+        assert loop.state().scheduler["last_epoch"] == 4
+
+    def test_once_per_epoch(self) -> None:
+        """Nothing to learn: the next forward pass settles, and nothing is said to be due."""
+        loop = Loop(exponential)
+        for number in range(1, 13):
+            loop.forward()
+            loop.update()
+            assert not loop.tail.settled()
+            assert not loop.state().scheduler_pending
+            if number % 4 == 0:
+                loop.step()
+            loop.forward()
+            assert loop.tail.settled()
+            assert loop.state().scheduler["last_epoch"] == number // 4
+
+    def test_validation_between_update_and_step(self) -> None:
+        loop = Loop(lambda o: lr.ReduceLROnPlateau(o, patience=0, factor=0.5))
+        loop.forward()
+        loop.update()
+        loop.forward(training=False)
+        assert loop.tail.settled(), "a save does not wait for an evaluation to end"
+        loop.step(1.0)
+        loop.step(2.0)
+        assert loop.state().scheduler["num_bad_epochs"] == 0 and loop.rate == 0.05
+
+    def test_skipped_iterations_leave_the_version_as_it_was(self) -> None:
+        """They are repeated after a restore: a second step would be made twice."""
+        loop = Loop(exponential)
+        loop.iterations(2)
+        loop.forward()  # the scaler skips the update; the loop steps the scheduler all the same
+        loop.step()
+        assert loop.scheduler.last_epoch == 3
+        assert loop.state().scheduler["last_epoch"] == 2
+        assert loop.tail.settled()
+
+    def test_without_anything_every_moment_is_settled(self) -> None:
+        loop = Loop()
+        loop.update()
+        assert loop.tail.settled()
+        assert not loop.tail.wants_forward
+        assert loop.state() == JobState(1)
+
+    def test_averages_settle_with_the_next_forward_pass(self) -> None:
+        loop = Loop(averages=True)
+        loop.forward()
+        loop.update()
+        assert not loop.tail.settled()
+        loop.forward(training=False)
+        assert loop.tail.settled()
+
+    def test_rates_set_by_hand(self) -> None:
+        loop = Loop()
+        for version in (1, 2):
+            loop.forward()
+            loop.optimizer.param_groups[0]["lr"] = 1.0 / version
+            loop.update()
+        loop.optimizer.param_groups[0]["lr"] = 9.0
+        assert loop.rate == 0.5
+        assert "params" not in loop.tail.param_groups(2)[0][0]
+
+    def test_the_version_before_is_known_too(self) -> None:
+        loop = Loop(exponential)
+        loop.iterations(3)
+        assert loop.state(2).scheduler["last_epoch"] == 2
+        assert loop.state(3).scheduler["last_epoch"] == 3
+
+    def test_another_version_gets_the_present_state(self, caplog: pytest.LogCaptureFixture) -> None:
+        loop = Loop(exponential)
+        loop.iterations(3)
+        assert loop.state(9).scheduler["last_epoch"] == 3
+        assert "not kept" in caplog.text
+
+    def test_a_tensor_as_rate_is_copied(self) -> None:
+        loop = Loop()
+        loop.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        loop.update()
+        loop.optimizer.param_groups[0]["lr"].fill_(7.0)
+        assert loop.rate == 0.5
+
+
+class TestByHand:
+    def test_the_user_says_when(self) -> None:
+        loop = Loop(exponential)
+        loop.forward()
+        loop.update()
+        loop.step()
+        assert not loop.tail.settled()
+        loop.tail.step_done()
+        assert loop.tail.settled() and loop.state().scheduler["last_epoch"] == 1
+        loop.forward()
+        loop.optimizer.step()
+        loop.step()
+        loop.tail.update_finished(2, whole=True)
+        assert loop.tail.settled() and loop.state(2).scheduler["last_epoch"] == 2
+        assert not loop.state(2).scheduler_pending
+
+
+class TestScaler:
+    def loop(self, make: Any = None) -> Loop:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        return Loop(make, scaler=scaler)
+
+    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+        loop.forward()
+        weight = next(loop.model.parameters())
+        loop.scaler.scale(weight.sum() * 0)
+        if overflow:
+            weight.grad.fill_(float("inf"))
+        loop.tail.at_gate()
+        if not overflow:
+            loop.version += 1
+        loop.scaler.step(loop.optimizer)
+        if not overflow:
+            loop.tail.update_finished(loop.version)
+        if update:
+            loop.scaler.update()
+
+    def test_it_settles_with_the_update(self) -> None:
+        loop = self.loop()
+        self.iteration(loop, update=False)
+        assert not loop.tail.settled()
+        assert loop.state().scaler_pending
+        loop.scaler.update()
+        assert loop.tail.settled()
+        assert not loop.state().scaler_pending
+        assert loop.state().scaler == loop.scaler.state_dict()
+
+    def test_a_skipped_step_is_no_version_and_is_repeated(self) -> None:
+        loop = self.loop()
+        self.iteration(loop)
+        before = loop.scaler.state_dict()
+        self.iteration(loop, overflow=True)
+        assert loop.version == 1
+        assert loop.scaler.get_scale() == 4.0
+        assert loop.state().scaler == before
+        self.iteration(loop)
+        assert loop.state().scaler == loop.scaler.state_dict()
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_a_resumed_scaler_goes_on_as_the_unbroken_one(self, count: int) -> None:
+        unbroken = self.loop()
+        for _ in range(count):
+            self.iteration(unbroken)
+        self.iteration(unbroken, update=False)
+        saved = JobState.decode(unbroken.state().encode())
+        unbroken.scaler.update()
+        resumed = self.loop()
+        assert saved.scaler_pending
+        schedules.load_scaler(resumed.scaler, saved)
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
+
+    def test_a_disabled_one_is_nothing(self) -> None:
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", enabled=False))
+        loop.update()
+        assert loop.tail.settled() and loop.state().scaler is None
+
+    def test_both(self) -> None:
+        loop = self.loop(exponential)
+        for _ in range(2):
+            self.iteration(loop)
+            loop.step()
+        self.iteration(loop)
+        assert not loop.tail.settled()
+        assert loop.state().scheduler_pending and not loop.state().scaler_pending
+        loop.step()
+        assert loop.tail.settled()
+
+
+class TestWatching:
+    def test_the_scheduler_is_what_it_was(self) -> None:
+        loop = Loop(exponential)
+        assert isinstance(loop.scheduler, lr.ExponentialLR)
+        assert type(loop.scheduler).__name__ == "ExponentialLR"
+        assert "step" not in loop.scheduler.state_dict()
+        for twin in (copy.deepcopy(loop.scheduler), pickle.loads(pickle.dumps(loop.scheduler))):
+            assert type(twin) is lr.ExponentialLR
+        loop.tail.close()
+        assert type(loop.scheduler) is lr.ExponentialLR
+
+    def test_a_state_that_cannot_be_stored_is_said_at_start(self) -> None:
+        class Odd(lr.ExponentialLR):  # type: ignore[misc,name-defined]
+            def state_dict(self) -> dict[str, Any]:
+                return {"curve": [object()]}
+
+        with pytest.raises(UsageError, match=r"scheduler.state_dict\(\)\['curve'\]\[0\]"):
+            Loop(lambda o: Odd(o, 0.5))
+
+    def test_what_cannot_be_watched_settles_with_the_forward_pass(self) -> None:
+        loop = Loop(exponential)
+        loop.tail.close()
+        vars(loop.scheduler)["step"] = loop.scheduler.step
+        tail = Tail([loop.optimizer], scheduler=_Plain(loop.scheduler))
+        tail.update_finished(1)
+        assert not tail.settled()
+        tail.forward_entered(training=True)
+        assert tail.settled()
+
+    def test_a_listener_that_fails_does_not_reach_the_caller(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Thing:
+            def step(self, by: int) -> int:
+                return by + 1
+
+        def fail() -> None:
+            raise RuntimeError("mine")
+
+        thing = Thing()
+        watch_method(thing, "step", fail, fail)
+        assert [thing.step(1), thing.step(by=2)] == [2, 3]
+        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+
+    def test_after_is_called_only_when_the_method_returned(self) -> None:
+        class Thing:
+            def step(self) -> None:
+                raise ValueError
+
+        calls: list[str] = []
+        thing = Thing()
+        watch_method(thing, "step", lambda: calls.append("before"), lambda: calls.append("after"))
+        with pytest.raises(ValueError):
+            thing.step()
+        assert calls == ["before"]
+
+
+class _Plain:
+    """A scheduler whose class cannot be exchanged."""
+
+    __slots__ = ("scheduler",)
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+
+    def step(self) -> None:
+        self.scheduler.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_epoch": self.scheduler.last_epoch}
