@@ -4,7 +4,8 @@
     RANK=0 STEP=30 make demo    this rank, in the course of this step
     SEED=7 make demo            the same "random" choice again
 
-Exits with 0 only if no step was lost and both runs ended with the same weights, optimizer state and losses, bit for bit.
+Exits with 0 only if no step was lost and both runs ended with the same weights, optimizer state and losses, bit for
+bit.
 """
 
 from __future__ import annotations
@@ -38,10 +39,6 @@ RUN_S_MAX = 120.0
 COMPARED = {"weights": "final weights", "optimizer": "optimizer state", "losses": "loss curve"}
 
 _STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
-_SHOWN = frozenset(
-    "opened evidence retracted answer acknowledged plan replan nothing_new saved save_failed commit committed "
-    "commit_failed thawed released closed".split()
-)
 
 
 @dataclass
@@ -61,8 +58,8 @@ class Kill:
         """Remember when the rescue got how far."""
         if self.at_s is None:
             return
-        reached = {"opened": "detect", "answer": "freeze", "saved": "save", "committed": "commit"}.get(event.kind)
-        if reached == "detect":
+        reached = {"opened": "detect", "plan": "freeze", "saved": "save", "committed": "commit"}.get(event.kind)
+        if reached in ("detect", "freeze"):  # with the plan, all that matter have answered
             self.reached_s.setdefault(reached, event.monotonic_s)
         elif reached:
             self.reached_s[reached] = event.monotonic_s
@@ -158,7 +155,7 @@ def _show_event(event: Event, screen: Screen, kill: Kill | None) -> None:
     if kill is None or kill.at_s is None:
         return
     kill.note(event)
-    if event.kind in _SHOWN:
+    if event.incident:
         screen.event(event, kill.at_s)
     elif event.kind == "restore":
         screen.say(Text(f"  started again from version {event.facts['version']}", "bold green"))
@@ -172,7 +169,12 @@ def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[st
     same = {name: unbroken[name] == broken[name] for name in COMPARED}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="kill -9 and what came of it")
     table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) in the course of step {kill.step}")
-    for name, title in (("detect", "detected"), ("freeze", "all frozen"), ("save", "saved"), ("commit", "committed")):
+    for name, title in (
+        ("detect", "detected"),
+        ("freeze", "frozen, planned"),
+        ("save", "saved"),
+        ("commit", "committed"),
+    ):
         reached_s = kill.reached_s.get(name)
         took = "never" if reached_s is None or kill.at_s is None else f"{(reached_s - kill.at_s) * 1e3:8.1f} ms after"
         table.add_row(title, took)

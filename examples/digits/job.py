@@ -34,10 +34,11 @@ class Output:
 
 @dataclass(frozen=True)
 class Event:
-    """Something that the controller recorded; ``monotonic_s`` is the clock of this host."""
+    """Something that the controller recorded. ``monotonic_s`` is the clock of this host; ``incident`` may be empty."""
 
     kind: str
     monotonic_s: float
+    incident: str
     facts: dict[str, Any]
 
 
@@ -126,7 +127,8 @@ class Job:
                     for event in stub(channel).WatchEvents(request, metadata=metadata(self.token)):
                         if (event.sequence, event.unix_s) not in seen:
                             seen.add((event.sequence, event.unix_s))
-                            self.news.put(Event(event.kind, event.monotonic_s, json.loads(event.json)))
+                            facts = json.loads(event.json)
+                            self.news.put(Event(event.kind, event.monotonic_s, event.incident, facts))
             except grpc.RpcError:
                 self._over.wait(RETRY_S)
 

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttp.core.incident import Evidence, Incident
-from ttp.core.layout import Rank
-from ttp.core.messages import FaultKind
 from ttp.errors import EXIT_SAVED, CheckpointError
 from ttp.store.names import INCIDENTS
 
 SUFFIX = ".jsonl"
+
+EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "silent", "collective", "snapshot")
+"""Kinds of evidence, the ones that explain the most first; as the controller ranks them."""
+
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
 
 
@@ -72,16 +73,13 @@ class IncidentLog:
 
     @property
     def cause(self) -> str:
-        """The evidence that explains the most, as the controller itself chooses it."""
-        incident = Incident(self.id, 0.0, snapshot=False)
-        for line in self.of("evidence", "retracted"):
-            subject, kind = _subject(line), _fault_kind(line)
-            if line.kind == "evidence":
-                incident.evidence.append(Evidence(subject, kind, str(line.facts.get("text", "")), line.at_ms))
-                continue
-            for evidence in incident.evidence:
-                evidence.retracted |= (evidence.subject, evidence.kind) == (subject, kind)
-        return incident.cause if incident.evidence else "no evidence was recorded"
+        """The evidence that explains the most; what was taken back only if nothing else is left."""
+        accused = {_accusation(line): line for line in self.of("evidence")}
+        retracted = {_accusation(line) for line in self.of("retracted")}
+        standing = [line for key, line in accused.items() if key not in retracted] or list(accused.values())
+        if not standing:
+            return "no evidence was recorded"
+        return str(min(standing, key=_explains).facts.get("text", ""))
 
     @property
     def saved(self) -> bool:
@@ -186,13 +184,11 @@ def _number(record: Mapping[str, Any], name: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
-def _subject(line: Line) -> Rank:
-    rank = line.facts.get("rank")
-    return Rank(rank if isinstance(rank, int) else -1)
+def _accusation(line: Line) -> tuple[str, str]:
+    """Whom and what an ``evidence`` or its ``retracted`` is about."""
+    return str(line.facts.get("rank")), str(line.facts.get("evidence"))
 
 
-def _fault_kind(line: Line) -> FaultKind:
-    try:
-        return FaultKind(line.facts.get("evidence"))
-    except ValueError:
-        return FaultKind.OUTSIDE
+def _explains(line: Line) -> int:
+    kind = line.facts.get("evidence")
+    return EXPLAINS.index(kind) if kind in EXPLAINS else len(EXPLAINS)

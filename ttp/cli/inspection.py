@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -31,7 +31,7 @@ class Tensor:
         dtype: element type.
         shape: of the whole tensor, over all shards.
         files: the pieces that hold parts of it.
-        size: bytes that those parts take.
+        size: bytes that those parts take on disk.
     """
 
     name: str
@@ -49,8 +49,8 @@ def inspect(path: CheckpointOrDir, everything: All = False, json: Json = False) 
 
     JSON keys: path, version, run_id, incarnation, incident, cause, reason, world_size, groups (ranks by shard),
     framework, created_unix_s, ttp_version, format_version, size (bytes), pieces (file, size, digest, kind, shard,
-    writer), tensors (name, dtype, shape, files, size), values (names of what is no tensor), rank_local (present,
-    rederived: ranks), extra.
+    writer), tensors (name, dtype, shape, files, size in bytes on disk), values (names of what is no tensor), rank_local
+    (present and provisional: ranks; rederived: why, by rank), extra.
     """
     checkpoint = checkpoint_meant(path)
     manifest = Manifest.load(checkpoint)
@@ -63,7 +63,6 @@ def inspect(path: CheckpointOrDir, everything: All = False, json: Json = False) 
 def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
     """What ``ttp inspect --json`` prints."""
     plain = ("version", "run_id", "incarnation", "incident", "cause", "reason", "world_size", "framework")
-    present, rederived = rank_local(manifest)
     return {
         "path": str(path),
         **{name: getattr(manifest, name) for name in (*plain, "created_unix_s", "ttp_version", "format_version")},
@@ -78,15 +77,51 @@ def describe(path: Path, manifest: Manifest) -> dict[str, Any]:
             for t in tensors(manifest)
         ],
         "values": values(manifest),
-        "rank_local": {"present": present, "rederived": rederived},
+        "rank_local": asdict(rank_local(manifest)),
         "extra": dict(manifest.extra),
     }
 
 
-def rank_local(manifest: Manifest) -> tuple[list[int], list[int]]:
-    """Ranks whose own state is in the checkpoint, and ranks whose state is derived anew."""
-    missing = set(manifest.missing_pages)
-    return [rank for rank in range(manifest.world_size) if rank not in missing], sorted(missing)
+@dataclass(frozen=True, slots=True)
+class RankLocal:
+    """Whose own state is in a checkpoint.
+
+    Args:
+        present: these ranks resume with their own state.
+        provisional: of these, the ones that died before they had finished the version.
+        rederived: the others, and why nobody could save theirs.
+    """
+
+    present: list[int]
+    provisional: list[int]
+    rederived: dict[int, str]
+
+
+def rank_local(manifest: Manifest) -> RankLocal:
+    """See ``RankLocal``; from the tables of the rank-local pieces, and the ranks that nobody was asked about."""
+    present: set[int] = set()
+    provisional: set[int] = set()
+    reasons = {int(rank): "no rank of its host was left" for rank in manifest.missing_pages}
+    for piece in manifest.pieces:
+        if piece.kind == "rank_local":
+            contents = _contents(piece)
+            present.update(_ranks(contents.get("ranks")))
+            provisional.update(_ranks(contents.get("provisional")))
+            missing = contents.get("missing")
+            reasons |= (
+                {int(k): str(v) for k, v in missing.items() if k.isdecimal()} if isinstance(missing, dict) else {}
+            )
+    absent = set(range(manifest.world_size)) - present
+    return RankLocal(sorted(present), sorted(provisional), {r: reasons.get(r, "not saved") for r in sorted(absent)})
+
+
+def _ranks(value: Any) -> list[int]:
+    return [rank for rank in value if type(rank) is int] if isinstance(value, list) else []
+
+
+def _contents(piece: Piece) -> dict[str, Any]:
+    contents = json_format.loads(piece.table) if piece.table else None
+    return contents if isinstance(contents, dict) else {}
 
 
 def tensors(manifest: Manifest) -> list[Tensor]:
@@ -111,8 +146,7 @@ def values(manifest: Manifest) -> list[str]:
 def _rows(manifest: Manifest) -> Iterator[tuple[Piece, dict[str, Any]]]:
     """The rows of all tables of contents; a table of a form that is not known here is passed over."""
     for piece in manifest.pieces:
-        contents = json_format.loads(piece.table) if piece.table else None
-        items = contents.get("items") if isinstance(contents, dict) else None
+        items = _contents(piece).get("items")
         for row in items if isinstance(items, list) else []:
             if isinstance(row, dict) and "path" in row:
                 yield piece, row
@@ -151,9 +185,14 @@ def _tell(path: Path, m: Manifest, everything: bool) -> None:
 
 
 def _rank_local_text(m: Manifest) -> str:
-    present, rederived = rank_local(m)
-    parts = [f"present for ranks {compact_ranks(present)}"] if present else []
-    return "; ".join([*parts, *([f"derived anew for ranks {compact_ranks(rederived)}"] if rederived else [])])
+    local = rank_local(m)
+    parts = [f"present for ranks {compact_ranks(local.present)}"] if local.present else []
+    if local.provisional:
+        parts.append(f"of ranks {compact_ranks(local.provisional)} as it was when they died in the update")
+    by_reason: dict[str, list[int]] = {}
+    for rank, why in local.rederived.items():
+        by_reason.setdefault(why, []).append(rank)
+    return "; ".join([*parts, *(f"derived anew for ranks {compact_ranks(r)}: {why}" for why, r in by_reason.items())])
 
 
 def _tell_pieces(m: Manifest) -> None:
@@ -169,6 +208,6 @@ def _tell_tensors(m: Manifest, everything: bool) -> None:
         return
     shown = found if everything else found[:TENSORS_SHOWN_MAX]
     rows = [(t.name, t.dtype, "x".join(map(str, t.shape)) or "scalar", size_text(t.size)) for t in shown]
-    screen().print(table(("tensor", "dtype", "shape", "size"), rows, right=("size",)))
+    screen().print(table(("tensor", "dtype", "shape", "on disk"), rows, right=("on disk",)))
     if len(shown) < len(found):
         say(f"and {len(found) - len(shown)} more tensors: --all shows them")

@@ -19,6 +19,8 @@ from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigErr
 
 EXIT_NEGATIVE = 1
 EXIT_INTERRUPTED = 130
+EXIT_PIPE_CLOSED = 141
+"""As a shell says it: 128 + SIGPIPE."""
 
 app = typer.Typer(
     name="ttp",
@@ -94,17 +96,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments and arguments[0] in PASSED_ON:
             return PASSED_ON[arguments[0]](arguments[1:])
-        return int(app(arguments or ["--help"], prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
+        return _look(arguments or ["--help"])
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
-    except BrokenPipeError:  # `ttp list DIR | head`: the reader has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_TRAINED
     except TtpError as problem:
         complain(str(problem))
         return _exit_code(problem)
     except Exception as problem:
         return _usage_error(problem)
+
+
+def _look(arguments: list[str]) -> int:
+    try:
+        return int(app(arguments, prog_name="ttp", standalone_mode=False) or EXIT_TRAINED)
+    except SystemExit:  # how rich and typer leave when the reader of `ttp list DIR | head` has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_PIPE_CLOSED
 
 
 def _exit_code(problem: TtpError) -> int:

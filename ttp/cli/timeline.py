@@ -45,6 +45,8 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
 
 def words(line: Line) -> str:
     """One event in words; of a kind that is not known here, its fields."""
+    if _answer_text(line):
+        return _merged([line])[1]
     tell = _WORDS.get(line.kind)
     if tell is None:
         return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
@@ -63,7 +65,7 @@ def _answer_text(line: Line) -> str:
 
 
 def _merged(group: list[Line]) -> tuple[Line, str]:
-    ranks = [r for line in group if isinstance(r := line.facts.get("rank"), int)]
+    ranks = {r for line in group if isinstance(r := line.facts.get("rank"), int)}
     name = "rank" if len(ranks) == 1 else "ranks"
     return group[-1], f"{name} {compact_ranks(ranks)} {_answer_text(group[0])}"
 

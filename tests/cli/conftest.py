@@ -1,0 +1,249 @@
+"""Commands run in this process; a save_dir made by the store itself; a real controller with ranks that obey."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from ttp.cli.main import main
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.store import names
+from ttp.store.commit import commit
+from ttp.store.digest import digest_bytes
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.convert import order_from_wire, report_to_wire
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command answered."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Ttp = Callable[..., Said]
+
+
+@pytest.fixture
+def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ttp:
+    """Run ``ttp ARGUMENTS`` in this process."""
+    for name in [n for n in os.environ if n.startswith("TTP_") or n == "MASTER_ADDR"]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("COLUMNS", "240")
+
+    def run(*arguments: object) -> Said:
+        capsys.readouterr()
+        code = main([str(argument) for argument in arguments])
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return run
+
+
+# ------------------------------------------------------------------------------------------ what was saved
+
+TABLE = {
+    "format": 1,
+    "items": [
+        {"path": ["model", "weight"], "at": [0, 100], "dtype": "float32", "shape": [10, 2]},
+        {"path": ["optim", "weight", "exp_avg"], "at": [100, 100], "dtype": "bfloat16", "shape": []},
+        {"path": ["optim", "groups", 0, "lr"], "at": [200, 20]},
+    ],
+}
+LOCAL = {"ranks": [0, 2], "provisional": [2], "missing": {"1": "there is no page of rank 1"}}
+
+
+@dataclass
+class SaveDir:
+    """A save_dir, filled by the store's own commit."""
+
+    path: Path
+
+    def checkpoint(self, version: int, incident: str = "one") -> Path:
+        files = {
+            "__0_0.distcp": (b"%d weights " % version * 30, "shard", "model", TABLE),
+            "rank_local_2_0.msgpack": (b"%d pages" % version, "rank_local", "", LOCAL),
+            "job_0.msgpack": (b"", "job", "", None),
+        }
+        draft = self.path / names.draft_name(Version(version), incident)
+        draft.mkdir(parents=True)
+        pieces = []
+        for file, (data, kind, shard, table) in files.items():
+            (draft / file).write_bytes(data)
+            text = json.dumps(table) if table else ""
+            pieces.append(m.Piece(file, len(data), digest_bytes(data), kind, shard, Rank(2), text))
+        order = m.Commit(
+            rank=Rank(2),
+            term=1,
+            incident=incident,
+            generation=0,
+            version=Version(version),
+            incarnation=3,
+            draft=draft.name,
+            cause="rank 1 [b] was lost",
+            reason="newest that is whole",
+            keep=100,
+            pieces=tuple(pieces),
+            missing_pages=(Rank(3),),
+        )
+        groups = {Shard("model"): tuple(Rank(r) for r in range(4))}
+        path, _ = commit(
+            self.path, order, run_id="job", world_size=4, groups=groups, framework="torch", finalise=lambda _: []
+        )
+        return path
+
+    def draft(self, version: int) -> Path:
+        path = self.path / names.draft_name(Version(version), "lost")
+        path.mkdir(parents=True)
+        (path / "__0_0.distcp").write_bytes(b"half of")
+        return path
+
+
+@pytest.fixture
+def save_dir(tmp_path: Path) -> SaveDir:
+    return SaveDir(tmp_path / "checkpoints")
+
+
+def flip(file: Path) -> None:
+    """Damage one bit."""
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+# ------------------------------------------------------------------------------------------ a running job
+
+
+def free_port() -> int:
+    with socket.socket() as probing:
+        probing.bind(("127.0.0.1", 0))
+        return int(probing.getsockname()[1])
+
+
+class Controller:
+    """A real controller process, and ranks that do as they are told without a byte on disk."""
+
+    def __init__(self, run_dir: Path, token: str = "", **env: str) -> None:
+        self.port, self.token = free_port(), token
+        clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ttp.controller", "--port", str(self.port), "--run-dir", str(run_dir)],
+            env={**clean, "TTP_TOKEN": token, **env},
+            cwd=REPOSITORY,
+            stderr=subprocess.DEVNULL,
+        )
+        self._channel = open_channel("127.0.0.1", self.port)
+        grpc.channel_ready_future(self._channel).result(timeout=60)
+        self._threads: list[threading.Thread] = []
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def ranks(self, world_size: int, version: int = 7, *, saves: bool = True) -> None:
+        """All ranks of a job say hello; returns when the controller has welcomed them."""
+        welcomed = threading.Barrier(world_size + 1)
+        for rank in range(world_size):
+            work = (Rank(rank), world_size, Version(version), saves, welcomed)
+            self._threads.append(threading.Thread(target=self._rank, args=work, daemon=True))
+            self._threads[-1].start()
+        welcomed.wait(60)
+
+    def _rank(self, rank: Rank, world_size: int, version: Version, saves: bool, welcomed: threading.Barrier) -> None:
+        outbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        outbox.put(report_to_wire(hello(rank, world_size, version)))
+        with suppress(grpc.RpcError):
+            for wire in stub(self._channel).Attach(iter(outbox.get, None), metadata=metadata(self.token)):
+                order = order_from_wire(wire)
+                if isinstance(order, m.Welcome):
+                    welcomed.wait(60)
+                answer = obey(order, version, saves=saves)
+                if answer is not None:
+                    outbox.put(report_to_wire(answer))
+        outbox.put(None)
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.wait()
+        self._channel.close()
+        for thread in self._threads:
+            thread.join(30)
+
+
+def obey(order: m.Order, version: Version, *, saves: bool) -> m.Report | None:
+    match order:
+        case m.Freeze(rank=rank, incident=incident):
+            return m.Frozen(rank, incident, version, m.Phase.IDLE, final=True)
+        case m.Save(rank=rank, incident=incident, generation=generation) if saves:
+            return m.Saved(rank, incident, generation, ())
+        case m.Save(rank=rank, incident=incident, generation=generation):
+            return m.SaveFailed(rank, incident, generation, "no space left")
+        case m.Commit(rank=rank, incident=incident, generation=generation):
+            return m.Committed(rank, incident, generation, f"/made/up/step_{version}", 1)
+        case m.Release(rank=rank):
+            return m.Goodbye(rank, m.GoodbyeReason.RELEASED, version)
+    return None
+
+
+def hello(rank: Rank, world_size: int, version: Version) -> m.Hello:
+    layout = Layout.data_parallel(world_size)
+    return m.Hello(
+        rank=rank,
+        protocol_major=m.PROTOCOL_MAJOR,
+        protocol_minor=m.PROTOCOL_MINOR,
+        ttp_version="test",
+        run_id="digits",
+        launch=0,
+        incarnation=0,
+        nonce=f"process-{rank}",
+        world_size=world_size,
+        layout_digest=layout.digest,
+        groups=tuple(m.ShardGroup(s, r) for s, r in layout.groups.items()),
+        host="left" if rank < world_size // 2 else "right",
+        pid=1000 + rank,
+        local_rank=rank,
+        save_dir="",
+        framework="torch",
+        version=version,
+        phase=m.Phase.IDLE,
+        base_version=Version(0),
+        term_seen=0,
+        incident="",
+        released=False,
+        resume=False,
+    )
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Controller]]:
+    running: list[Controller] = []
+
+    def make(token: str = "", **env: str) -> Controller:
+        running.append(Controller(tmp_path, token, **env))
+        return running[-1]
+
+    yield make
+    for controller in running:
+        controller.close()

@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.cli.conftest import REPOSITORY, Ttp
+from tests.cli.test_saved import keys_in_help
+from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
+from ttp.cli.timeline import _WORDS, rows, words
+from ttp.controller.driver import Happening
+from ttp.controller.journal import Journal
+from ttp.core import incident as core
+from ttp.core.messages import FaultKind
+
+SAVED: list[tuple[float, str, dict[str, Any]]] = [
+    (0.0, "opened", {"incarnation": 2, "term": 1, "world_size": 4, "snapshot": False, "recovered": False}),
+    (0.1, "evidence", {"rank": 0, "evidence": "collective", "text": "rank 0 raised", "detail": "Trace\nback"}),
+    (0.2, "evidence", {"rank": 3, "evidence": "lost", "text": "rank 3 was lost", "detail": "", "witness": None}),
+    (0.9, "acknowledged", {"rank": 1, "version": 11, "phase": "updating", "stuck": False, "settled": True}),
+    (1.0, "answer", {"rank": 0, "version": 12, "phase": "idle", "stuck": False, "settled": True}),
+    (1.5, "answer", {"rank": 2, "version": 12, "phase": "idle", "stuck": False, "settled": True}),
+    (2.0, "answer", {"rank": 1, "version": 12, "phase": "idle", "stuck": True, "settled": False}),
+    (2.1, "plan", {"version": 12, "reason": "the newest", "savers": {"model": 0}, "how": {"model": "redo"}}),
+    (9.0, "saved", {"rank": 0, "pieces": [{"file": "a", "size": 1500}, {"file": "b", "size": 500}]}),
+    (9.1, "commit", {"rank": 0, "generation": 0}),
+    (12.0, "committed", {"rank": 0, "version": 12, "path": "/x/step_12", "size": 2000}),
+    (1012.0, "released", {"exit_code": 75, "text": "saved version 12"}),
+    (1100.0, "closed", {"left_behind": []}),
+]
+
+
+def write(
+    save_dir: Path, incident: str, story: list[tuple[float, str, dict[str, Any]]], started_s: float = 50.0
+) -> Path:
+    """As the controller does: through its own journal."""
+    journal = Journal(save_dir / "elsewhere")
+    for sequence, (at_ms, kind, facts) in enumerate(story, start=1):
+        at_s = at_ms / 1e3
+        happening = Happening(sequence, 1.8e9 + at_s, started_s + at_s, kind, incident, json.dumps(facts))
+        journal.write(str(save_dir), happening)
+    journal.close(30)
+    return save_dir / "incidents" / f"{incident}.jsonl"
+
+
+def test_reads_what_the_journal_writes(tmp_path: Path) -> None:
+    log = read_incident(write(tmp_path, "one", SAVED))
+    assert [(line.at_ms, line.kind, dict(line.facts)) for line in log.lines] == [
+        (pytest.approx(at_ms, abs=0.01), kind, facts) for at_ms, kind, facts in SAVED
+    ]
+    assert (log.id, log.cause, log.version, log.saved, log.unreadable) == ("one", "rank 3 was lost", 12, True, 0)
+    assert log.checkpoint == "/x/step_12"
+    assert log.saved_after_ms == pytest.approx(12, abs=0.01)
+    assert log.outcome == "exit 75: saved version 12"
+
+
+@pytest.mark.parametrize("lost", range(1, 40))
+def test_a_torn_last_line(tmp_path: Path, lost: int) -> None:
+    path = write(tmp_path, "one", SAVED)
+    data = path.read_bytes()
+    path.write_bytes(data[:-lost])
+    log = read_incident(path)
+    assert len(log.lines) == len(SAVED) - (lost > 1)  # only the newline is missing: the line is whole
+    assert log.unreadable == (lost > 1)
+    assert log.cause == "rank 3 was lost"
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\xfe\n", b"[1]\n", b'{"kind": 5}\n', b'"opened"\n', b"[" * 100_000 + b"\n"])
+def test_garbage_in_the_middle(tmp_path: Path, garbage: bytes) -> None:
+    path = write(tmp_path, "one", SAVED)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:3], garbage, *lines[3:]]))
+    log = read_incident(path)
+    assert (len(log.lines), log.unreadable, log.version) == (len(SAVED), 1, 12)
+
+
+def test_an_empty_file(tmp_path: Path, ttp: Ttp) -> None:
+    path = write(tmp_path, "one", SAVED)
+    path.write_bytes(b"")
+    log = read_incident(path)
+    assert (log.saved, log.version, log.opened_unix_s) == (False, None, 0.0)
+    assert "no evidence" in ttp("incidents", tmp_path, "one").out
+
+
+def test_a_takeover_on_another_host(tmp_path: Path) -> None:
+    path = write(tmp_path, "one", SAVED[:4], started_s=5000.0)
+    second = [(40.0, "opened", {"recovered": True, "term": 2}), (41.5, "released", {"exit_code": 70, "text": "why"})]
+    write(tmp_path, "one", second, started_s=3.0)
+    log = read_incident(path)
+    assert [line.at_ms for line in log.lines][-2:] == [pytest.approx(40, abs=0.01), pytest.approx(41.5, abs=0.01)]
+    assert not log.saved
+    assert "term 2" in words(log.lines[-2])
+
+
+def test_what_was_taken_back_is_no_cause(tmp_path: Path) -> None:
+    story = [*SAVED[:3], (0.3, "retracted", {"rank": 3, "evidence": "lost"})]
+    assert read_incident(write(tmp_path, "one", story)).cause == "rank 0 raised"
+    alone = [SAVED[2], (0.3, "retracted", {"rank": 3, "evidence": "lost"})]
+    assert read_incident(write(tmp_path, "two", alone)).cause == "rank 3 was lost"
+
+
+def test_the_cause_is_chosen_as_the_controller_does() -> None:
+    assert [kind.value for kind in core._EXPLAINS] == list(EXPLAINS)
+    assert set(EXPLAINS) == {kind.value for kind in FaultKind}
+
+
+def test_every_kind_that_an_incident_can_record_has_words() -> None:
+    recorded = set()
+    for file in (REPOSITORY / "ttp" / "core").glob("*.py"):
+        recorded |= set(re.findall(r"record\(\s*\"(\w+)\"", file.read_text()))
+    without_incident = {"formed", "incarnation", "restore", "finished", "stopped"}
+    assert {"opened", "plan", "released"} <= recorded, "the search finds nothing: has record() another name now?"
+    assert recorded - without_incident - {"answer", "acknowledged"} <= set(_WORDS)
+
+
+def test_the_newest_first(tmp_path: Path, ttp: Ttp) -> None:
+    ids = ["20261120-094512-9-ffff", "20261120-094512-10-0000", "20261121-000000-1-0000"]
+    for incident in ids:
+        write(tmp_path, incident, SAVED)
+    assert [path.stem for path in incident_files(tmp_path)] == ids[::-1]
+    assert [path.stem for path in incident_files(tmp_path / "incidents")] == ids[::-1]
+    assert [row["id"] for row in ttp("incidents", tmp_path, "--json").json] == ids[::-1]
+    assert ttp("incidents", tmp_path, "--last", "--json").json["id"] == ids[-1]
+    assert ttp("incidents", tmp_path, "ffff", "--json").json["id"] == ids[0]
+    ambiguous = ttp("incidents", tmp_path, "20261120")
+    assert ambiguous.code == 64
+    assert "2 incidents" in ambiguous.err
+    unknown = ttp("incidents", tmp_path, "bogus")
+    assert unknown.code == 64
+    assert ids[0] in unknown.err
+
+
+def test_like_answers_are_one_row(tmp_path: Path) -> None:
+    log = read_incident(write(tmp_path, "one", SAVED))
+    told = [text for line, text in rows(log) if line.kind in ("answer", "acknowledged")]
+    assert told == [
+        "rank 1 in the update after version 11: gate closed, it finishes first",
+        "ranks 0,2 frozen at version 12, idle",
+        "rank 1 frozen at version 12, idle, hangs in a collective (its processor can save), scheduler not stepped yet",
+    ]
+    assert sum(line.kind != "answer" for line, _ in rows(log)) == len(SAVED) - 3
+
+
+def test_the_timeline(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "one", SAVED)
+    said = ttp("incidents", tmp_path, "one")
+    assert said.code == 0
+    for line in (
+        "cause:   rank 3 was lost",
+        "+0.0 ms  opened       first sign of a fault: all of 4 ranks told to freeze (incarnation 2)",
+        "+1.5 ms  answer       ranks 0,2 frozen at version 12, idle",
+        "+2.1 ms  plan         version 12: rank 0 writes model, after redo model. the newest",
+        "+9.0 ms  saved        rank 0: a, b durable, 2.0 kB",
+        "+12.0 ms  committed    version 12 exists: step_12, 2.0 kB",
+        "+1012.0 ms  released     every rank exits with 75: saved version 12",
+        "+1100.0 ms  closed       all have left",
+    ):
+        assert line in said.out, line
+    assert "Trace" not in said.out
+    assert "Trace\n" in ttp("incidents", tmp_path, "--last", "--detail").out
+
+
+def test_a_kind_of_the_future_is_shown_as_it_is(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "one", [(0.0, "teleported", {"rank": 3, "to": "moon"})])
+    assert '"to": "moon"' in ttp("incidents", tmp_path, "one").out
+
+
+@pytest.mark.parametrize("kind", sorted({kind for _, kind, _ in SAVED} | set(_WORDS)))
+def test_missing_fields_do_no_harm(tmp_path: Path, ttp: Ttp, kind: str) -> None:
+    write(tmp_path, "one", [(0.0, kind, {})])
+    assert kind in ttp("incidents", tmp_path, "one").out
+    assert ttp("incidents", tmp_path).code == 0
+
+
+def test_json(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "one", SAVED)
+    (row,) = ttp("incidents", tmp_path, "--json").json
+    one = ttp("incidents", tmp_path, "one", "--json").json
+    assert {*one} == {*row, "lines"}
+    assert {*one, *one["lines"][0]} <= keys_in_help(ttp, "incidents")
+    assert one["lines"][-1] == {
+        "kind": "closed",
+        "at_ms": pytest.approx(1100, abs=0.01),
+        "unix_s": pytest.approx(1.8e9 + 1.1),
+        "monotonic_s": pytest.approx(51.1),
+        "facts": {"left_behind": []},
+    }
+
+
+def test_none(tmp_path: Path, ttp: Ttp) -> None:
+    assert ttp("incidents", tmp_path).code == 0
+    assert ttp("incidents", tmp_path, "--json").json == []
+    last = ttp("incidents", tmp_path, "--last")
+    assert (last.code, last.out) == (1, "")
+
+
+def test_a_false_alarm_and_a_failure(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "1", [*SAVED[:3], (5.0, "thawed", {"reason": "nothing is broken after all"})])
+    write(tmp_path, "2", [*SAVED[:3], (5.0, "released", {"exit_code": 70, "text": "not saved: no copy"})])
+    write(tmp_path, "3", SAVED[:3])
+    by_id = {row["id"]: (row["saved"], row["outcome"]) for row in ttp("incidents", tmp_path, "--json").json}
+    assert by_id == {
+        "1": (False, "training went on: nothing is broken after all"),
+        "2": (False, "exit 70: not saved: no copy"),
+        "3": (False, "not over, or its controller was lost"),
+    }
+    assert "no copy" in ttp("incidents", tmp_path).out

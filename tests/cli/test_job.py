@@ -1,0 +1,249 @@
+"""status, save, report-fault: against a real controller process."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from tests.cli.conftest import REPOSITORY, Controller, Ttp, free_port
+from tests.cli.test_saved import keys_in_help
+from ttp.cli import connection
+from ttp.cli.connection import ConfigError, UnreachableError, Where
+from ttp.cli.status import picture
+from ttp.launch.run_dir import prepare_run_dir, write_token
+from ttp.wire.v1 import controller_pb2 as pb
+
+Start = Callable[..., Controller]
+
+
+# --------------------------------------------------------------------------------------------------------------- status
+
+
+def test_status_of_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    said = ttp("status", "--port", controller.port)
+    assert said.code == 0
+    assert "waiting · no job has said hello yet" in said.out
+    seen = ttp("status", "--port", controller.port, "--json").json
+    assert seen["ranks"] == []
+    assert seen["last_incident"] is None
+    assert seen["controller"]["pid"] == controller.pid
+
+
+def test_status_of_a_job(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4, version=7)
+    seen = ttp("status", "--port", controller.port, "--json").json
+    assert (seen["stage"], seen["run_id"], seen["world_size"], seen["framework"]) == ("training", "digits", 4, "torch")
+    assert seen["groups"] == {"model": [0, 1, 2, 3]}
+    shown = [(r["rank"], r["host"], r["pid"], r["version"], r["phase"], r["state"]) for r in seen["ranks"]]
+    assert shown[0] == (0, "left", 1000, 7, "idle", "live")
+    assert shown[3] == (3, "right", 1003, 7, "idle", "live")
+    for nested in (seen, seen["ranks"][0], seen["controller"]):
+        assert set(nested) <= keys_in_help(ttp, "status")
+    said = ttp("status", "--port", controller.port).out
+    assert "training · run digits · incarnation 1 · 4 ranks · torch" in said
+    assert "shard model: ranks 0-3" in said
+    assert re.search(r"3 +right +1003 +7 +idle +live", said)
+
+
+def test_status_tells_the_last_incident(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(2)
+    assert ttp("save", "--port", controller.port, "--reason", "before the holidays").code == 0
+    said = ttp("status", "--port", controller.port)
+    assert "before the holidays" in said.out
+    assert "saved version 7" in said.out
+    seen = ttp("status", "--port", controller.port, "--json").json["last_incident"]
+    assert (seen["version"], seen["path"], seen["stage"]) == (7, "/made/up/step_7", "closed")
+    assert set(seen) <= keys_in_help(ttp, "status")
+
+
+def test_a_large_job_shows_who_stands_out() -> None:
+    ranks = [pb.RankStatus(rank=r, host="h", pid=r, version=9, state="live") for r in range(1000)]
+    ranks[500].state, ranks[501].version, ranks[502].version = "lost", 7, 8
+    now = pb.GetStatusResponse(ranks=ranks, world_size=1000)
+    short, long = rendered(now), rendered(now, all_ranks=True)
+    assert re.findall(r"^ +(\d+) +h ", short, re.MULTILINE) == ["500", "501"]
+    assert "998 ranks live at version 9 or one before: 0-499,502-999" in short
+    assert len(re.findall(r"^ +(\d+) +h ", long, re.MULTILINE)) == 1000
+
+
+def rendered(now: pb.GetStatusResponse, *, all_ranks: bool = False) -> str:
+    from rich.console import Console
+
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(picture(now, all_ranks))
+    return capture.get()
+
+
+def test_watch_goes_on_when_the_controller_is_gone(start: Start) -> None:
+    controller = start()
+    command = [sys.executable, "-m", "ttp", "status", "--watch", "--json", "--interval", "0.05"]
+    watching = subprocess.Popen(
+        [*command, "--port", str(controller.port)], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert watching.stdout is not None
+        assert json.loads(watching.stdout.readline())["stage"] == "waiting"
+        controller.close()
+        while "error" not in (seen := json.loads(watching.stdout.readline())):
+            assert seen["stage"] == "waiting"
+        assert "no ttp controller answers" in seen["error"]
+        assert watching.poll() is None
+    finally:
+        watching.kill()
+        watching.communicate()
+
+
+# ----------------------------------------------------------------------------------------------------------------- save
+
+
+def test_save(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(2, version=7)
+    said = ttp("save", "--port", controller.port)
+    assert (said.code, said.out) == (0, "saved version 7: /made/up/step_7\n")
+    assert ttp("status", "--port", controller.port, "--json").json["stage"] == "training"
+
+
+def test_save_json(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(2, version=7)
+    seen = ttp("save", "--json", "--port", controller.port).json
+    assert (seen["saved"], seen["version"], seen["path"]) == (True, 7, "/made/up/step_7")
+    assert set(seen) <= keys_in_help(ttp, "save")
+
+
+def test_save_without_a_job(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    said = ttp("save", "--port", controller.port)
+    assert (said.code, said.out) == (1, "")
+    assert "no job is training" in said.err
+    assert ttp("save", "--port", controller.port, "--json").json["saved"] is False
+
+
+def test_save_that_fails_says_why(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(2, saves=False)
+    said = ttp("save", "--port", controller.port)
+    assert said.code == 1
+    assert "no space left" in said.err
+
+
+# --------------------------------------------------------------------------------------------------------- report-fault
+
+
+def test_report_fault(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4, version=7)
+    said = ttp("report-fault", "--rank", 2, "--reason", "its fan stands still", "--port", controller.port)
+    assert said.code == 0
+    seen = ttp("status", "--port", controller.port, "--json").json["last_incident"]
+    assert "its fan stands still" in seen["cause"]
+
+
+def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4)
+    seen = ttp("report-fault", "--host", "right", "--json", "--port", controller.port).json
+    assert seen["accused"] == [2, 3]
+    assert set(seen) <= keys_in_help(ttp, "report-fault")
+
+
+@pytest.mark.parametrize("whom", [["--rank", "9"], ["--host", "nowhere"]])
+def test_report_fault_of_nobody(ttp: Ttp, start: Start, whom: list[str]) -> None:
+    controller = start()
+    controller.ranks(2)
+    said = ttp("report-fault", *whom, "--port", controller.port)
+    assert (said.code, said.out) == (1, "")
+    assert "no such rank" in said.err
+    assert ttp("status", "--port", controller.port, "--json").json["incidents_total"] == 0
+
+
+# ---------------------------------------------------------------------------------------------- finding the controller
+
+
+def test_nobody_there(ttp: Ttp) -> None:
+    for command in (["status"], ["save"], ["report-fault", "--rank", "0"]):
+        said = ttp(*command, "--port", free_port(), "--address", "127.0.0.1")
+        assert (said.code, said.out) == (1, "")
+        assert "no ttp controller answers" in said.err
+
+
+def test_the_token_comes_from_the_environment_or_the_run_dir(
+    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = start(token="secret")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    refused = ttp("status", "--port", controller.port)
+    assert refused.code == 64
+    assert "TTP_TOKEN" in refused.err
+    assert ttp("status", "--port", controller.port, "--token", "secret").code == 0
+    monkeypatch.setenv("TTP_TOKEN", "secret")
+    assert ttp("status", "--port", controller.port).code == 0
+    monkeypatch.delenv("TTP_TOKEN")
+    run_dir = connection.Config(port=controller.port).resolved_run_dir()
+    write_token(prepare_run_dir(run_dir), "secret")
+    assert ttp("status", "--port", controller.port).code == 0
+
+
+def test_the_only_job_of_this_host_is_meant(
+    ttp: Ttp, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    nothing = ttp("status")
+    assert nothing.code == 64
+    assert "TTP_PORT" in nothing.err
+    one, two = start(), start()
+    over = free_port()
+    for port in (one.port, over):
+        prepare_run_dir(connection.Config(port=port).resolved_run_dir())
+    assert ttp("status", "--json").json["controller"]["port"] == one.port
+    prepare_run_dir(connection.Config(port=two.port).resolved_run_dir())
+    several = ttp("status")
+    assert several.code == 64
+    assert str(one.port) in several.err
+    assert str(two.port) in several.err
+    assert str(over) not in several.err
+
+
+def test_port_and_address_come_from_the_environment(ttp: Ttp, start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = start()
+    monkeypatch.setenv("TTP_PORT", str(controller.port))
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    assert ttp("status", "--json").json["controller"]["address"] == "localhost"
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    assert ttp("status").code == 1
+    assert ttp("status", "--address", "127.0.0.1").code == 0
+
+
+class Refusal(grpc.RpcError):
+    def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
+        self.code = lambda: code
+        self.details = lambda: details
+
+
+@pytest.mark.parametrize(
+    ("code", "kind", "text"),
+    [
+        (grpc.StatusCode.DEADLINE_EXCEEDED, UnreachableError, "did not answer within 5 s"),
+        (grpc.StatusCode.UNIMPLEMENTED, ConfigError, "no ttp controller, or an older one"),
+        (grpc.StatusCode.CANCELLED, UnreachableError, "ended while it was asked"),
+        (grpc.StatusCode.INVALID_ARGUMENT, ConfigError, "the details"),
+        (grpc.StatusCode.UNAVAILABLE, UnreachableError, "is the job running"),
+    ],
+)
+def test_what_grpc_says_is_translated(code: grpc.StatusCode, kind: type[Exception], text: str) -> None:
+    problem = connection._explain(Refusal(code, "the details"), Where("here", 1, ""), 5)
+    assert type(problem) is kind
+    assert text in str(problem)

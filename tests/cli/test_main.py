@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.cli.conftest import REPOSITORY, Ttp
+from ttp.cli import main as module
+
+COMMANDS = ["status", "save", "report-fault", "list", "verify", "inspect", "incidents", "version"]
+
+
+def words(text: str) -> str:
+    return re.sub(r"[\s│]+", " ", text)
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help_names_every_command(ttp: Ttp, arguments: list[str]) -> None:
+    said = ttp(*arguments)
+    assert said.code == 0
+    for command in [*COMMANDS, "run", "controller"]:
+        assert re.search(rf"^│ {command} ", said.out, re.MULTILINE), command
+    assert "[torchrun's flags]" in said.out
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_command_explains_itself(ttp: Ttp, command: str) -> None:
+    said = ttp(command, "--help")
+    assert said.code == 0
+    assert "--json" in said.out
+    assert "JSON" in words(said.out).split("Options")[0], "the keys of its JSON are not documented"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (["bogus"], "No such command 'bogus'"),
+        (["status", "--bogus"], "No such option"),
+        (["verify"], "Missing argument"),
+        (["save", "--timeout", "soon"], "--timeout"),
+        (["status", "--port", "70000"], "--port"),
+        (["report-fault", "--port", "1"], "--rank N or --host NAME"),
+        (["list", "/no/such/directory"], "does not exist"),
+    ],
+)
+def test_bad_usage_is_one_line_and_64(ttp: Ttp, arguments: list[str], complaint: str) -> None:
+    said = ttp(*arguments)
+    assert said.code == 64
+    assert said.out == ""
+    assert complaint in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_an_unknown_variable_is_bad_configuration(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TTP_PROT", "1")
+    said = ttp("status")
+    assert said.code == 64
+    assert "did you mean TTP_PORT" in said.err
+
+
+@pytest.mark.parametrize("command", ["run", "controller"])
+def test_arguments_of_launchers_are_passed_on_untouched(
+    ttp: Ttp, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    given = ["--help", "--nnodes=1:2", "-m", "module", "--", "--json", "-x"]
+    seen: list[list[str]] = []
+
+    def launch(argv: list[str]) -> int:
+        seen.append(argv)
+        return 75
+
+    monkeypatch.setitem(module.PASSED_ON, command, launch)
+    assert ttp(command, *given).code == 75
+    assert seen == [given]
+
+
+def test_help_of_the_controller_is_its_own(ttp: Ttp) -> None:
+    said = ttp("controller", "--help")
+    assert said.code == 0
+    assert "--abandoned-s" in said.out
+
+
+def test_bad_usage_of_the_controller_is_64(ttp: Ttp) -> None:
+    assert ttp("controller", "--bogus").code == 64
+
+
+def test_interrupted(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(_argv: list[str]) -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setitem(module.PASSED_ON, "run", interrupted)
+    assert ttp("run").code == 130
+
+
+def test_a_bug_is_not_taken_for_bad_usage(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_argv: list[str]) -> int:
+        raise ZeroDivisionError
+
+    monkeypatch.setitem(module.PASSED_ON, "run", broken)
+    with pytest.raises(ZeroDivisionError):
+        ttp("run")
+
+
+def test_help_loads_neither_torch_nor_grpc() -> None:
+    check = (
+        "import sys; from ttp.cli.main import main; code = main(['--help']);"
+        "heavy = {'torch', 'grpc', 'numpy', 'mindspore', 'google.protobuf'} & set(sys.modules);"
+        "sys.exit(str(heavy) if heavy else code)"
+    )
+    done = subprocess.run([sys.executable, "-c", check], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("module_name", ["ttp", "ttp.cli"])
+def test_as_a_module(module_name: str) -> None:
+    command = [sys.executable, "-m", module_name, "version", "--json"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert '"protocol": "1.0"' in done.stdout
+
+
+def test_a_reader_that_has_seen_enough() -> None:
+    command = f"{sys.executable} -m ttp --help | true"
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=REPOSITORY, capture_output=True, check=False)
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_version(ttp: Ttp) -> None:
+    said = ttp("version", "--json")
+    assert set(said.json) == {"ttp", "protocol", "checkpoint_format", "python", "torch", "grpcio", "protobuf"}
+    assert said.json["ttp"] in ttp("version").out

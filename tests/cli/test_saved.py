@@ -1,0 +1,247 @@
+"""list, verify, inspect: what is said of a save_dir."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.cli.conftest import SaveDir, Ttp, flip
+
+
+def keys_in_help(ttp: Ttp, command: str) -> set[str]:
+    return set(re.findall(r"[a-z0-9_]+", ttp(command, "--help").out.partition("JSON")[2]))
+
+
+# ----------------------------------------------------------------------------------------------------------------- list
+
+
+def test_list_newest_first(ttp: Ttp, save_dir: SaveDir) -> None:
+    for version in (9, 12, 100):
+        save_dir.checkpoint(version)
+    said = ttp("list", save_dir.path)
+    assert said.code == 0
+    assert re.findall(r"step_(\d+) ", said.out) == ["100", "12", "9"]
+    assert "rank 1 [b] was lost" in said.out, "brackets in a text are not markup"
+
+
+def test_list_json(ttp: Ttp, save_dir: SaveDir) -> None:
+    checkpoint, draft = save_dir.checkpoint(12), save_dir.draft(13)
+    (save_dir.path / "notes.txt").touch()
+    rows = ttp("list", save_dir.path, "--json").json
+    assert [(r["name"], r["kind"], r["version"], r["whole"]) for r in rows] == [
+        (draft.name, "draft", 13, False),
+        (checkpoint.name, "checkpoint", 12, True),
+    ]
+    assert set(rows[0]) == set(rows[1]) <= keys_in_help(ttp, "list")
+    assert rows[1]["world_size"] == 4
+    assert rows[1]["size"] == 338
+    assert [r["name"] for r in ttp("list", save_dir.path, "--json", "--all").json][-1] == "notes.txt"
+
+
+def test_list_tells_a_missing_piece(ttp: Ttp, save_dir: SaveDir) -> None:
+    (save_dir.checkpoint(12) / "job_0.msgpack").unlink()
+    assert "job_0.msgpack is missing" in ttp("list", save_dir.path).out
+    assert ttp("list", save_dir.path, "--json").json[0]["whole"] is False
+
+
+def test_list_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
+    assert ttp("list", tmp_path, "--json").json == []
+    said = ttp("list", tmp_path)
+    assert (said.code, "no checkpoint" in said.out) == (0, True)
+
+
+def test_a_file_is_no_save_dir(ttp: Ttp, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said = ttp("list", tmp_path / "file")
+    assert said.code == 64
+    assert "not a directory" in said.err
+
+
+def test_paths_are_not_cut_in_a_pipe(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("COLUMNS")
+    path = save_dir.checkpoint(123456789)
+    assert path.name in ttp("list", save_dir.path).out
+
+
+# --------------------------------------------------------------------------------------------------------------- verify
+
+
+def test_verify_whole(ttp: Ttp, save_dir: SaveDir) -> None:
+    path = save_dir.checkpoint(12)
+    for target in (save_dir.path, path, f"{path}/"):
+        said = ttp("verify", target)
+        assert said.code == 0
+        assert re.match(r"whole\s+tft_saved_checkpoints-step_12", said.out)
+
+
+def damage_byte(path: Path) -> str:
+    flip(path / "__0_0.distcp")
+    return "__0_0.distcp is damaged"
+
+
+def damage_missing(path: Path) -> str:
+    (path / "job_0.msgpack").unlink()
+    return "job_0.msgpack is missing"
+
+
+def damage_size(path: Path) -> str:
+    os.truncate(path / "__0_0.distcp", 5)
+    return "__0_0.distcp has 5 bytes instead of"
+
+
+def damage_manifest(path: Path) -> str:
+    (path / "manifest.json").write_text("{")
+    return "is damaged"
+
+
+def damage_all(path: Path) -> str:
+    shutil.rmtree(path)
+    path.mkdir()
+    return "has no manifest.json"
+
+
+DAMAGES = [damage_byte, damage_missing, damage_size, damage_manifest, damage_all]
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("whole_save_dir", [True, False])
+def test_verify_says_what_is_wrong(ttp: Ttp, save_dir: SaveDir, damage: object, whole_save_dir: bool) -> None:
+    path = save_dir.checkpoint(12)
+    problem = damage(path)  # type: ignore[operator]
+    said = ttp("verify", save_dir.path if whole_save_dir else path)
+    assert said.code == 1
+    assert said.out.startswith("damaged")
+    assert problem in said.out
+    json = ttp("verify", path, "--json")
+    assert json.code == 1
+    assert json.json["whole"] is False
+    assert problem in json.json["checkpoints"][0]["problems"][0]
+
+
+def test_verify_walks_back(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(3)
+    older, newest = save_dir.checkpoint(9), save_dir.checkpoint(12)
+    flip(newest / "__0_0.distcp")
+    said = ttp("verify", save_dir.path)
+    assert said.code == 1
+    assert f"resume from {older.name}" in said.out
+    json = ttp("verify", save_dir.path, "--json").json
+    assert (json["whole"], json["restores"]) == (False, older.name)
+    assert [(c["version"], c["whole"]) for c in json["checkpoints"]] == [(12, False), (9, True)]
+
+
+def test_verify_the_newest_only(ttp: Ttp, save_dir: SaveDir) -> None:
+    flip(save_dir.checkpoint(9) / "__0_0.distcp")
+    save_dir.checkpoint(12)
+    assert ttp("verify", save_dir.path).code == 0
+    everything = ttp("verify", save_dir.path, "--all", "--json")
+    assert everything.code == 1
+    assert [c["whole"] for c in everything.json["checkpoints"]] == [True, False]
+    assert everything.json["restores"] == "tft_saved_checkpoints-step_12"
+
+
+def test_verify_knows_a_draft(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(9)
+    draft = save_dir.draft(12)
+    assert ttp("verify", save_dir.path).code == 0, "a draft is no checkpoint, and does not make the newest one damaged"
+    said = ttp("verify", draft)
+    assert said.code == 1
+    assert "never committed" in said.out
+
+
+def test_verify_notes_what_nobody_vouches_for(ttp: Ttp, save_dir: SaveDir) -> None:
+    path = save_dir.checkpoint(12)
+    (path / "stranger").touch()
+    said = ttp("verify", path)
+    assert said.code == 0
+    assert "stranger is not in the manifest" in said.out
+    assert ttp("verify", path, "--json").json["checkpoints"][0]["notes"] == ["stranger is not in the manifest"]
+
+
+def test_verify_nothing(ttp: Ttp, tmp_path: Path) -> None:
+    said = ttp("verify", tmp_path)
+    assert (said.code, said.out) == (1, "")
+    assert "no checkpoint" in said.err
+
+
+def test_verify_a_foreign_directory_that_bears_the_name(ttp: Ttp, save_dir: SaveDir) -> None:
+    whole = save_dir.checkpoint(9)
+    (save_dir.path / "tft_saved_checkpoints-step_12").mkdir()
+    json = ttp("verify", save_dir.path, "--json")
+    assert json.code == 1
+    assert json.json["restores"] == whole.name
+
+
+def test_verify_keys_are_documented(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(12)
+    json = ttp("verify", save_dir.path, "--json").json
+    assert {*json, *json["checkpoints"][0]} <= keys_in_help(ttp, "verify")
+
+
+# -------------------------------------------------------------------------------------------------------------- inspect
+
+
+def test_inspect_json(ttp: Ttp, save_dir: SaveDir) -> None:
+    path = save_dir.checkpoint(12)
+    json = ttp("inspect", path, "--json").json
+    assert (json["version"], json["incarnation"], json["cause"]) == (12, 3, "rank 1 [b] was lost")
+    assert json["groups"] == {"model": [0, 1, 2, 3]}
+    assert {p["file"] for p in json["pieces"]} == {"__0_0.distcp", "rank_local_2_0.msgpack", "job_0.msgpack"}
+    assert [(t["name"], t["dtype"], t["shape"], t["size"]) for t in json["tensors"]] == [
+        ("model.weight", "float32", [10, 2], 100),
+        ("optim.weight.exp_avg", "bfloat16", [], 100),
+    ]
+    assert json["values"] == ["optim.groups.0.lr"]
+    assert json["rank_local"] == {
+        "present": [0, 2],
+        "provisional": [2],
+        "rederived": {"1": "there is no page of rank 1", "3": "no rank of its host was left"},
+    }
+    nested = {*json, *json["pieces"][0], *json["tensors"][0], *json["rank_local"]}
+    assert nested <= keys_in_help(ttp, "inspect")
+
+
+def test_inspect_of_a_save_dir_is_of_the_newest(ttp: Ttp, save_dir: SaveDir) -> None:
+    save_dir.checkpoint(9)
+    save_dir.checkpoint(12)
+    assert ttp("inspect", save_dir.path, "--json").json["version"] == 12
+
+
+def test_inspect_tells_people(ttp: Ttp, save_dir: SaveDir) -> None:
+    said = ttp("inspect", save_dir.checkpoint(12))
+    assert said.code == 0
+    for text in (
+        "rank 1 [b] was lost",
+        "10x2",
+        "scalar",
+        "held by ranks 0-3",
+        "goes on with step 13",
+        "present for ranks 0,2; of ranks 2 as it was when they died",
+        "derived anew for ranks 1: there is no page of rank 1",
+    ):
+        assert text in said.out, text
+
+
+def test_inspect_shows_some_tensors_or_all(ttp: Ttp, save_dir: SaveDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttp.cli.inspection.TENSORS_SHOWN_MAX", 1)
+    path = save_dir.checkpoint(12)
+    some = ttp("inspect", path).out
+    assert "exp_avg" not in some
+    assert "and 1 more tensors" in some
+    assert "exp_avg" in ttp("inspect", path, "--all").out
+
+
+def test_inspect_damaged(ttp: Ttp, save_dir: SaveDir) -> None:
+    path = save_dir.checkpoint(12)
+    damage_manifest(path)
+    said = ttp("inspect", path)
+    assert (said.code, said.out) == (1, "")
+    assert "is damaged" in said.err
+
+
+def test_inspect_nothing(ttp: Ttp, tmp_path: Path) -> None:
+    assert ttp("inspect", tmp_path).code == 1
