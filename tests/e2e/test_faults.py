@@ -125,14 +125,14 @@ def test_the_controller_dies_and_a_later_kill_is_still_saved(
 ) -> None:
     job = make_job(launcher=launcher, ranks=3, steps=60, max_restarts=1, env={"JOB_STEP_S": "0.15"}).start()
     job.wait_for_version(3)
-    first = json.loads(job.ttp("status", "--json").stdout)["pid"]
+    first = json.loads(job.ttp("status", "--json").stdout)["controller"]["pid"]
     os.kill(first, signal.SIGKILL)
     deadline = time.monotonic() + 30
     while True:
         status = job.ttp("status", "--json")
         if status.returncode == 0:
             seen = json.loads(status.stdout)
-            if seen["pid"] != first and seen["stage"] == "training":
+            if seen["controller"]["pid"] != first and seen["stage"] == "training":
                 break
         assert time.monotonic() < deadline, job.story()
     job.wait_for_version(seen["ranks"][0]["version"] + 3)  # training went on meanwhile
