@@ -287,8 +287,8 @@ def test_the_superseded_age_like_the_others(world: World) -> None:
     assert prune(world.save_dir, 3) == ["tft_saved_checkpoints-step_2", ".superseded-step_2-0"]
 
 
-def test_links_of_the_user_are_not_followed(world: World, four: dict[int, Path], tmp_path: Path) -> None:
-    elsewhere = four[2].rename(tmp_path / "elsewhere")
+def test_links_of_the_user_are_not_followed(world: World, four: dict[int, Path]) -> None:
+    elsewhere = four[2].rename(world.save_dir.with_name("elsewhere"))
     four[2].symlink_to(elsewhere)
     assert prune(world.save_dir, 1) == [four[6].name, four[4].name]
     assert (elsewhere / MANIFEST).exists()

@@ -364,3 +364,14 @@ def test_the_manifest_is_readable_by_people_and_stable(world: World) -> None:
     assert document["format_version"] == 1
     assert document["pieces"][0]["contents" if document["pieces"][0]["shard"] else "file"]
     assert text.count("\n") > 20
+
+
+def test_links_that_run_out_in_the_middle_are_done_without(world: World) -> None:
+    world.write_draft(12)
+    unbroken = PluggedDisk()
+    world.commit(world.order(12), unbroken)
+    third = [at for at, call in enumerate(unbroken.calls) if call == "link"][2]
+    shutil.rmtree(world.save_dir)
+    world.write_draft(12)
+    path, _ = world.commit(world.order(12), PluggedDisk(third, problem=OSError(errno.EMLINK, "Too many links")))
+    assert world.holds(path, 12, "first")

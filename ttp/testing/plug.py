@@ -19,7 +19,6 @@ from typing import TypeVar
 from ttp.store.digest import digest_bytes
 from ttp.store.disk import Disk
 
-
 T = TypeVar("T")
 
 
