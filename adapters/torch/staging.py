@@ -1,8 +1,9 @@
 """Buffers that live on a device: packed there, brought to the host beside the training, written when they arrive.
 
-Nothing here makes the training thread wait: packing is one small kernel per dtype on its own stream, the copy runs on
-the side stream, and a thread of ours writes the page when the copy's event is done. So the page of a version appears a
-few tens of microseconds after the device got there; a process killed within them leaves the page before it.
+Nothing here waits for the device in the steady state: packing is one small kernel per dtype on the stream of the
+training, the copy runs on the side stream, and a thread of ours writes the page when the copy's event is done. So the
+page of a version appears some tens of microseconds after the device got there; a process killed within them leaves
+the page before it. Only a host that is two updates ahead of its device waits for memory.
 """
 
 from __future__ import annotations
