@@ -16,8 +16,10 @@ import pytest
 from tests.cli.conftest import REPOSITORY, Controller, Ttp, free_port
 from tests.cli.test_saved import keys_in_help
 from ttp.cli import connection
-from ttp.cli.connection import ConfigError, UnreachableError, Where
+from ttp.cli.connection import UnreachableError, Where
 from ttp.cli.status import picture
+from ttp.config import Config
+from ttp.errors import ConfigError
 from ttp.launch.run_dir import prepare_run_dir, write_token
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -192,7 +194,7 @@ def test_the_token_comes_from_the_environment_or_the_run_dir(
     monkeypatch.setenv("TTP_TOKEN", "secret")
     assert ttp("status", "--port", controller.port).code == 0
     monkeypatch.delenv("TTP_TOKEN")
-    run_dir = connection.Config(port=controller.port).resolved_run_dir()
+    run_dir = Config(port=controller.port).resolved_run_dir()
     write_token(prepare_run_dir(run_dir), "secret")
     assert ttp("status", "--port", controller.port).code == 0
 
@@ -207,9 +209,9 @@ def test_the_only_job_of_this_host_is_meant(
     one, two = start(), start()
     over = free_port()
     for port in (one.port, over):
-        prepare_run_dir(connection.Config(port=port).resolved_run_dir())
+        prepare_run_dir(Config(port=port).resolved_run_dir())
     assert ttp("status", "--json").json["controller"]["port"] == one.port
-    prepare_run_dir(connection.Config(port=two.port).resolved_run_dir())
+    prepare_run_dir(Config(port=two.port).resolved_run_dir())
     several = ttp("status")
     assert several.code == 64
     assert str(one.port) in several.err
@@ -229,8 +231,13 @@ def test_port_and_address_come_from_the_environment(ttp: Ttp, start: Start, monk
 
 class Refusal(grpc.RpcError):
     def __init__(self, code: grpc.StatusCode, details: str = "") -> None:
-        self.code = lambda: code
-        self.details = lambda: details
+        self._said = code, details
+
+    def code(self) -> grpc.StatusCode:
+        return self._said[0]
+
+    def details(self) -> str:
+        return self._said[1]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,9 @@ from ttp.core.layout import compact_ranks
 
 Facts = Mapping[str, Any]
 
+TEXT_MAX = 120
+"""Characters of an error that are shown."""
+
 _STYLES = {
     "evidence": "yellow",
     "committed": "bold green",
@@ -83,7 +86,13 @@ def _evidence(f: Facts) -> str:
     source = "" if witness is None or witness == f.get("rank") else " (told by the launcher or an operator)"
     if isinstance(witness, int) and witness >= 0 and source:
         source = f" (told by rank {witness})"
-    return f"{f.get('evidence')}: {f.get('text')}{source}"
+    return f"{f.get('evidence')}: {_cut(str(f.get('text')))}{source}"
+
+
+def _cut(text: str) -> str:
+    """Errors of collectives are as long as a page; ``--json`` has all of it."""
+    line = " ".join(text.split())
+    return line if len(line) <= TEXT_MAX else f"{line[:TEXT_MAX]}…"
 
 
 def _plan(f: Facts) -> str:
