@@ -33,7 +33,7 @@ def model_differences(names: ModelNames, items: Sequence[Item], left_out: Collec
         name: _signature(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
         for name, tensor in (names.parameters | names.buffers).items()
     }
-    kept = {name: "" for name in names.extra_states if f"model.{name}" not in left_out}
+    kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}
     there = {str(item.path[1]): _signature(item.dtype, item.shape) for item in items if item.path[0] == "model"}
     # A module's extra state may be a tensor today and a number tomorrow: its own code has to cope.
     there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
@@ -48,6 +48,11 @@ def model_differences(names: ModelNames, items: Sequence[Item], left_out: Collec
         *_sentence("not in this model", sorted(there.keys() - here.keys() - names.extra_states.keys())),
         *_sentence("different", differing),
     ]
+
+
+def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
+    """Whether a module's extra state, or a part of it, is not in the checkpoint because it could not be stored."""
+    return any(key == f"model.{extra_state}" or key.startswith(f"model.{extra_state}.") for key in left_out)
 
 
 def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: Groups, saved_kind: str) -> list[str]:

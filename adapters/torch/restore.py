@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.compare import model_differences, optimizer_differences
+from ttp.adapters.torch.compare import is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp, missing_layout
 from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.leaves import get, put
@@ -148,7 +148,7 @@ def _load_model(saved: _Saved, names: ModelNames) -> None:
         if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
             names.replace_buffer(name, loaded)
     for name, owner in names.extra_states.items():
-        if name in saved.extra_states:
+        if name in saved.extra_states and not is_left_out(name, saved.left_out):
             owner.set_extra_state(saved.extra_states[name])
 
 

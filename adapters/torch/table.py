@@ -105,7 +105,7 @@ def _item_to_json(item: Item) -> dict[str, Any]:
     row: dict[str, Any] = {"path": item.path, "at": (item.offset, item.length)}
     if item.is_tensor:
         row |= {"dtype": item.dtype, "shape": item.shape}
-        if item.sizes != item.shape:
+        if item.sizes != item.shape or item.offsets != (0,) * len(item.shape):
             row["chunk"] = (item.offsets, item.sizes)
         if item.device != "cpu":
             row["device"] = item.device

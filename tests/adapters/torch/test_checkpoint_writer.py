@@ -1,0 +1,220 @@
+from __future__ import annotations
+
+import errno
+import io
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch import checkpoint
+from ttp.adapters.torch.checkpoint import Cancelled, Chunk, write_shard
+from ttp.adapters.torch.reader import read_values
+from ttp.adapters.torch.table import items_of, left_out_of
+from ttp.core.layout import Rank, Shard
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.digest import HashingFile, digest_file
+
+BIG = 3 * checkpoint._SLICE
+
+
+def write(draft: Path, state: dict[str, Any], **options: Any) -> Piece:
+    return write_shard(draft, "__0_0.distcp", state, shard=Shard("model"), writer=Rank(2), **options)
+
+
+def written(draft: Path, state: dict[str, Any], **options: Any) -> dict[str, Any]:
+    return read_values(draft, items_of([write(draft, state, **options)]))
+
+
+def same(one: Any, two: Any) -> bool:
+    if isinstance(one, Tensor):
+        return isinstance(two, Tensor) and one.dtype == two.dtype and torch.equal(one, two)
+    return type(one) is type(two) and bool(one == two)
+
+
+def test_the_piece_tells_what_is_on_the_disk(tmp_path: Path) -> None:
+    piece = write(tmp_path, {"model": {"a.b": torch.ones(2, 3)}, "n": 1})
+    assert (piece.file, piece.kind, piece.shard, piece.writer) == ("__0_0.distcp", "shard", "model", 2)
+    assert digest_file(tmp_path / piece.file) == (piece.size, piece.digest)
+    tensor, number = items_of([piece])
+    assert (tensor.key, tensor.path, tensor.dtype, tensor.shape) == ("model.a.b", ("model", "a.b"), "float32", (2, 3))
+    assert (number.key, number.is_tensor, number.offset) == ("n", False, tensor.length)
+    assert number.offset + number.length == piece.size
+
+
+VALUES: dict[str, Any] = {
+    "scalar tensor": torch.tensor(3.0),
+    "bfloat16": torch.arange(5, dtype=torch.bfloat16),
+    "float8": torch.ones(4).to(torch.float8_e4m3fn).view(torch.uint8),
+    "bool": torch.tensor([True, False]),
+    "empty": torch.ones(0, 4),
+    "not contiguous": torch.arange(12.0).reshape(3, 4)[:, 1:3],
+    "transposed": torch.arange(12.0).reshape(3, 4).t(),
+    "expanded": torch.tensor([1.0]).expand(4),
+    "channels last": torch.arange(24.0).reshape(1, 2, 3, 4).contiguous(memory_format=torch.channels_last),
+    "view of a large storage": torch.arange(1000.0)[10:13],
+    "parameter": torch.nn.Parameter(torch.ones(2)),
+    "number": 7,
+    "none": None,
+    "tuple": (0.9, 0.999),
+    "tensor in a tuple": (torch.ones(2), 1),
+    "list of tensors": [torch.ones(2), 3, torch.zeros(1)],
+    "nested": {"a": {0: torch.ones(1), 1: "x"}},
+}
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_every_kind_of_value_comes_back(tmp_path: Path, name: str) -> None:
+    back = written(tmp_path, {"value": VALUES[name]})["value"]
+    if name in ("list of tensors", "tensor in a tuple", "nested"):
+        assert repr(back) == repr(VALUES[name])
+    else:
+        assert same(back, VALUES[name].detach() if isinstance(VALUES[name], Tensor) else VALUES[name])
+
+
+def test_views_store_their_own_bytes_and_tied_tensors_are_stored_once(tmp_path: Path) -> None:
+    base = torch.ones(1 << 20)
+    piece = write(tmp_path, {"tied": base, "again": base, "part": base[:10], "other": base.clone()})
+    tied, again, part, other = items_of([piece])
+    assert (tied.offset, tied.length) == (again.offset, again.length) != (other.offset, other.length)
+    assert part.length < 4096
+    assert piece.size < 2.1 * base.nbytes
+
+
+def test_chunks_of_a_sharded_tensor_are_described_as_such(tmp_path: Path) -> None:
+    piece = write(tmp_path, {"w": Chunk(torch.ones(2, 3), (4, 3), (2, 0))})
+    (item,) = items_of([piece])
+    assert (item.shape, item.offsets, item.sizes) == ((4, 3), (2, 0), (2, 3))
+
+
+def test_what_cannot_be_stored_safely_is_left_out_and_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    piece = write(tmp_path, {"optim": {"hook": lambda: 1, "lr": 0.1}})
+    assert [item.key for item in items_of([piece])] == ["optim.lr"]
+    assert left_out_of([piece]) == ["optim.hook"]
+    assert "optim.hook" in caplog.text
+
+
+def test_tensors_without_a_stable_form_are_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"model\.s is a Tensor of layout torch\.sparse_coo"):
+        write(tmp_path, {"model": {"s": torch.eye(3).to_sparse()}})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_only_tensors_of_an_accelerator_go_through_to_host(tmp_path: Path) -> None:
+    asked: list[Tensor] = []
+
+    def to_host(tensor: Tensor) -> Tensor:
+        asked.append(tensor)
+        return torch.ones(tensor.shape)
+
+    meta = torch.empty(2, device="meta")
+    state = written(tmp_path, {"here": torch.zeros(2), "there": meta, "tuple": (meta,)}, to_host=to_host)
+    assert same(state["here"], torch.zeros(2)) and same(state["there"], torch.ones(2))
+    assert same(state["tuple"][0], torch.ones(2))
+    assert [tensor.device.type for tensor in asked] == ["meta", "meta"]
+
+
+def test_it_is_written_from_another_thread(tmp_path: Path) -> None:
+    pieces: list[Piece] = []
+    parameter = torch.nn.Parameter(torch.ones(3))
+    thread = threading.Thread(target=lambda: pieces.append(write(tmp_path, {"p": parameter})))
+    thread.start()
+    thread.join()
+    assert same(read_values(tmp_path, items_of(pieces))["p"], torch.ones(3))
+
+
+# --------------------------------------------------------------------------------------------------- ways to be stopped
+
+
+def countdown(count: int) -> Callable[[], bool]:
+    left = iter([False] * count)
+    return lambda: next(left, True)
+
+
+@pytest.mark.parametrize("looks", range(12))
+def test_cancelled_at_any_look_leaves_no_file(tmp_path: Path, looks: int) -> None:
+    state = {"a": torch.ones(3), "b": 1, "c": torch.ones(BIG, dtype=torch.uint8)}
+    with pytest.raises(Cancelled):
+        write(tmp_path, state, cancelled=countdown(looks))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_it_looks_within_a_large_tensor(tmp_path: Path) -> None:
+    looks: list[int] = []
+
+    def look() -> bool:
+        looks.append(1)
+        return False
+
+    write(tmp_path, {"c": torch.ones(BIG, dtype=torch.uint8)}, cancelled=look)
+    assert len(looks) >= 3 + 2
+
+
+@pytest.mark.parametrize("limit", [0, 100, 2000, 40_000])
+def test_a_full_disk_is_an_os_error_and_not_a_crash(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    class Full(HashingFile):
+        def write(self, data: Any, /) -> int:
+            if self.size + memoryview(data).nbytes > limit:
+                raise OSError(errno.ENOSPC, "no space left on device")
+            return super().write(data)
+
+    monkeypatch.setattr(checkpoint, "HashingFile", Full)
+    with pytest.raises(OSError, match="no space left"):
+        write(tmp_path, {"a": 1, "b": torch.ones(5000), "c": torch.ones(10_000)})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_crc32_is_off_while_writing_and_as_before_afterwards(tmp_path: Path) -> None:
+    seen: list[bool] = []
+
+    def look() -> bool:
+        seen.append(torch.serialization.get_crc32_options())
+        return False
+
+    write(tmp_path, {"a": torch.ones(2)}, cancelled=look)
+    assert not any(seen) and seen
+    assert torch.serialization.get_crc32_options()
+    with pytest.raises(Cancelled):
+        write(tmp_path, {"a": torch.ones(2)}, cancelled=lambda: True)
+    assert torch.serialization.get_crc32_options()
+
+
+def test_a_garbled_table_is_a_clear_error(tmp_path: Path) -> None:
+    piece = write(tmp_path, {"a": torch.ones(2)})
+    for table, text in [
+        ("", "no readable table"),
+        ('{"format": 2, "items": []}', "update ttp"),
+        ('{"format": 1, "items": [{"path": ["a"]}]}', "garbled"),
+        ('{"format": 1, "items": [{"path": ["a"], "at": [-1, 3]}]}', "negative"),
+    ]:
+        with pytest.raises(CheckpointError, match=text):
+            items_of([Piece(piece.file, 1, "", "shard", "", Rank(0), table)])
+    with pytest.raises(CheckpointError, match="outside"):
+        items_of([Piece("../x", 1, "", "shard", "", Rank(0), piece.table)])
+    assert json.loads(piece.table)["format"] == 1
+
+
+def test_a_blob_that_would_run_code_is_not_loaded(tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return (Path(tmp_path / "ran").touch, ())
+
+    piece = write(tmp_path, {"a": 1})
+    buffer = io.BytesIO()
+    torch.save(Evil(), buffer)
+    (tmp_path / piece.file).write_bytes(buffer.getvalue())
+    (item,) = items_of([Piece(piece.file, 0, "", "shard", "", Rank(0), piece.table)])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        read_values(tmp_path, [item])
+    assert not (tmp_path / "ran").exists()
