@@ -84,9 +84,9 @@ class Host:
         verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is Verdict.STOP and self._armed(workers):
             logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
-            self.stop(workers, signal.SIGTERM)
+            self.stop(workers, signal.SIGTERM, GRACE_S)
 
-    def stop(self, workers: Workers, how: signal.Signals, grace_s: float = GRACE_S) -> None:
+    def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:
         """Send ``how`` to the workers and wait while they save; kill armed ones that neither save nor leave.
 
         Does nothing when nobody is armed.

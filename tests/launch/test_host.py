@@ -1,0 +1,117 @@
+"""``Host`` with real worker processes, without any launcher."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ttp.config import Config
+from ttp.launch import host as subject
+from ttp.launch.host import Host
+
+HERE = Path(__file__).parent
+Worker = subprocess.Popen[bytes]
+StartWorkers = Callable[..., dict[int, Worker]]
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "FIRST_LEASE_S", 0.3)
+    monkeypatch.setattr(subject, "GRACE_S", 1.0)
+
+
+@pytest.fixture
+def host(unused_port: int, tmp_path: Path) -> Iterator[Host]:
+    there = Host(Config(port=unused_port, rescue_patience_s=5.0), tmp_path / "run")
+    yield there
+    there.close(several_nodes=False)
+
+
+@pytest.fixture
+def workers(environ: dict[str, str], out: Path) -> Iterator[StartWorkers]:
+    """``workers(plan of rank 0, plan of rank 1, ...)``: they run and are armed."""
+    started: dict[int, Worker] = {}
+
+    def start(*plans: dict[str, object]) -> dict[int, Worker]:
+        for rank, plan in enumerate(plans):
+            env = environ | {"RANK": str(rank), "TORCHELASTIC_RESTART_COUNT": "0"}
+            command = [sys.executable, str(HERE / "fake_worker.py"), str(out), json.dumps(plan)]
+            started[rank] = subprocess.Popen(command, env=env, start_new_session=True)
+        for rank in started:
+            wait_for(out / f"pid-{rank}-0")
+        return started
+
+    yield start
+    for worker in started.values():
+        worker.kill()
+        worker.wait()
+
+
+def wait_for(path: Path) -> None:
+    deadline_s = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline_s, path
+        time.sleep(0.01)
+
+
+def test_hold_returns_when_the_savers_have_left(host: Host, workers: StartWorkers, out: Path) -> None:
+    group = workers({"save_s": 0.5}, {}, {"save_s": 0.1})
+    group[1].kill()
+    (out / "rescue").touch()
+    wait_for(out / "saving-0-0")
+    host.hold(group)
+    assert [worker.poll() for worker in group.values()] == [75, -9, 75]
+
+
+def test_armed_ones_without_lease_are_asked_and_waited_for(host: Host, workers: StartWorkers) -> None:
+    """Longer than a grace: once they hold a lease, they may take TTP_OT."""
+    group = workers({"on_sigterm": "save", "save_s": 2}, {}, {"on_sigterm": "save", "save_s": 2})
+    group[1].kill()
+    host.hold(group)
+    assert [worker.poll() for worker in group.values()] == [75, -9, 75]
+
+
+def test_armed_ones_that_ignore_it_are_killed_after_the_grace(host: Host, workers: StartWorkers) -> None:
+    group = workers({}, {})
+    group[0].send_signal(signal.SIGSTOP)
+    group[1].kill()
+    host.hold(group)
+    assert group[0].wait(10) == -signal.SIGKILL
+
+
+def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
+    """TTP_OT is 5 s here; then it is the launcher's turn."""
+    group = workers({"save_s": 60}, {})
+    group[1].kill()
+    (out / "rescue").touch()
+    host.hold(group)
+    assert (out / "saving-0-0").exists()
+    assert group[0].poll() is None
+
+
+def test_unarmed_ones_are_left_to_the_launcher(host: Host, workers: StartWorkers, out: Path) -> None:
+    group = workers({"armed": False}, {"armed": False})
+    group[1].kill()
+    host.hold(group)
+    host.stop(group, signal.SIGTERM, 1.0)
+    assert group[0].poll() is None
+    (out / "rescue").touch()
+    assert group[0].wait(30) == 75
+    assert not (out / "sigterm-0-0").exists()
+
+
+def test_leases_of_earlier_processes_are_swept(host: Host, workers: StartWorkers, tmp_path: Path) -> None:
+    group = workers({}, {})
+    for worker in group.values():
+        worker.kill()
+        worker.wait()
+    host.before_workers("127.0.0.1", first_node=False)
+    assert os.listdir(tmp_path / "run" / "armed") == []  # noqa: PTH208
