@@ -173,6 +173,9 @@ class ControllerMachine:
             return
         if self.job.starts_incarnation(hello):
             self._new_incarnation(hello)
+        known = self.job.members.get(hello.rank)
+        if known is not None and known.connection is not None and connection < known.connection:
+            return  # it came late: the rank has opened another stream since
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self.job.members
         self.job.join(connection, hello, now)
@@ -242,6 +245,8 @@ class ControllerMachine:
                 continue  # an earlier process of this rank
             text = f"{member.name}: {event.reason}"
             if event.kind is m.FaultKind.EXITED:
+                refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
+                self._outbox.send_to(rank, refused)  # should it be alive after all
                 self._rescue.lost(rank)
                 self.job.lose(rank, now)
                 self.job.fence(rank, text)

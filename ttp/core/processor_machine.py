@@ -300,8 +300,9 @@ class ProcessorMachine:
         self._beat_at = now
         self._down_since: float | None = now
         self._frozen_since = 0.0
+        self._over: set[tuple[int, str]] = set()
         self._order: m.Save | m.Commit | None = None
-        self._result: m.Report | None = None
+        self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._broken: Raised | None = None
         self._returned: Returned | None = None
         self._view: m.RestoreView | None = None
@@ -409,9 +410,10 @@ class ProcessorMachine:
             return
         self.term = order.term
         match order:
-            case m.Freeze():
+            case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:
                 self._freeze(order, now)
-            case m.Thaw(_, _, incident, _) if incident == self.incident:
+            case m.Thaw(_, term, incident, _) if incident == self.incident:
+                self._over.add((term, incident))
                 self._thaw()
             case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self.generation:
                 self._start(order)
@@ -453,6 +455,7 @@ class ProcessorMachine:
     def _freeze(self, order: m.Freeze, now: float) -> None:
         if order.incident != self.incident:
             self._cancel()
+            self._results = {}
             self.generation = 0
             self._frozen_since = now
         self.incident, self._snapshot = order.incident, order.snapshot
@@ -476,10 +479,11 @@ class ProcessorMachine:
         )
 
     def _start(self, order: m.Save | m.Commit) -> None:
-        before = self._order
-        if before is not None and type(before) is type(order) and before.generation == order.generation:
-            if self._result is not None:
-                self._report(self._result)
+        key, running = (type(order), order.generation), self._order
+        if key in self._results:
+            self._report(self._results[key])
+            return
+        if running is not None and key == (type(running), running.generation):
             return
         self._cancel()
         self._order, self.generation = order, order.generation
@@ -487,34 +491,34 @@ class ProcessorMachine:
             self._do(StartCommit(order))
         elif order.order.shards and (order.version != self._version or self._phase in (m.Phase.TORN, m.Phase.UPDATING)):
             text = f"asked for version {order.version}, holds {self._version} ({self._phase.value})"
-            self._finish(m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
+            self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
         else:
             self._do(StartSave(order))  # pages alone can be collected by anybody
 
     def _cancel(self) -> None:
-        """Forget the order; a save that is running is given up, a commit is harmless."""
-        if isinstance(self._order, m.Save) and self._result is None:
+        """Forget the order that is being carried out; a save is given up, a commit is harmless."""
+        if isinstance(self._order, m.Save):
             self._do(CancelSave())
-        self._order = self._result = None
+        self._order = None
 
     def _worked(self, event: PiecesWritten | WriteFailed | CommitDone | CommitBroken) -> None:
         kind = m.Save if isinstance(event, (PiecesWritten, WriteFailed)) else m.Commit
-        stale = event.incident != self.incident or event.generation != self.generation
-        if stale or not isinstance(self._order, kind) or self._result is not None:
+        order = self._order
+        if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
             return
         rank, incident, generation = self._hello.rank, event.incident, event.generation
         match event:
             case PiecesWritten(_, _, pieces):
-                self._finish(m.Saved(rank, incident, generation, pieces))
+                self._finish(order, m.Saved(rank, incident, generation, pieces))
             case WriteFailed(_, _, text):
-                self._finish(m.SaveFailed(rank, incident, generation, text))
+                self._finish(order, m.SaveFailed(rank, incident, generation, text))
             case CommitDone(_, _, path, size):
-                self._finish(m.Committed(rank, incident, generation, path, size))
+                self._finish(order, m.Committed(rank, incident, generation, path, size))
             case CommitBroken(_, _, text):
-                self._finish(m.CommitFailed(rank, incident, generation, text))
+                self._finish(order, m.CommitFailed(rank, incident, generation, text))
 
-    def _finish(self, result: m.Report) -> None:
-        self._result = result
+    def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
+        self._order, self._results[type(order), order.generation] = None, result
         self._report(result)
 
     def _thaw(self) -> None:

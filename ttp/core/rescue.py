@@ -154,6 +154,8 @@ class Rescue:
         incident = self.incident
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
             return
+        if incident.answered(answer.rank) and not answer.final:
+            return  # said again: it stands still since its final answer
         incident.accept(answer)
         self._retract(incident, answer.rank, m.FaultKind.SILENT)
         self._outbox.record(
@@ -267,16 +269,14 @@ class Rescue:
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:
         last_commit = self.saving.last_commit
-        on_disk = last_commit is not None and last_commit[0] == plan.version
-        if not on_disk and plan.version != self.base_version:
+        on_disk = max(self.base_version, last_commit[0] if last_commit else 0)
+        if plan.version > on_disk:
             self.saving.begin(incident, plan, now)
             return
         incident.plan, incident.stage = plan, Stage.SAVED
         incident.path = last_commit[1] if last_commit else ""
         incident.outcome = (
-            f"version {plan.version} is on disk already"
-            if plan.version
-            else "no update had finished: there is nothing to lose"
+            f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
         )
         self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
 

@@ -1,0 +1,1 @@
+"""Tools that test ttp and may test what is built on it: simulated jobs, enumerated worlds."""

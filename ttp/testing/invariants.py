@@ -1,0 +1,151 @@
+"""The invariants I1 to I7, checked against the truth of a simulated world.
+
+====  ==================================================================================================================
+I1    one (incarnation, version) per checkpoint, every shard exactly once (``toy.ToyStorage.commit``), and its bits
+I2    the version is the largest that Statement 1 allows, given the copies of the ranks that can be spoken to
+I3    no state is written to between the answer to a freeze and the thaw (``sim_rank``)
+I4    success is never declared with a torn, short or stale file (``toy.ToyStorage.commit``)
+I5    the previous checkpoint stays until the new one is there
+I6    a run ends; 70 only if Statement 1 has no plan; no healthy rank is killed by a launcher that lost patience
+I7    the resumed run equals the run without faults, bit for bit
+====  ==================================================================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ttp.core import messages as m
+from ttp.core.controller_events import Action, Record
+from ttp.core.controller_machine import ControllerMachine
+from ttp.core.incident import Incident
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.testing.toy import Checkpoint, InvariantBroken, ToyState
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+    from ttp.testing.simulation import Simulation
+
+
+def largest_version(
+    layout: Layout, copies: Mapping[Rank, set[Version]], written: Mapping[Shard, Version]
+) -> Version | None:
+    """Statement 1, read naively: the largest n that for every shard some rank holds, or has written."""
+    everything = {v for versions in copies.values() for v in versions} | set(written.values())
+    for version in sorted(everything, reverse=True):
+        if all(
+            written.get(shard) == version or any(version in copies.get(r, ()) for r in ranks)
+            for shard, ranks in layout.groups.items()
+        ):
+            return version
+    return None
+
+
+class Judge:
+    """Looks at everything that happens in one simulation."""
+
+    def __init__(self, world: Simulation) -> None:
+        self.approximate = False
+        """A rank-local page was lost with its host: from here on no bits are promised."""
+        self._world = world
+        self._reference: list[ToyState] = []
+        self._base = Version(0)
+        self._seen: dict[Version, Checkpoint] = {}
+
+    def begin(self, start: ToyState) -> None:
+        """An incarnation starts from ``start``; what follows without faults is known."""
+        self._base, self._reference = start.version, [start]
+        while self._reference[-1].version < self._world.steps:
+            self._reference.append(self._reference[-1].advanced(self._world.layout))
+
+    def expected(self, version: Version) -> ToyState:
+        """The state of a run without faults."""
+        return self._reference[version - self._base]
+
+    # -------------------------------------------------------------------------------------------------------- decisions
+
+    def controller_acted(self, machine: ControllerMachine, actions: list[Action]) -> None:
+        """The controller has decided something: was it right?"""
+        self._check_storage()
+        for action in actions:
+            if isinstance(action, Record):
+                self._decided(machine, action)
+
+    def _decided(self, machine: ControllerMachine, record: Record) -> None:
+        incident = machine.incident or machine.last_incident
+        if incident is None:
+            return
+        match record.kind:
+            case "plan" | "nothing_new":
+                best = self._best(machine, incident)
+                if best is not None and best > max(record.facts["version"], self._base):
+                    raise InvariantBroken(f"I2: version {record.facts['version']} is saved, {best} was possible")
+            case "committed":
+                version = record.facts["version"]
+                if version not in self._world.storage.checkpoints:
+                    raise InvariantBroken(f"I4: version {version} is called saved and does not exist")
+            case "released":
+                self._released(machine, incident, record.facts["exit_code"], record.facts["text"])
+            case "thawed":
+                if machine.job.suspects or machine.job.broken:
+                    raise InvariantBroken(f"I6: thawed while ranks {machine.job.broken} cannot train on")
+
+    def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
+        assert incident.plan is not None or exit_code == 70
+        if exit_code == 75:
+            assert incident.plan is not None
+            version = incident.plan.version
+            if version not in self._world.storage.checkpoints and version > 0:
+                raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
+            return
+        best = self._best(machine, incident)
+        able = [r for r in machine.job.live if r not in incident.failures]
+        if best is not None and best > self._base and able and "TTP_OT" not in text:
+            raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
+
+    def _best(self, machine: ControllerMachine, incident: Incident) -> Version | None:
+        """By the truth about every rank that the controller can speak to and that has not failed or kept silent."""
+        silent = {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
+        copies: dict[Rank, set[Version]] = {}
+        for rank in machine.job.live - incident.failures.keys() - silent:
+            version, phase = self._world.ranks[rank].truth
+            if self._world.ranks[rank].alive and phase in (m.Phase.IDLE, m.Phase.DONE):
+                copies[rank] = {version}
+        return largest_version(self._world.layout, copies, incident.written())
+
+    def _check_storage(self) -> None:
+        there = self._world.storage.checkpoints
+        if self._seen and not there:
+            raise InvariantBroken("I5: the last checkpoint is gone")
+        for version, checkpoint in there.items():
+            if self._seen.get(version) is checkpoint:
+                continue
+            self._seen[version] = checkpoint
+            expected = self.expected(version)
+            if checkpoint.shards != expected.shards:
+                raise InvariantBroken(f"I1: the shards of step {version} are not those of version {version}")
+            for rank, word in checkpoint.random.items():
+                if expected.random[rank] != word:
+                    raise InvariantBroken(f"I1: the page of rank {rank} in step {version} is of another version")
+
+    # -------------------------------------------------------------------------------------------------------------- end
+
+    def needed_the_launcher(self, ranks: Mapping[Rank, SimRank]) -> None:
+        """Ranks are left long after the first death: only where nothing had been trained yet."""
+        left = {r.rank: r.truth for r in ranks.values() if r.alive}
+        if any(version > self._base for version, _ in left.values()):
+            raise InvariantBroken(f"I6: ranks {left} are never released")
+
+    def trained(self, ranks: Mapping[Rank, SimRank]) -> None:
+        """Every rank ended with 0."""
+        final = self._reference[-1]
+        if not self.approximate:
+            state = ToyState.initial(self._world.layout)
+            for _ in range(self._world.steps):
+                state = state.advanced(self._world.layout)
+            if state != final:
+                raise InvariantBroken("I7: another end than that of a run without faults")
+        for rank in ranks.values():
+            if rank.random != final.random[rank.rank] or any(final.shards[s] != w for s, w in rank.shards.items()):
+                raise InvariantBroken(f"I7: rank {rank.rank} ends with other bits")

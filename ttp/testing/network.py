@@ -1,0 +1,114 @@
+"""Streams as gRPC gives them: in order, delayed, and broken at any moment; what was on its way may or may not arrive.
+
+Messages of one stream are neither lost nor reordered while it lives; different streams are independent, and the two
+ends learn of a break at different times. On request messages are repeated, at once or after their stream is gone.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Protocol
+
+from ttp.core import messages as m
+from ttp.core.controller_events import ConnectionId, Received, StreamEnded
+
+
+class Clock(Protocol):
+    """Virtual time."""
+
+    now: float
+
+    def at(self, when: float, what: Callable[[], None]) -> None:
+        """Do ``what`` at ``when``."""
+
+
+class RankEnd(Protocol):
+    """A rank, as its stream sees it."""
+
+    def on_order(self, stream: Stream, order: m.Order) -> None:
+        """An order has arrived."""
+
+    def on_down(self, stream: Stream) -> None:
+        """The stream is over."""
+
+
+class ControllerEnd(Protocol):
+    """A controller, as its streams see it."""
+
+    def on_event(self, event: Received | StreamEnded) -> None:
+        """Something has arrived."""
+
+
+class Stream:
+    """One bidirectional stream."""
+
+    def __init__(
+        self,
+        clock: Clock,
+        rng: random.Random,
+        rank: RankEnd,
+        controller: ControllerEnd,
+        connection: ConnectionId,
+        *,
+        delay_s: float,
+        repeats: float,
+    ) -> None:
+        self.connection = connection
+        self.controller = controller
+        self.open = True
+        self._clock, self._rng, self._rank = clock, rng, rank
+        self._delay_s, self._repeats = delay_s, repeats
+        self._last_up = self._last_down = clock.now
+        self._cut_up = self._cut_down = float("inf")
+
+    def report(self, report: m.Report) -> None:
+        """The rank speaks."""
+        if self.open:
+            self._last_up = self._later(self._last_up)
+            self._clock.at(self._last_up, lambda at=self._last_up: self._arrive(at, report))  # type: ignore[misc]
+
+    def order(self, order: m.Order) -> None:
+        """The controller speaks."""
+        if self.open:
+            self._last_down = self._later(self._last_down)
+            self._clock.at(self._last_down, lambda at=self._last_down: self._obey(at, order))  # type: ignore[misc]
+
+    def end(self) -> None:
+        """The controller has said its last word; everything on its way arrives."""
+        self._break(self._last_up, self._last_down, 0.0, 0.0)
+
+    def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
+        """The stream breaks now. What is on its way arrives up to some point."""
+        now = self._clock.now
+        half = self._rng.random() < 0.5
+        up = now + (self._rng.random() * self._delay_s if half else self._delay_s * 3)
+        down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
+        self._break(up, down, rank_learns_s, controller_learns_s)
+
+    def _break(self, up: float, down: float, rank_learns_s: float, controller_learns_s: float) -> None:
+        if not self.open:
+            return
+        self.open = False
+        self._cut_up, self._cut_down = up, down
+        ended = StreamEnded(self.connection)
+        self._clock.at(max(up, self._clock.now) + controller_learns_s + 1e-6, lambda: self.controller.on_event(ended))
+        self._clock.at(max(down, self._clock.now) + rank_learns_s + 1e-6, lambda: self._rank.on_down(self))
+
+    def _later(self, last: float) -> float:
+        delay = self._delay_s * (self._rng.random() if self._rng.random() < 0.95 else 10 * self._rng.random())
+        return max(last, self._clock.now + delay) + 1e-7
+
+    def _arrive(self, at: float, report: m.Report) -> None:
+        if at <= self._cut_up:
+            self.controller.on_event(Received(self.connection, report))
+            if self._rng.random() < self._repeats and not isinstance(report, m.Hello):
+                again = at + self._rng.random() * 20 * self._delay_s
+                self._clock.at(again, lambda: self.controller.on_event(Received(self.connection, report)))
+
+    def _obey(self, at: float, order: m.Order) -> None:
+        if at <= self._cut_down:
+            self._rank.on_order(self, order)
+            if self._rng.random() < self._repeats and not isinstance(order, m.Welcome | m.Refused | m.RestoreDecision):
+                again = at + self._rng.random() * 20 * self._delay_s
+                self._clock.at(again, lambda: self._rank.on_order(self, order))

@@ -1,0 +1,133 @@
+"""One simulated controller: the real machine, streams in virtual time, and a death between any two of its actions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ttp.core import messages as m
+from ttp.core.controller_events import (
+    Accused,
+    Action,
+    ConnectionId,
+    Event,
+    Patience,
+    Received,
+    Record,
+    SaveRequested,
+    Send,
+    Stop,
+    StreamEnded,
+    Tick,
+)
+from ttp.core.controller_machine import ControllerMachine
+from ttp.testing.network import Stream
+from ttp.testing.sim_rank import SimRank
+from ttp.testing.toy import InvariantBroken
+
+if TYPE_CHECKING:
+    from ttp.testing.simulation import Simulation
+
+
+class SimController:
+    """See the module.
+
+    Args:
+        world: the simulation.
+        patience: of the machine.
+    """
+
+    def __init__(self, world: Simulation, patience: Patience) -> None:
+        self.alive = True
+        self.born = world.now
+        self.machine = ControllerMachine(patience, lambda n: f"i{self.born:.3f}-{n}", world.now)
+        self._world = world
+        self._streams: dict[ConnectionId, Stream] = {}
+        self._timer = 0
+        self._events_left: int | None = None
+        self._actions_left = 0
+        self._plan_timer()
+
+    def accept(self, world: Simulation, rank: SimRank, connection: int) -> Stream:
+        """A rank opens a stream."""
+        stream = world.stream(rank, self, connection)
+        self._streams[ConnectionId(connection)] = stream
+        return stream
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        if self.alive:
+            self.alive = False
+            self._world.trace("controller", "is killed")
+            for stream in self._streams.values():
+                stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
+
+    def kill_in(self, events: int, actions: int) -> None:
+        """SIGKILL while it carries out what the machine said."""
+        self._events_left, self._actions_left = events, actions
+
+    def on_event(self, event: Event) -> None:
+        """See ``ControllerEnd``; reports of streams that were replaced arrive here too."""
+        if not self.alive:
+            return
+        if isinstance(event, StreamEnded):
+            self._streams.pop(event.connection, None)
+        actions = self.machine.on_event(event, self._world.now)
+        self._world.trace("controller", _describe(event))
+        self._world.judge.controller_acted(self.machine, actions)
+        self._perform(actions)
+        self._plan_timer()
+
+    def _perform(self, actions: list[Action]) -> None:
+        dies = False
+        if self._events_left is not None:
+            self._events_left -= 1
+            dies = self._events_left <= 0
+        for index, action in enumerate(actions):
+            if dies and index >= self._actions_left:
+                break
+            self._do(action)
+        if dies:
+            self.kill()
+
+    def _do(self, action: Action) -> None:
+        match action:
+            case Send(connection, order):
+                self._world.trace("controller", f"> {type(order).__name__} {order.rank}")
+                stream = self._streams.get(connection)
+                if stream is not None:
+                    stream.order(order)
+                    if isinstance(order, m.Refused):
+                        stream.end()
+            case Record(kind, incident, facts):
+                self._world.trace("controller", f"[{incident}] {kind} {facts}")
+            case Stop():
+                self.alive = False
+                for stream in list(self._streams.values()):
+                    stream.end()
+
+    def _plan_timer(self) -> None:
+        deadline = self.machine.deadline()
+        if deadline is not None and self.alive:
+            self._timer += 1
+            self._world.at(max(deadline, self._world.now), lambda mine=self._timer: self._tick(mine))  # type: ignore[misc]
+
+    def _tick(self, mine: int) -> None:
+        if mine != self._timer or not self.alive:
+            return
+        self.on_event(Tick())
+        deadline = self.machine.deadline()
+        if self.alive and deadline is not None and deadline <= self._world.now:
+            raise InvariantBroken("I6: the controller's machine spins: its deadline does not move")
+
+
+def _describe(event: Event) -> str:
+    match event:
+        case Received(connection, report):
+            return f"< {type(report).__name__} {report.rank} on {connection}"
+        case StreamEnded(connection):
+            return f"< stream {connection} ended"
+        case Accused(ranks):
+            return f"< accused {ranks}"
+        case SaveRequested():
+            return "< save requested"
+    return "tick"

@@ -1,0 +1,163 @@
+"""A training job small enough to know every bit of, and a storage that tears what is not finished.
+
+The state of a shard is two words that an update writes one after the other, so that a copy taken in mid-update shows. A
+rank has a word of its own, its random stream, which each forward pass consumes. The gradient depends on every word of
+every rank: a resume that is off anywhere ends with other bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Shard, Version
+
+Words = tuple[int, int]
+SLOTS = 3
+"""Page slots: a rank may write n + 1 while a neighbour is still at n - 1."""
+
+
+class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
+    """What must never happen has happened; the text says which invariant."""
+
+
+def mix(*words: int | str) -> int:
+    """A well spread 32-bit word that depends on every argument; equal on every machine."""
+    return zlib.crc32(repr(words).encode())
+
+
+@dataclass(slots=True)
+class ToyState:
+    """The whole job at one version: what a fault-free run holds."""
+
+    version: Version
+    shards: dict[Shard, Words]
+    random: dict[Rank, int]
+
+    @classmethod
+    def initial(cls, layout: Layout) -> ToyState:
+        """Version 0."""
+        shards = {s: (mix("a", s), mix("b", s)) for s in layout.groups}
+        return cls(Version(0), shards, {Rank(r): mix("rng", r) for r in range(layout.world_size)})
+
+    def advanced(self, layout: Layout) -> ToyState:
+        """One update later, without any of ttp."""
+        drawn = {r: draw(word) for r, word in self.random.items()}
+        parts = (contribution([self.shards[s] for s in layout.shards_of(r)], drawn[r]) for r in self.random)
+        gradient = reduce(parts)
+        shards = {s: (update(a, gradient), update(b, gradient)) for s, (a, b) in self.shards.items()}
+        return ToyState(Version(self.version + 1), shards, drawn)
+
+
+def draw(random: int) -> int:
+    """A forward pass consumes the random stream."""
+    return mix("draw", random)
+
+
+def contribution(words: list[Words], random: int) -> int:
+    """What one rank brings to the all-reduce."""
+    return mix(*(w for pair in words for w in pair), random)
+
+
+def reduce(parts: Iterable[int]) -> int:
+    """The all-reduce: a sum, as order does not matter."""
+    return sum(parts) & 0xFFFFFFFF
+
+
+def update(word: int, gradient: int) -> int:
+    """One word of a shard, one update later."""
+    return mix(word, gradient)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """What the storage shows after a rename."""
+
+    version: Version
+    incident: str
+    incarnation: int
+    shards: Mapping[Shard, Words]
+    random: Mapping[Rank, int]
+
+
+@dataclass(slots=True)
+class File:
+    """A file of a draft; it has no content until its writer has synced it."""
+
+    writer: Rank
+    content: tuple[object, ...] | None = None
+
+
+@dataclass(slots=True)
+class ToyStorage:
+    """Drafts and checkpoints. Breaking a promise of the store raises ``InvariantBroken``.
+
+    Args:
+        layout: each shard has to be in a checkpoint exactly once.
+        keep: whole checkpoints that retention leaves.
+    """
+
+    layout: Layout
+    keep: int = 3
+    drafts: dict[str, dict[str, File]] = field(default_factory=dict)
+    checkpoints: dict[Version, Checkpoint] = field(default_factory=dict)
+
+    def begin(self, draft: str, file: str, writer: Rank) -> None:
+        """A writer creates a file."""
+        files = self.drafts.setdefault(draft, {})
+        if file in files:
+            raise InvariantBroken(f"I4: ranks {files[file].writer} and {writer} write one file, {draft}/{file}")
+        files[file] = File(writer)
+
+    def finish(self, draft: str, file: str, content: tuple[object, ...]) -> None:
+        """The file is durable."""
+        self.drafts[draft][file].content = content
+
+    def commit(self, order: m.Commit) -> None:
+        """Rename. Raises ``InvariantBroken`` where a real store would make a bad checkpoint."""
+        there = self.checkpoints.get(order.version)
+        if there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation):
+            return  # done before, by this rank or another
+        shards: dict[Shard, Words] = {}
+        random: dict[Rank, int] = {}
+        for piece in order.pieces:
+            file = self.drafts.get(order.draft, {}).get(piece.file)
+            if file is None or file.content is None or piece.digest != digest(file.content):
+                raise InvariantBroken(f"I4: {order.draft}/{piece.file} is torn, short or not what was promised")
+            self._take(piece, file.content, shards, random)
+        if set(shards) != set(self.layout.groups):
+            raise InvariantBroken(f"I1: version {order.version} lacks {set(self.layout.groups) - set(shards)}")
+        absent = {Rank(r) for r in range(self.layout.world_size)} - set(random)
+        if not absent >= set(order.missing_pages):
+            raise InvariantBroken(f"I1: pages {order.missing_pages} are called missing, {sorted(absent)} are")
+        checkpoint = Checkpoint(order.version, order.incident, order.incarnation, shards, random)
+        self.checkpoints[order.version] = checkpoint
+        for old in sorted(self.checkpoints)[: -self.keep]:
+            del self.checkpoints[old]
+
+    def _take(
+        self, piece: m.Piece, content: tuple[object, ...], shards: dict[Shard, Words], random: dict[Rank, int]
+    ) -> None:
+        if piece.kind == "shard":
+            if Shard(piece.shard) in shards:
+                raise InvariantBroken(f"I1: shard {piece.shard} is in the checkpoint twice")
+            shards[Shard(piece.shard)] = cast("Words", content)
+            return
+        for entry in content:
+            rank, word = cast("tuple[Rank, int]", entry)
+            if rank in random:
+                raise InvariantBroken(f"I1: the page of rank {rank} is in the checkpoint twice")
+            random[rank] = word
+
+    @property
+    def newest(self) -> Checkpoint | None:
+        """What a restart resumes from."""
+        return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
+
+
+def digest(content: tuple[object, ...]) -> str:
+    """Of a file's content."""
+    return f"{mix(repr(content)):08x}"
