@@ -114,7 +114,7 @@ def test_restart_after_a_rescue(launcher: str, start: Start, controller: Control
     assert job.has("saved-1-0")
 
 
-@pytest.mark.parametrize(("code", "expected"), [(70, 70), (3, 1)])
+@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64), (3, 1)])
 def test_exit_code_tells_what_happened(
     code: int, expected: int, launcher: str, start: Start, controller: Controller
 ) -> None:

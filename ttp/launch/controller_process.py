@@ -87,8 +87,8 @@ def start_controller(
         raise ConfigError(f"cannot start the controller, run directory {run_dir}: {problem}") from None
 
 
-def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 5.0) -> None:
-    """SIGTERM, then SIGKILL after ``patience_s``; returns when the process is gone."""
+def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) -> None:
+    """SIGTERM, then SIGKILL after ``patience_s`` (it writes its journal meanwhile); returns when it is gone."""
     child.terminate()
     try:
         child.wait(patience_s)

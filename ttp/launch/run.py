@@ -139,8 +139,9 @@ class _Launch:
         return self._verdict()
 
     def _verdict(self) -> int:
+        """From how the workers of the last attempt ended."""
         codes = [] if self._agent is None else self._agent.exit_codes()
-        return next((code for code in (EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
+        return next((code for code in (EXIT_NOT_SAVED, EXIT_SAVED, EXIT_BAD_CONFIG) if code in codes), EXIT_FAILED)
 
     def _our_agent(self) -> AbstractContextManager[None]:
         from ttp.launch.install import agent_maker, installed
