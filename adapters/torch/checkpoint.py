@@ -13,13 +13,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ttp.adapters.torch.blob import BlobWriter
 from ttp.adapters.torch.leaves import ToHost, dump, leaves, whole
 from ttp.adapters.torch.table import SHARD_KIND, Item, encode_table
 from ttp.core.layout import Rank, Shard
@@ -82,66 +83,78 @@ def write_shard(
     target = HashingFile(draft / file)
     try:
         with _without_crc32():
-            items, left_out = _write_items(_Stream(target, cancelled), file, state, to_host)
+            shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)
+            shard_writer.write(state)
         size, digest = target.sync_and_close()
     except BaseException:
         with suppress(OSError):
             target.close()
         (draft / file).unlink(missing_ok=True)
         raise
-    for key in left_out:
+    for key in shard_writer.left_out:
         _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
-    return Piece(file, size, digest, SHARD_KIND, shard, writer, encode_table(items, left_out))
+    return Piece(file, size, digest, SHARD_KIND, shard, writer, encode_table(shard_writer.items, shard_writer.left_out))
 
 
-def _write_items(stream: _Stream, file: str, state: Mapping[str, Any], to_host: ToHost) -> tuple[list[Item], list[str]]:
-    items: list[Item] = []
-    left_out: list[str] = []
-    written: dict[tuple[Any, ...], Item] = {}  # tied weights are stored once and listed under each of their names
-    for path, int_keys, value in leaves(state):
-        stream.check()
-        if isinstance(value, (Tensor, Chunk)):
-            chunk = value if isinstance(value, Chunk) else Chunk(value, tuple(value.shape), (0,) * value.dim())
-            item = _write_tensor(stream, Item(path, file, 0, 0, int_keys=int_keys), chunk, written, to_host)
-        elif (blob := dump(value, to_host)) is not None:
-            item = Item(path, file, stream.position, len(blob), int_keys=int_keys)
-            stream.write(memoryview(blob))
-        else:
-            left_out.append(".".join(map(str, path)))
-            continue
-        stream.check()
-        items.append(item)
-    return items, left_out
+class _ShardWriter:
+    """Writes value after value and keeps the table."""
 
+    def __init__(self, stream: _Stream, file: str, to_host: ToHost) -> None:
+        self._stream = stream
+        self._file = file
+        self._to_host = to_host
+        self._blobs = BlobWriter(stream)
+        self._tensors: dict[
+            tuple[Any, ...], Item
+        ] = {}  # tied weights are stored once, and listed under all their names
+        self._numbers: dict[tuple[type, str], bytes | None] = {}  # a step count per parameter is made once
+        self.items: list[Item] = []
+        self.left_out: list[str] = []
 
-def _write_tensor(
-    stream: _Stream, name: Item, chunk: Chunk, written: dict[tuple[Any, ...], Item], to_host: ToHost
-) -> Item:
-    tensor = chunk.tensor.detach()
-    _check_storable(name.key, tensor)
-    same = (tensor.data_ptr(), tensor.device, tensor.dtype, tuple(tensor.shape), tensor.stride(), chunk.offsets)
-    first = written.get(same) if tensor.numel() else None
-    if first is not None and first.shape == chunk.shape:
-        offset, length = first.offset, first.length
-    else:
-        offset = stream.position
-        host = tensor if tensor.device.type == "cpu" else to_host(tensor)
-        torch.save(whole(host), cast("Any", stream))
-        length = stream.position - offset
-    item = Item(
-        name.path,
-        name.file,
-        offset,
-        length,
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(chunk.shape),
-        tuple(chunk.offsets),
-        tuple(tensor.shape),
-        tensor.device.type,
-        name.int_keys,
-    )
-    written.setdefault(same, item)
-    return item
+    def write(self, state: Mapping[str, Any]) -> None:
+        """Append all of ``state``."""
+        for path, int_keys, value in leaves(state):
+            self._stream.check()
+            name = Item(path, self._file, self._stream.position, 0, int_keys=int_keys)
+            if isinstance(value, Chunk):
+                self.items.append(self._write_tensor(name, value))
+            elif isinstance(value, Tensor):
+                self.items.append(self._write_tensor(name, Chunk(value, tuple(value.shape), (0,) * value.dim())))
+            elif (blob := self._dump(value)) is not None:
+                self._stream.write(memoryview(blob))
+                self.items.append(replace(name, length=len(blob)))
+            else:
+                self.left_out.append(name.key)
+        self._stream.check()
+
+    def _write_tensor(self, name: Item, chunk: Chunk) -> Item:
+        tensor = chunk.tensor.detach()
+        _check_storable(name.key, tensor)
+        layout = (tensor.dtype, tensor.shape, tensor.stride())
+        same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
+        first = self._tensors.get(same) if tensor.numel() else None
+        if first is not None:
+            return replace(first, path=name.path, int_keys=name.int_keys)
+        self._blobs.write(whole(tensor if tensor.device.type == "cpu" else self._to_host(tensor)))
+        item = replace(
+            name,
+            length=self._stream.position - name.offset,
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            shape=tuple(chunk.shape),
+            offsets=tuple(chunk.offsets),
+            sizes=tuple(tensor.shape),
+            device=tensor.device.type,
+        )
+        self._tensors[same] = item
+        return item
+
+    def _dump(self, value: Any) -> bytes | None:
+        if type(value) not in (int, float, bool, type(None)):
+            return dump(value, self._to_host)
+        number = (type(value), repr(value))
+        if number not in self._numbers:
+            self._numbers[number] = dump(value, self._to_host)
+        return self._numbers[number]
 
 
 def _check_storable(key: str, tensor: Tensor) -> None:

@@ -6,6 +6,7 @@ import io
 import pickle
 import uuid
 from collections.abc import Sequence
+from functools import cache
 from math import prod
 from pathlib import Path
 
@@ -86,10 +87,16 @@ def _describe(chunks: Sequence[Item]) -> TensorStorageMetadata | BytesStorageMet
     if not first.is_tensor:
         return BytesStorageMetadata()
     return TensorStorageMetadata(
-        properties=TensorProperties(dtype=first.torch_dtype),
+        properties=_properties(first.torch_dtype),
         size=torch.Size(first.shape),
         chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
     )
+
+
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    """One object for all tensors of a dtype: the pickle refers to it instead of repeating it."""
+    return TensorProperties(dtype=dtype)
 
 
 def _place(item: Item, index: int) -> tuple[MetadataIndex, filesystem._StorageInfo]:

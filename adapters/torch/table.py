@@ -151,7 +151,7 @@ def _item_from_json(file: str, row: dict[str, Any]) -> Item:
 
 
 def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    numbers = tuple(int(value) for value in values)
-    if any(number < 0 for number in numbers):
+    numbers = tuple(map(int, values))
+    if numbers and min(numbers) < 0:
         raise ValueError(f"negative number in {numbers}")
     return numbers

@@ -1,0 +1,96 @@
+"""Writes tensors as ``torch.save`` does, and small ones a lot faster.
+
+``torch.save`` makes some forty small writes through Python for one tensor, however small it is, and an Adam optimizer
+has a ``step`` tensor of four bytes for every parameter. But without crc32, two tensors of one dtype and layout differ
+in their own bytes only. So the rest is made once and used again. That this holds is not taken for granted: it is
+checked for every layout against two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import zipfile
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+_TEMPLATE_BYTES_MAX = 1 << 16
+"""A larger tensor costs more to write than what is around it."""
+
+Template = tuple[bytes, bytes]
+
+
+class Stream(Protocol):
+    """Where the bytes go."""
+
+    def write(self, data: memoryview) -> int:
+        """Append."""
+
+    def flush(self) -> None:
+        """For ``torch.save``."""
+
+
+class BlobWriter:
+    """Writes tensors to ``stream``, which ``torch.save`` would write with crc32 off."""
+
+    def __init__(self, stream: Stream) -> None:
+        self._stream = stream
+        self._templates: dict[tuple[Any, ...], Template | None] = {}
+
+    def write(self, tensor: Tensor) -> None:
+        """Append the blob of ``tensor``, which is on the CPU and owns all of its storage."""
+        template = self._template(tensor) if 0 < tensor.nbytes <= _TEMPLATE_BYTES_MAX else None
+        if template is None:
+            torch.save(tensor, cast("Any", self._stream))
+            return
+        before, after = template
+        self._stream.write(memoryview(before))
+        self._stream.write(_memory(tensor))
+        self._stream.write(memoryview(after))
+
+    def _template(self, tensor: Tensor) -> Template | None:
+        layout = (tensor.dtype, tensor.shape, tensor.stride())
+        if layout not in self._templates:
+            self._templates[layout] = _make_template(tensor)
+        return self._templates[layout]
+
+
+def _make_template(tensor: Tensor) -> Template | None:
+    data = bytes(_memory(tensor))
+    other = tensor.clone()
+    if other.stride() != tensor.stride():
+        return None
+    _flip(other)
+    one, two = _saved(tensor), _saved(other)
+    start = _position(one)
+    end = start + len(data)
+    same_around = one[:start] == two[:start] and one[end:] == two[end:]
+    holds = same_around and one[start:end] == data and two[start:end] == bytes(_memory(other))
+    return (one[:start], one[end:]) if holds else None
+
+
+def _saved(tensor: Tensor) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(tensor, buffer)
+    return buffer.getvalue()
+
+
+def _position(blob: bytes) -> int:
+    """Where in the zip archive the bytes of the only storage begin."""
+    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+        (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
+    header = blob[entry.header_offset : entry.header_offset + 30]
+    names, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
+    return entry.header_offset + 30 + names + extra
+
+
+def _memory(tensor: Tensor) -> memoryview:
+    storage = tensor.untyped_storage()
+    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+
+
+def _flip(tensor: Tensor) -> None:
+    flat = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    flat.bitwise_not_()
