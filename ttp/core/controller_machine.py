@@ -176,6 +176,9 @@ class ControllerMachine:
         known = self.job.members.get(hello.rank)
         if known is not None and known.connection is not None and connection < known.connection:
             return  # it came late: the rank has opened another stream since
+        if known is not None and known.hello.nonce != hello.nonce:
+            text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
+            self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self.job.members
         self.job.join(connection, hello, now)
@@ -201,7 +204,8 @@ class ControllerMachine:
     def _busy(self, hello: m.Hello) -> Refusal | None:
         incident = self.incident
         saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self.job.live)
-        if saving and self.job.starts_incarnation(hello):
+        newcomer = not hello.incarnation and hello.rank not in self.job.members
+        if saving and (newcomer or self.job.starts_incarnation(hello)):
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
         return None
 
@@ -229,6 +233,9 @@ class ControllerMachine:
             self._rescue.lost(rank)
             if member.left:
                 self.job.detach(rank)
+            elif not self.job.formed:
+                self.job.forget(rank)
+                self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
             else:
                 self.job.lose(rank, now)
                 text = f"{member.name} was lost: its stream ended without a goodbye"
@@ -239,8 +246,8 @@ class ControllerMachine:
     def _accused(self, event: Accused, now: float) -> None:
         for index, rank in enumerate(event.ranks):
             member = self.job.members.get(rank)
-            if member is None or member.left:
-                continue
+            if member is None or member.left or not self.job.formed:
+                continue  # before it is formed a job has nothing to lose
             if event.pids and event.pids[index] not in (0, member.hello.pid):
                 continue  # an earlier process of this rank
             text = f"{member.name}: {event.reason}"
@@ -334,7 +341,7 @@ class ControllerMachine:
     def _gathered(self, now: float) -> None:
         """Who has not come back to this new controller is lost; in a job that never trained it may not have begun."""
         assert self.job.layout is not None
-        forming = all(mb.version <= self.base_version for mb in self.job.members.values())
+        forming = all(mb.version <= self.base_version and not mb.done for mb in self.job.members.values())
         if self.incident is None and forming and self.job.live:
             self.job.gather_until = now + self.patience.gather_s
             return

@@ -49,6 +49,8 @@ class Membership:
     broken: set[Rank] = field(default_factory=set)
     """Known not to train on."""
     done: set[Rank] = field(default_factory=set)
+    formed: bool = False
+    """All ranks have been there. Before that nothing was trained: ranks may come, go and be replaced."""
     ended: bool = True
     """Everybody of this incarnation was released, or there never was one: a new one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class Membership:
         self.layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
         self.members, self.by_connection, self.suspects = {}, {}, {}
         self.live, self.broken, self.done = set(), set(), set()
-        self.ended, self.gather_until = False, None
+        self.formed, self.ended, self.gather_until = False, False, None
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
         """Add or re-attach a rank."""
@@ -96,6 +98,7 @@ class Membership:
             self.condemn(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
+        self.formed = self.formed or hello.resume or self.complete
         return member
 
     def detach(self, rank: Rank) -> None:
@@ -108,6 +111,13 @@ class Membership:
                 self.by_connection.pop(member.connection, None)
         member.connection = None
         self.live.discard(rank)
+
+    def forget(self, rank: Rank) -> None:
+        """The rank left a job that is not formed yet: it, or its successor, may come again."""
+        self.detach(rank)
+        del self.members[rank]
+        self.broken.discard(rank)
+        self.done.discard(rank)
 
     def lose(self, rank: Rank, now: float) -> None:
         """The rank vanished without a goodbye: a suspect until the grace is over."""
@@ -140,6 +150,8 @@ class Membership:
     def starts_incarnation(self, hello: m.Hello) -> bool:
         """A new process opens the next incarnation once the last one is over, or when the launcher counts further.
 
+        A job that is not formed yet goes on forming: a process that died early is replaced by its successor.
+
         Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
         counts of the same rank are compared.
         """
@@ -150,9 +162,10 @@ class Membership:
         taken = self.members.get(hello.rank)
         if taken is not None and taken.hello.nonce == hello.nonce:
             return False
-        if self.ended or not (self.live or (self.suspects and taken is None)):
-            return True
-        return taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
+        if not (self.formed or self.ended):
+            return not self.live and (hello.run_id, hello.layout_digest) != (self.run_id, self.layout.digest)
+        relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
+        return self.ended or not self.live or relaunched
 
     def refusal(self, hello: m.Hello) -> Refusal | None:
         """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can."""
@@ -198,6 +211,8 @@ class Membership:
         if taken is None:
             return None
         if taken.hello.nonce != hello.nonce:
+            if not self.formed and hello.launch > taken.hello.launch:
+                return None
             if hello.rank in self.live or taken.done:
                 return m.RefusalCode.RANK_TAKEN, (
                     f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "

@@ -37,17 +37,26 @@ POINTS = (
 )
 """Where a rank can be killed, beside any moment."""
 
+KINDS = (
+    ("kill", "flap", "controller", "raise", "sigterm", "save", "write", "commit")
+    + ("kill_at",) * 3
+    + ("flap_at",) * 2
+    + ("controller_at",)
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
     """One thing that goes wrong.
 
     Args:
-        kind: ``kill``, ``kill_at``, ``flap``, ``controller``, ``raise``, ``sigterm``, ``save``, ``write``, ``commit``.
-        at: virtual time in seconds after the launch; for ``kill_at`` the how-maniest time at ``point``.
+        kind: ``kill`` a rank, ``flap`` its stream, kill the ``controller``; the same with ``_at``: when ``rank`` is
+            at ``point``; ``raise`` in the training code; ``sigterm`` to all; ``save`` on request; ``write`` and
+            ``commit`` fail on this rank.
+        at: virtual time in seconds after the launch; with a point: the how-maniest time there.
         rank: whom it hits.
-        point: for ``kill_at`` one of ``POINTS``; for ``raise`` ``forward`` or ``update``.
-        lasts_s: for ``flap``: how long the rank cannot connect; for ``controller``: ignored.
+        point: one of ``POINTS``; for ``raise`` ``forward`` or ``update``.
+        lasts_s: for a flap: how long the rank cannot connect.
     """
 
     kind: str
@@ -77,16 +86,24 @@ def grid(shards: int, replicas: int) -> Layout:
     return Layout(world, groups)
 
 
+def mixed(layout: Layout) -> Layout:
+    """The same with a shard that every rank holds, and one that has two holders: dense and expert groups differ."""
+    everybody = tuple(Rank(r) for r in range(layout.world_size))
+    return Layout(layout.world_size, {**layout.groups, Shard("dense"): everybody, Shard("expert"): everybody[:2]})
+
+
 def random_scenario(seed: int, shards: int | None = None, replicas: int | None = None) -> Scenario:
     """A small job and up to three faults in each of its first two incarnations."""
     rng = random.Random(f"scenario {seed}")
     shards = shards or rng.choice((1, 1, 1, 2, 2, 3))
     replicas = replicas or rng.choice((1, 2, 2, 2, 3, 3, 4) if shards == 1 else (1, 2, 2, 3))
     layout = grid(shards, replicas)
+    if shards > 1 and rng.random() < 0.3:
+        layout = mixed(layout)
     world = layout.world_size
     per_host = rng.choice((1, 2, world))
     steps = rng.randint(2, 5)
-    first = _faults(rng, world, rng.choice((0, 1, 1, 1, 2, 2, 3)))
+    first = _faults(rng, world, rng.choice((0, 1, 1, 2, 2, 3, 4)))
     second = _faults(rng, world, rng.choice((0, 0, 0, 1, 2)))
     return Scenario(
         seed=seed,
@@ -100,20 +117,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
 
 
 def _faults(rng: random.Random, world: int, count: int) -> tuple[Fault, ...]:
-    kinds = (
-        "kill",
-        "kill_at",
-        "kill_at",
-        "kill_at",
-        "flap",
-        "controller",
-        "raise",
-        "sigterm",
-        "save",
-        "write",
-        "commit",
-    )
-    faults = [_fault(rng, world, rng.choice(kinds)) for _ in range(count)]
+    faults = [_fault(rng, world, rng.choice(KINDS)) for _ in range(count)]
     if rng.random() < 0.2 and world > 1:  # all but one at once
         at, spared = rng.random() * 0.2, rng.randrange(world)
         faults += [Fault("kill", at + rng.random() * 0.003, Rank(r)) for r in range(world) if r != spared]
@@ -121,11 +125,11 @@ def _faults(rng: random.Random, world: int, count: int) -> tuple[Fault, ...]:
 
 
 def _fault(rng: random.Random, world: int, kind: str) -> Fault:
-    rank, at = Rank(rng.randrange(world)), rng.random() * 0.25
-    if kind == "kill_at":
-        return Fault(kind, rng.randint(1, 3), rank, rng.choice(POINTS))
+    rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
+    lasts_s = rng.choice((0.0, 0.05, 0.2, 1.0)) if kind.startswith("flap") else 0.0
+    if kind.endswith("_at"):
+        early, times = rng.random() < 0.6, rng.randint(1, 3)
+        return Fault(kind, 1 if early else times, rank, rng.choice(POINTS), lasts_s)
     if kind == "raise":
         return Fault(kind, rng.randint(1, 4), rank, rng.choice(("forward", "update")))
-    if kind == "flap":
-        return Fault(kind, at, rank, lasts_s=rng.choice((0.0, 0.05, 0.2, 1.0)))
-    return Fault(kind, at, rank)
+    return Fault(kind, at, rank, lasts_s=lasts_s)

@@ -21,6 +21,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
@@ -95,7 +96,7 @@ class Simulation:
         self._hosts: dict[str, Pages] = {}
         self._faults: list[Fault] = []
         self._blocked_until: dict[Rank, float] = {}
-        self._kills: Counter[tuple[str, Rank]] = Counter()
+        self._at_points: dict[tuple[str, Rank], list[list[Any]]] = {}
         self._raises: Counter[tuple[str, Rank]] = Counter()
         self._first_death: float | None = None
 
@@ -281,7 +282,7 @@ class Simulation:
         gradient = reduce(collective.parts.values())
         for r in sorted(self.ranks):
             collective.leaving.add(r)
-            self.after(self.rng.random() * 0.002, lambda r=r: self._leave(collective, self.ranks[r], gradient))  # type: ignore[misc]
+            self.after(self.rng.random() * 0.002, lambda rank=self.ranks[r]: self._leave(collective, rank, gradient))  # type: ignore[misc]
 
     def _leave(self, collective: _Collective, rank: SimRank, gradient: int) -> None:
         if rank.rank in collective.leaving:
@@ -311,7 +312,7 @@ class Simulation:
     # ---------------------------------------------------------------------------------------------------------- faults
 
     def _plan_faults(self, faults: tuple[Fault, ...]) -> None:
-        self._kills.clear()
+        self._at_points.clear()
         self._raises.clear()
         self._blocked_until.clear()
         self._faults = list(faults)
@@ -320,8 +321,8 @@ class Simulation:
             match fault.kind:
                 case "kill":
                     self.after(fault.at, lambda rank=rank: rank.exit(None))  # type: ignore[misc]
-                case "kill_at":
-                    self._kills[fault.point, fault.rank] = int(fault.at)
+                case "kill_at" | "flap_at" | "controller_at":
+                    self._at_points.setdefault((fault.point, fault.rank), []).append([int(fault.at), fault])
                 case "raise":
                     self._raises[fault.point, fault.rank] = int(fault.at)
                 case "flap":
@@ -354,13 +355,22 @@ class Simulation:
     def reached(self, point: str, rank: SimRank) -> None:
         """A rank is at a point where it may be killed."""
         self.points[point] += 1
-        if self._kills[point, rank.rank]:
-            self._kills[point, rank.rank] -= 1
-            if not self._kills[point, rank.rank]:
-                self.trace(rank.name, f"is killed {point}")
-                rank.exit(None)
+        for entry in self._at_points.get((point, rank.rank), ()):
+            entry[0] -= 1
+            if entry[0] == 0:
+                self._strike(entry[1], rank)
         if not rank.alive:
             raise Killed
+
+    def _strike(self, fault: Fault, rank: SimRank) -> None:
+        self.trace(rank.name, f"{fault.kind} {fault.point}")
+        match fault.kind:
+            case "kill_at":
+                rank.exit(None)
+            case "flap_at":
+                self._flap(rank, fault.lasts_s)
+            case "controller_at":
+                self.after(self.rng.random() * 2 * self.scenario.delay_s, self._kill_controller)
 
     def raises(self, rank: SimRank, where: str) -> bool:
         """Whether the training code raises now."""
