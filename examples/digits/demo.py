@@ -192,6 +192,12 @@ def tail(path: Path, lines: int = 40) -> str:
     return "\n".join(path.read_text(errors="replace").splitlines()[-lines:])
 
 
+def command() -> str:
+    """How to call the ``ttp`` that this runs with."""
+    script = Path(sys.executable).with_name("ttp")
+    return os.path.relpath(script) if script.exists() else f"{sys.executable} -m ttp"
+
+
 def choose(options: argparse.Namespace) -> Kill:
     """Whom to kill, and when; a seed makes the same choice again."""
     chance = random.Random(options.kill_seed)
@@ -231,7 +237,8 @@ def main() -> int:
     screen.say()
     good = report(screen, kill, unbroken, broken)
     checkpoints = os.path.relpath(options.folder / "broken" / "checkpoints")
-    screen.say(f"Look for yourself:  ttp incidents {checkpoints} --last;  ttp verify {checkpoints}")
+    screen.say(f"Look for yourself:  {command()} incidents {checkpoints} --last")
+    screen.say(f"                    {command()} verify {checkpoints}")
     screen.say(f"The same again:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo")
     if not good:
         screen.say(Text("The broken run is not what the unbroken one is.", "bold red"))

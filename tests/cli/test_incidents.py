@@ -193,6 +193,12 @@ def test_json(tmp_path: Path, ttp: Ttp) -> None:
     }
 
 
+def test_brackets_are_not_markup(tmp_path: Path, ttp: Ttp) -> None:
+    write(tmp_path, "one", [(0.0, "evidence", {"rank": 0, "evidence": "exception", "text": "x[bold] is [/] wrong"})])
+    assert "x[bold] is [/] wrong" in ttp("incidents", tmp_path).out
+    assert "x[bold] is [/] wrong" in ttp("incidents", tmp_path, "one").out
+
+
 def test_long_errors_are_cut_for_people_only(tmp_path: Path, ttp: Ttp) -> None:
     error = "pair.cc:537 " * 100
     write(tmp_path, "one", [(0.0, "evidence", {"rank": 0, "evidence": "collective", "text": error})])
