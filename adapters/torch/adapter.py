@@ -96,6 +96,17 @@ class TorchAdapter:
         self._source.connect(processor, self._attachment)
         self._capture.capture(processor.gate.version, final=True)
 
+    @property
+    def capture(self) -> LocalCapture:
+        """Of what only this rank has."""
+        return self._capture
+
+    def detach(self) -> None:
+        """Take the hooks away again; ``attach`` puts them back."""
+        if self._attachment is not None:
+            self._attachment()
+            self._attachment = None
+
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
         if self._attachment is not None:

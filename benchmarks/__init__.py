@@ -1,0 +1,1 @@
+"""Measurements against the budgets of the design. ``python -m benchmarks`` runs all of them."""

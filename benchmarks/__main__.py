@@ -1,0 +1,72 @@
+"""``python -m benchmarks [NAME ...] [--quick] [--json FILE]``: measure, and compare with the budgets."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import sys
+from pathlib import Path
+
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks import controller_load, core, rescue, save, steady
+from benchmarks.result import Result
+
+GROUPS = {
+    "core": core.run,
+    "steady": steady.run,
+    "save": save.run,
+    "rescue": rescue.run,
+    "controller": controller_load.run,
+}
+
+
+def main() -> int:
+    """Run what is asked for and print one table."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"one or more of: {', '.join(GROUPS)} (default: all)")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes, few repetitions: for a look, not for numbers"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    args = parser.parse_args()
+    unknown = set(args.names) - set(GROUPS)
+    if unknown:
+        parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    console = Console()
+    results: list[Result] = []
+    for name in args.names or GROUPS:
+        with console.status(f"measuring {name} ..."):
+            results += GROUPS[name](args.quick)
+    console.print(machine())
+    console.print(as_table(results))
+    if args.json:
+        rows = [r.as_dict() for r in results]
+        args.json.write_text(json.dumps({"machine": machine(), "results": rows}, indent=1) + "\n")
+    return 0
+
+
+def machine() -> str:
+    """The class of machine that the numbers are from."""
+    memory = psutil.virtual_memory().total / 2**30
+    return (
+        f"{os.cpu_count()} cores, {memory:.0f} GiB, {platform.system()} {platform.release().split('-')[0]}, "
+        f"Python {platform.python_version()}, load {os.getloadavg()[0]:.1f}"
+    )
+
+
+def as_table(results: list[Result]) -> Table:
+    """What people read."""
+    table = Table("what", "measured", "budget", "verdict", "how", title="ttp against its budgets")
+    for r in results:
+        verdict = "" if r.budget is None else "[green]met[/]" if r.met else "[red]missed[/]"
+        table.add_row(r.what, r.shown, r.budget_shown, verdict, r.how)
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

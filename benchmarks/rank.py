@@ -1,0 +1,35 @@
+"""A rank that trains alone: AdamW on fixed gradients, about 5 ms a step. Started by ``benchmarks.world``."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import nn
+
+import ttp
+
+
+@ttp.ttp_to_persist
+def train() -> None:
+    """Until it is killed or released."""
+    elements = int(float(os.environ["BENCH_STATE_MB"]) * 1e6 / 12)  # weights and two moments, four bytes each
+    ballast = torch.ones(int(float(os.environ["BENCH_RESIDENT_GIB"]) * 2**28))
+    rows = max(1, elements // 4096)
+    model = nn.Sequential(*(nn.Linear(4096, max(1, rows // 8), bias=False) for _ in range(8)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"])
+    while True:
+        if optimizer.state and elements > 1_000_000:
+            time.sleep(0.05)  # large updates would keep the cores from what is measured
+        optimizer.step()
+        time.sleep(0.005)
+        assert ballast is not None
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train()

@@ -1,0 +1,85 @@
+"""kill -9 of a rank, to detected, frozen, decided and durable; for states and resident sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import threading
+import time
+
+from benchmarks.result import Result
+from benchmarks.save import plain_write_s
+from benchmarks.world import controller, ranks, scratch, wait_for
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+WORLD = 3
+Times = dict[str, float]
+
+
+def run(quick: bool) -> list[Result]:
+    """Sizes of state with a small rank, then resident sizes with a small state."""
+    results: list[Result] = []
+    for state_mb in (1, 50) if quick else (1, 50, 500):
+        results += describe(f"{state_mb} MB of state", repeated(state_mb, 0, 1 if quick else 5), state_mb)
+    for resident_gib in (2,) if quick else (2, 8):
+        times = repeated(1, resident_gib, 1 if quick else 3)
+        label = f"kill -9 -> incident open, rank of {resident_gib} GiB"
+        results.append(Result(label, times["opened"], "ms", 2.0, "median; end of the stream is the witness"))
+    return results
+
+
+def describe(label: str, times: Times, state_mb: float) -> list[Result]:
+    """One row per stage. The budget of the commit allows the bytes at the measured speed of the storage."""
+    durable_budget = 50.0 + (times["plain"] if state_mb > 1 else 0.0)
+    return [
+        Result(f"kill -9 -> incident open, {label}", times["opened"], "ms", 2.0, "median of 5"),
+        Result(f"kill -9 -> all frozen, {label}", times["frozen"], "ms", None, "last answer"),
+        Result(f"kill -9 -> decided, {label}", times["plan"], "ms", None, ""),
+        Result(
+            f"kill -9 -> durable commit, {label}",
+            times["committed"],
+            "ms",
+            durable_budget,
+            f"plain write of the bytes + fsync: {times['plain']:.0f} ms",
+        ),
+    ]
+
+
+def repeated(state_mb: float, resident_gib: float, times: int) -> Times:
+    """Medians over several jobs."""
+    runs = [once(state_mb, resident_gib) for _ in range(times)]
+    return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
+
+
+def once(state_mb: float, resident_gib: float) -> Times:
+    """One job: form, train a little, kill the last rank, read the events' times."""
+    with scratch() as directory:
+        (directory / "run").mkdir()
+        with controller(directory / "run") as (port, service, _):
+            events: dict[str, float] = {}
+            committed = threading.Event()
+            watcher = threading.Thread(target=_watch, args=(service, events, committed), daemon=True)
+            with ranks(WORLD, port, directory, state_mb, resident_gib) as processes:
+                wait_for(service, 3)
+                watcher.start()
+                time.sleep(0.3)  # the watcher's stream opens; nothing is measured yet
+                killed_at = time.monotonic()
+                os.kill(processes[WORLD - 1].pid, signal.SIGKILL)
+                if not committed.wait(120):
+                    raise TimeoutError(f"no commit: {events}")
+            plain = plain_write_s(directory / "plain", int(state_mb * 1e6)) * 1e3
+    return {key: (at - killed_at) * 1e3 for key, at in events.items()} | {"plain": plain}
+
+
+def _watch(service: ControllerStub, events: dict[str, float], committed: threading.Event) -> None:
+    for event in service.WatchEvents(pb.WatchEventsRequest()):
+        if event.kind == "answer" and json.loads(event.json)["phase"] == "idle" and "plan" not in events:
+            events["frozen"] = event.monotonic_s
+        elif event.kind in ("opened", "plan", "committed"):
+            events.setdefault(event.kind, event.monotonic_s)
+        if event.kind == "committed":
+            committed.set()
+            return

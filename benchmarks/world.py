@@ -1,0 +1,92 @@
+"""Small real worlds for the benchmarks: a controller and ranks that train without collectives."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+
+from ttp.wire.channel import open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+
+def free_port() -> int:
+    """A port that was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def controller(run_dir: Path) -> Iterator[tuple[int, ControllerStub, int]]:
+    """A controller process: its port, a stub, its pid."""
+    port = free_port()
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
+    with (run_dir / "controller.log").open("w") as log:
+        process = subprocess.Popen(command, env=env, stderr=log)
+    channel = open_channel("127.0.0.1", port)
+    try:
+        grpc.channel_ready_future(channel).result(timeout=60)
+        yield port, stub(channel), process.pid
+    finally:
+        channel.close()
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+
+
+@contextlib.contextmanager
+def ranks(
+    world_size: int, port: int, directory: Path, state_mb: float, resident_gib: float
+) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+    """Rank processes of ``benchmarks.rank``; the last one holds ``resident_gib`` more memory."""
+    processes = {}
+    for rank in range(world_size):
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "MASTER_ADDR": "127.0.0.1",
+            "TTP_PORT": str(port),
+            "TTP_RUN_DIR": str(directory / "run"),
+            "TTP_LOG": "ERROR",
+            "BENCH_STATE_MB": str(state_mb),
+            "BENCH_RESIDENT_GIB": str(resident_gib if rank == world_size - 1 else 0),
+            "BENCH_SAVE_DIR": str(directory / "checkpoints"),
+            "OMP_NUM_THREADS": "1",
+        }
+        processes[rank] = subprocess.Popen([sys.executable, "-m", "benchmarks.rank"], env=env)
+    try:
+        yield processes
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+
+
+def wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:
+    """Until every rank trains and has finished ``version``."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        status = service.GetStatus(pb.GetStatusRequest(), timeout=10)
+        if status.stage == "training" and all(r.version >= version for r in status.ranks):
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"the ranks did not reach version {version} within {timeout_s} s")
+
+
+@contextlib.contextmanager
+def scratch() -> Iterator[Path]:
+    """A directory on the disk that checkpoints would go to: the working directory's."""
+    with tempfile.TemporaryDirectory(dir=".", prefix=".bench-") as name:
+        yield Path(name).absolute()
