@@ -127,8 +127,8 @@ class BufferTable:
 
     def _add(self, owner: nn.Module, key: str, name: str, tensor: Tensor) -> None:
         info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
-        counted = name not in self._uncounted and not isinstance(owner, _NormBase)
-        entry = Entry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), counted)
+        trusted = name not in self._uncounted
+        entry = Entry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), trusted)
         large = entry.size >= LARGE_BYTES and tensor.is_contiguous() and not isinstance(owner, _NormBase)
         (self.large if large else self.small).append(entry)
 

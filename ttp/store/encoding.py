@@ -9,7 +9,7 @@ garbage is refused before it is looked at.
 ``decode`` allocates no more than a multiple of what it was given: lengths are checked by a pass that builds nothing
 before anything is built, and shapes are checked against the bytes that are there.
 
-Known: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, set,
+Known: None, bool, int of any size, float, complex, str, bytes, bytearray, list, tuple, dict, OrderedDict, Counter, set,
 frozenset, numpy arrays and scalars of plain dtypes, torch tensors and parameters (strided, any dtype; they come back on
 the CPU).
 """
@@ -17,7 +17,7 @@ the CPU).
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -32,7 +32,7 @@ _CHECKSUM_SIZE = 8
 _DEPTH_MAX = 100
 """Containers inside containers. Deeper is a mistake, most likely a container inside itself."""
 
-_TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, _ORDERED, _BYTEARRAY, _COMPLEX = range(1, 9)
+_TUPLE, _SET, _FROZENSET, _BIG_INT, _PAIRS, _ORDERED, _BYTEARRAY, _COMPLEX, _COUNTER = range(1, 10)
 _NUMPY_ARRAY, _NUMPY_SCALAR, _TENSOR = 16, 17, 32
 
 _NATIVE = frozenset({type(None), bool, int, float, str, bytes})
@@ -184,6 +184,10 @@ def _as_ordered(obj: Any, depth: int) -> Any:
     return _extension(_ORDERED, _pack(_pairs(obj, depth)))
 
 
+def _as_counter(obj: Any, depth: int) -> Any:
+    return _extension(_COUNTER, _pack(_pairs(obj, depth)))
+
+
 def _pairs(obj: Any, depth: int) -> list[Any]:
     flat: list[Any] = []
     for key, value in obj.items():
@@ -211,6 +215,7 @@ _CONTAINERS: dict[type, Callable[[Any, int], Any]] = {
     frozenset: _as_frozenset,
     dict: _as_dict,
     OrderedDict: _as_ordered,
+    Counter: _as_counter,
 }
 
 
@@ -236,6 +241,7 @@ class _Decoder:
             _BIG_INT: lambda payload: int.from_bytes(payload, "little", signed=True),
             _PAIRS: lambda payload: dict(self._pairs(payload)),
             _ORDERED: lambda payload: OrderedDict(self._pairs(payload)),
+            _COUNTER: lambda payload: Counter(dict(self._pairs(payload))),
             _BYTEARRAY: bytearray,
             _COMPLEX: lambda payload: complex(*self._list(payload)),
             _NUMPY_ARRAY: lambda payload: arrays.unpack_array(self._list(payload)),

@@ -71,6 +71,7 @@ SCHEDULERS = [
     lambda o: lr.LambdaLR(o, lambda n: 1 / (1 + n)),
     lambda o: lr.CosineAnnealingLR(o, 100),
     lambda o: lr.SequentialLR(o, [lr.LinearLR(o, 0.1, total_iters=2), lr.CosineAnnealingLR(o, 50)], [2]),
+    lambda o: lr.MultiStepLR(o, [2, 5, 5, 8]),
     lambda o: lr.OneCycleLR(o, 0.3, total_steps=50),
     lambda o: lr.CyclicLR(o, 0.01, 0.1),
     lambda o: lr.CosineAnnealingWarmRestarts(o, 5),
@@ -180,6 +181,17 @@ class TestOtherLoops:
         loop.update()
         assert loop.state().scheduler["last_epoch"] == 4
 
+    def test_leading_and_now_in_the_tail(self) -> None:
+        """Half a step is never settled, whatever was learned."""
+        loop = Loop(exponential)
+        loop.step()
+        loop.update()
+        assert loop.tail.settled()
+        vars(loop.scheduler)["get_lr"] = None
+        with pytest.raises(TypeError):
+            loop.step()
+        assert not loop.tail.settled()
+
     def test_once_per_epoch(self) -> None:
         """Nothing to learn: the next forward pass settles, and nothing is said to be due."""
         loop = Loop(exponential)
@@ -274,6 +286,8 @@ class TestByHand:
         loop.tail.update_finished(2, whole=True)
         assert loop.tail.settled() and loop.state(2).scheduler["last_epoch"] == 2
         assert not loop.state(2).scheduler_pending
+        loop.step()
+        assert loop.state(2).scheduler["last_epoch"] == 2, "what follows belongs to the next step"
 
 
 class TestScaler:
