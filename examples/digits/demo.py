@@ -18,14 +18,14 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from job import Ended, Event, Job, Output
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -36,6 +36,9 @@ HERE = Path(__file__).resolve().parent
 RANKS = 4
 RUN_FLAGS = ("--nproc-per-node", str(RANKS), "--max-restarts", "3")
 RUN_S_MAX = 120.0
+PLAIN_EVERY = 20
+"""Steps between two lines where there is no terminal."""
+
 COMPARED = {"weights": "final weights", "optimizer": "optimizer state", "losses": "loss curve"}
 
 _STEP = re.compile(r"step (\d+)/\d+  loss (\S+)")
@@ -78,24 +81,27 @@ class Screen:
     """A live bar on a terminal; elsewhere plain lines."""
 
     def __init__(self) -> None:
-        tty = sys.stdout.isatty()
-        self.console = Console(highlight=False, width=None if tty else 160)
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(40),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[loss]}"),
-        )
-        self.progress = Progress(*columns, console=self.console, disable=not tty, transient=False)
-        self._every = 1 if tty else 20
+        self.console = Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+        self.bar = Progress(disable=True)
+        self._name, self._steps = "", 0
+        self._task = TaskID(0)
+
+    def new_bar(self, name: str, steps: int) -> Progress:
+        """The bar of one run, to be used as a context."""
+        words_and_bar = (TextColumn("{task.description}"), BarColumn(40), MofNCompleteColumn())
+        loss = TextColumn("{task.fields[loss]}")
+        self.bar = Progress(*words_and_bar, loss, console=self.console, disable=not self.console.is_terminal)
+        self._task = self.bar.add_task(name, total=steps, loss="starting")
+        self._name, self._steps = name, steps
+        return self.bar
 
     def say(self, text: str | Text = "") -> None:
         self.console.print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
 
-    def step(self, task: object, name: str, step: int, total: int, loss: str) -> None:
-        self.progress.update(task, completed=step, loss=f"loss {loss}")  # type: ignore[arg-type]
-        if self.progress.disable and (step % self._every == 0 or step == total):
-            self.say(f"{name}  step {step}/{total}  loss {loss}")
+    def step(self, step: int, loss: str) -> None:
+        self.bar.update(self._task, completed=step, loss=f"loss {loss}")
+        if self.bar.disable and (step % PLAIN_EVERY == 0 or step == self._steps):
+            self.say(f"{self._name}  step {step}/{self._steps}  loss {loss}")
 
     def event(self, event: Event, since_s: float) -> None:
         line = Line(event.kind, (event.monotonic_s - since_s) * 1e3, 0.0, event.monotonic_s, event.facts)
@@ -109,19 +115,17 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
     arguments = [*RUN_FLAGS, str(HERE / "train.py"), *flags, "--save-dir", str(folder / "checkpoints")]
     screen.say(Text(f"$ ttp run {' '.join(RUN_FLAGS)} train.py {' '.join(flags)}", "bold"))
     job = Job(folder, arguments)
-    with screen.progress:
-        task = screen.progress.add_task(name, total=options.steps, loss="starting")
+    with screen.new_bar(name, options.steps):
         try:
-            code = _follow(job, screen, kill, lambda step, loss: screen.step(task, name, step, options.steps, loss))
+            code = _follow(job, screen, kill)
         finally:
             job.stop()
-        screen.progress.stop_task(task)
     if code != 0:
         raise SystemExit(f"the job ended with exit code {code}. The end of {job.log}:\n\n{tail(job.log)}")
     return dict(json.loads((folder / "checkpoints" / "result.json").read_text()))
 
 
-def _follow(job: Job, screen: Screen, kill: Kill | None, show_step: Callable[[int, str], None]) -> int:
+def _follow(job: Job, screen: Screen, kill: Kill | None) -> int:
     pids: dict[int, int] = {}
     last_s, step_s = time.monotonic(), 0.1
     for news in job.follow(RUN_S_MAX):
@@ -135,7 +139,7 @@ def _follow(job: Job, screen: Screen, kill: Kill | None, show_step: Callable[[in
             case Output(text) if found := _STEP.match(text):
                 step, now_s = int(found[1]), time.monotonic()
                 last_s, step_s = now_s, min(now_s - last_s, 1.0)
-                show_step(step, found[2])
+                screen.step(step, found[2])
                 if kill is not None and kill.at_s is None and step >= kill.step - 1 and kill.rank in pids:
                     _strike(kill, pids[kill.rank], step, step_s, screen)
             case Output(text):
@@ -231,9 +235,12 @@ def main() -> int:
     options, screen = parse(), Screen()
     kill = choose(options)
     screen.say(f"{RANKS} ranks, {options.steps} steps, twice. Everything is kept in {options.folder}\n")
-    unbroken = run(screen, "unbroken", options.folder / "unbroken", options, None)
-    screen.say()
-    broken = run(screen, "broken  ", options.folder / "broken", options, kill)
+    try:
+        unbroken = run(screen, "unbroken", options.folder / "unbroken", options, None)
+        screen.say()
+        broken = run(screen, "broken  ", options.folder / "broken", options, kill)
+    except TimeoutError as problem:
+        raise SystemExit(str(problem)) from None
     screen.say()
     good = report(screen, kill, unbroken, broken)
     checkpoints = os.path.relpath(options.folder / "broken" / "checkpoints")

@@ -144,6 +144,9 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "released": lambda f: f"every rank exits with {f.get('exit_code')}: {f.get('text')}",
     "closed": _closed,
     "joined": lambda f: f"rank {f.get('rank')} said hello (pid {f.get('pid')} on {f.get('host')})",
+    "gone": lambda f: (
+        f"rank {f.get('rank')} went away before the job was complete (pid {f.get('pid')} on {f.get('host')})"
+    ),
     "reconnected": lambda f: f"rank {f.get('rank')} came back at version {f.get('version')}",
     "refused": lambda f: f"rank {f.get('rank')} (pid {f.get('pid')} on {f.get('host')}): {f.get('text')}",
     "done": lambda f: f"rank {f.get('rank')} has returned from train() at version {f.get('version')}",
