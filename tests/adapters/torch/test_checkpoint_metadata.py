@@ -63,6 +63,7 @@ def test_a_tensor_that_is_spread_over_shards_is_one_again(tmp_path: Path) -> Non
         ([{"w": chunk(0, 0, 2, 6)}, {"w": chunk(3, 0, 1, 6)}], r"w has 18 of 24 elements"),
         ([{"w": chunk(0, 0, 3, 6)}, {"w": chunk(2, 0, 2, 6)}], r"overlap, in __0_0.distcp and __1_0.distcp"),
         ([{"w": chunk(0, 0, 3, 6)}, {"w": chunk(2, 0, 1, 6)}], r"overlap"),
+        ([{"w": chunk(0, 0, 1, 6)}, {"w": chunk(3, 0, 1, 6)}, {"w": chunk(0, 0, 2, 6)}], r"overlap"),
         ([{"w": Chunk(WHOLE, (4, 6), (1, 0))}], r"outside of \[4, 6\]"),
         ([{"w": Chunk(WHOLE, (4, 6), (0,))}], r"outside of \[4, 6\]"),
         ([{"w": torch.ones(2)}, {"w": torch.ones(3)}], r"w is float32 \[2\] in __0_0.distcp and float32 \[3\]"),

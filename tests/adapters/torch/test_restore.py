@@ -100,6 +100,14 @@ def test_every_bit_comes_back_and_training_goes_on_as_before(tmp_path: Path, nam
     assert facts(other, again) == facts(model, optimizer)
 
 
+def test_state_that_the_optimizer_already_has_is_replaced(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "c", *fresh(seed=3), JobState(version=0))
+    model, optimizer = fresh()
+    train(model, optimizer, None, 2)
+    restore_into(tmp_path / "c", manifest, model=model, optimizer=optimizer)
+    assert facts(model, optimizer) == facts(*fresh(seed=3))
+
+
 def test_lbfgs_which_keeps_lists_of_directions(tmp_path: Path) -> None:
     def step(model: nn.Module, optimizer: Any) -> None:
         def closure() -> Any:
