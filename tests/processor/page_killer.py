@@ -15,23 +15,23 @@ import sys
 import time
 from pathlib import Path
 
-from ttp.processor.pages import Page, PageWriter, read_page
+from ttp.processor.pages import Kept, Page, PageWriter, read_page
 
 RANK, INCARNATION = 3, 9
 WORD = struct.Struct("<QQ")  # version and turn (0, 1: provisional, 2: final) of the last write that returned
 
 
-def content(version: int, turn: int) -> tuple[list[bytes], list[tuple[object, bytes]]]:
+def content(version: int, turn: int) -> tuple[list[bytes], list[Kept]]:
     """What is written: every byte says of which write it is; one kept part changes now and then."""
     seed = WORD.pack(version, turn)
     small = [seed * (1 + version % 300), b"", seed * 200]
-    kept = [((0, version // 5), WORD.pack(version // 5, 0) * 3000), ((1, 0), b"constant" * 1000)]
+    kept: list[Kept] = [((0, version // 5), WORD.pack(version // 5, 0) * 3000), ((1, 0), b"constant" * 1000)]
     return small, kept
 
 
 def joined(version: int, turn: int) -> bytes:
     small, kept = content(version, turn)
-    return b"".join([*small, *(data for _, data in kept)])
+    return b"".join([*small, *(bytes(data) for _, data in kept)])
 
 
 def write_for_ever(directory: Path, progress: mmap.mmap) -> None:

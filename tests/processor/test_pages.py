@@ -11,10 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ttp.processor import page_file, page_reader
+from ttp.processor import page_file
 from ttp.processor.pages import Page, PageWriter, page_name, read_page
 
 ROOT = Path(__file__).parents[2]
@@ -196,7 +197,7 @@ class TestWhoseItIs:
 
     def test_files_of_another_user(self, directory: Path, writer: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
         writer.write(1, True, [b"x"])
-        monkeypatch.setattr(page_file.os, "geteuid", lambda: os.getuid() + 1)
+        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
         assert "of user" in str(read(directory, 1))
 
     def test_modes(self, tmp_path: Path) -> None:
@@ -335,7 +336,7 @@ def _forge_references(fd: int, slot: int) -> None:
         where = page_file.PREFIX.size + index * page_file.REFERENCE.size
         page_file.REFERENCE.pack_into(body, where, page_file.HEADER_BYTES, span, 0)
     os.pwrite(fd, body, offset)
-    digest = page_reader.xxhash.xxh3_64_intdigest(bytes(body))
+    digest = xxhash.xxh3_64_intdigest(bytes(body))
     os.pwrite(fd, page_file.RECORD.pack(offset, length, digest), at + 8)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,17 +173,20 @@ class TestBuffersChange:
         for version in range(1, 9):
             capture.capture(version, final=True)
         hashed: list[int] = []
-        digest = buffers_module.xxhash.xxh3_64_intdigest
-        monkeypatch.setattr(
-            buffers_module.xxhash, "xxh3_64_intdigest", lambda data: (hashed.append(len(data)), digest(data))[1]
-        )
+        digest = xxhash.xxh3_64_intdigest
+
+        def note(data: Any) -> int:
+            hashed.append(len(data))
+            return int(digest(data))
+
+        monkeypatch.setattr(xxhash, "xxh3_64_intdigest", note)
         for version in range(9, 20):
             capture.capture(version, final=True)
         assert max(hashed) < 4 * LARGE
         assert torch.equal(read(page, 19).buffers["mask"], model.mask)
 
     def test_buffers_that_appear(self, page: PageWriter) -> None:
-        model = nn.Module()
+        model: Any = nn.Module()
         model.register_buffer("late", None)
         model.register_buffer("b", torch.zeros(2))
         capture = LocalCapture(model, page=page)
@@ -333,7 +337,7 @@ class TestForeign:
 
     def test_another_model(self, page: PageWriter) -> None:
         self.image(page)
-        other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(5))
+        other: Any = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(5))
         before = other[1].running_mean.clone()
         with pytest.raises(CheckpointError, match=r"1.running_mean: torch.float32 \(4,\) saved, torch.float32 \(5,\)"):
             LocalCapture(other).restore(read(page, 1))

@@ -58,7 +58,7 @@ class TestFence:
         assert fence.finished_version() == 6
 
     def test_versions_finish_in_order(self, device: Any) -> None:
-        fence = DeviceFence(device)
+        fence: Any = DeviceFence(device)
         device.moving.clear()
         for version in (1, 2, 3):
             fence.record(version)
@@ -139,8 +139,8 @@ class TestBuffers:
         yield writer
         writer.close(unlink=True)
 
-    def model(self) -> nn.Module:
-        model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+    def model(self) -> Any:
+        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
         model.register_buffer("mask", torch.ones(LARGE))
         model.register_buffer("strided", torch.arange(6.0)[::2])
         return model

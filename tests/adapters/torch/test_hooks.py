@@ -31,14 +31,14 @@ class Job:
 
     def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
         self.log: list[Any] = []
-        self.model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
         self.optimizer = self.optimizers[0]
         self.gate = Gate()
         self.fence = HostFence()
         scheduler = parts.pop("scheduler", None)
-        self.scheduler = scheduler(self.optimizer) if scheduler else None
+        self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
         self.tail = Tail(self.optimizers, scheduler=self.scheduler, **parts)
         self.detach = attach(
             self.optimizers if optimizers > 1 else self.optimizer,
@@ -61,6 +61,9 @@ class Job:
 
     def capture(self, version: int, final: bool) -> None:
         self.log.append((version, "final" if final else "early"))
+
+    def scheduler_state(self, version: int) -> Any:
+        return self.tail.job_state(version).scheduler
 
     def backward(self) -> None:
         self.model(torch.ones(4, 3)).sum().backward()
@@ -115,7 +118,6 @@ class TestBracket:
 
     def test_an_exception_in_the_step_leaves_the_copy_torn(self) -> None:
         class Broken(torch.optim.SGD):  # type: ignore[misc,name-defined]
-            @torch.no_grad()
             def step(self, closure: Any = None) -> Any:
                 raise RuntimeError("in the middle")
 
@@ -193,10 +195,10 @@ class TestForward:
             job.model(torch.ones(4, 3))
         job.model.eval()(torch.ones(4, 3))
         job.scheduler.step()
-        assert job.tail.job_state(1).scheduler["last_epoch"] == 1
+        assert job.scheduler_state(1)["last_epoch"] == 1
         job.model.train()(torch.ones(4, 3))
         job.scheduler.step()
-        assert job.tail.job_state(1).scheduler["last_epoch"] == 1
+        assert job.scheduler_state(1)["last_epoch"] == 1
 
     def test_no_hook_where_nothing_follows_an_update(self) -> None:
         assert not Job().model._forward_pre_hooks
@@ -226,7 +228,7 @@ class TestByHand:
         job.detach.step_done()
         assert job.taken() == [(2, "final"), "after", "end"]
         assert job.gate.version == 2
-        assert job.tail.job_state(2).scheduler["last_epoch"] == 1 and job.tail.settled()
+        assert job.scheduler_state(2)["last_epoch"] == 1 and job.tail.settled()
 
     def test_without_an_update_nothing_ends(self) -> None:
         job = Job()

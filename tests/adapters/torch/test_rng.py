@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -131,7 +132,7 @@ def test_a_mersenne_twister_comes_back_where_another_generator_is(streams: RngSt
 
 
 def test_without_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(rng.sys.modules, "numpy.random")
+    monkeypatch.delitem(sys.modules, "numpy.random")
     streams = RngState()
     data = captured(streams)
     monkeypatch.undo()

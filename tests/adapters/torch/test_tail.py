@@ -26,8 +26,8 @@ class Loop:
 
     def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False) -> None:
         self.model = nn.Linear(2, 2)
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
-        self.scheduler = make(self.optimizer) if make else None
+        self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler: Any = make(self.optimizer) if make else None
         self.scaler = scaler
         self.version = 0
         self.tail = Tail([self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages)
@@ -54,7 +54,7 @@ class Loop:
             self.update()
             self.step()
 
-    def state(self, version: int | None = None) -> JobState:
+    def state(self, version: int | None = None) -> Any:
         return self.tail.job_state(self.version if version is None else version)
 
     @property
@@ -120,7 +120,7 @@ class TestStepAfterTheUpdate:
         assert not loop.state().scheduler_pending
 
     def test_a_step_that_raised_is_due_even_the_first_time(self) -> None:
-        class Broken(lr.ExponentialLR):  # type: ignore[misc,name-defined]
+        class Broken(lr.ExponentialLR):
             broken = False
 
             def get_lr(self) -> Any:
@@ -265,9 +265,10 @@ class TestOtherLoops:
 
     def test_a_tensor_as_rate_is_copied(self) -> None:
         loop = Loop()
-        loop.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+        rate = torch.tensor(0.5)
+        loop.optimizer.param_groups[0]["lr"] = rate
         loop.update()
-        loop.optimizer.param_groups[0]["lr"].fill_(7.0)
+        rate.fill_(7.0)
         assert loop.rate == 0.5
 
 
@@ -297,7 +298,7 @@ class TestScaler:
 
     def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
         loop.forward()
-        weight = next(loop.model.parameters())
+        weight: Any = next(loop.model.parameters())
         loop.scaler.scale(weight.sum() * 0)
         if overflow:
             weight.grad.fill_(float("inf"))
@@ -373,7 +374,7 @@ class TestWatching:
         assert type(loop.scheduler) is lr.ExponentialLR
 
     def test_a_state_that_cannot_be_stored_is_said_at_start(self) -> None:
-        class Odd(lr.ExponentialLR):  # type: ignore[misc,name-defined]
+        class Odd(lr.ExponentialLR):
             def state_dict(self) -> dict[str, Any]:
                 return {"curve": [object()]}
 
