@@ -127,7 +127,7 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
 
 def _follow(job: Job, screen: Screen, kill: Kill | None) -> int:
     pids: dict[int, int] = {}
-    last_s, step_s = time.monotonic(), 0.1
+    last_s: float | None = None
     for news in job.follow(RUN_S_MAX):
         match news:
             case Ended(code):
@@ -138,7 +138,8 @@ def _follow(job: Job, screen: Screen, kill: Kill | None) -> int:
                 _show_event(news, screen, kill)
             case Output(text) if found := _STEP.match(text):
                 step, now_s = int(found[1]), time.monotonic()
-                last_s, step_s = now_s, min(now_s - last_s, 1.0)
+                step_s = 0.05 if last_s is None else now_s - last_s
+                last_s = now_s
                 screen.step(step, found[2])
                 if kill is not None and kill.at_s is None and step >= kill.step - 1 and kill.rank in pids:
                     _strike(kill, pids[kill.rank], step, step_s, screen)
@@ -149,10 +150,10 @@ def _follow(job: Job, screen: Screen, kill: Kill | None) -> int:
 
 def _strike(kill: Kill, pid: int, step: int, step_s: float, screen: Screen) -> None:
     time.sleep(kill.fraction * step_s)
-    kill.pid, kill.step, kill.newest = pid, step + 1, step
+    kill.pid, kill.newest = pid, step
     kill.at_s = time.monotonic()
     os.kill(pid, signal.SIGKILL)
-    screen.say(Text(f"  kill -9 {pid}: rank {kill.rank}, {kill.fraction:.0%} through step {kill.step}", "bold red"))
+    screen.say(Text(f"  kill -9 {pid}: rank {kill.rank}, {kill.fraction:.0%} through step {step + 1}", "bold red"))
 
 
 def _show_event(event: Event, screen: Screen, kill: Kill | None) -> None:
@@ -172,7 +173,7 @@ def report(screen: Screen, kill: Kill, unbroken: dict[str, str], broken: dict[st
     """Show what came of it; True if it is as it should be."""
     same = {name: unbroken[name] == broken[name] for name in COMPARED}
     table = Table(box=SIMPLE_HEAD, pad_edge=False, show_header=False, title="kill -9 and what came of it")
-    table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) in the course of step {kill.step}")
+    table.add_row("killed", f"rank {kill.rank} (pid {kill.pid}) in the course of step {kill.newest + 1}")
     for name, title in (
         ("detect", "detected"),
         ("freeze", "frozen, planned"),
