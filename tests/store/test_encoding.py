@@ -269,11 +269,17 @@ BOMBS = {
     "a numpy shape": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [2**40], b""])))),
     "a negative shape": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [-1, -1], bytes(8)])))),
     "a numpy object": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["|O", [1], bytes(8)])))),
-    "a torch shape": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [2**40], b"", 0, 0])))),
+    "a torch shape": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [2**40], b"", False, False])))),
     "an empty huge shape": bytes(
-        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [0, 2**62, 9], b"", 0, 0])))
+        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [0, 2**62, 9], b"", False, False])))
     ),
-    "no dtype of torch": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["load", [1], b"", 0, 0])))),
+    "a numpy shape that leaves bytes over": bytes(
+        msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [1], bytes(16)])))
+    ),
+    "a torch shape to be guessed": bytes(
+        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [-1], bytes(8), False, False])))
+    ),
+    "no dtype of torch": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["load", [1], b"", False, False])))),
     "half a pair": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([1])))),
     "a list as a key": bytes(msgpack.packb(msgpack.ExtType(5, msgpack.packb([[1], 1])))),
     "no list": bytes(msgpack.packb(msgpack.ExtType(1, msgpack.packb(1)))),

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,30 @@ METHODS = ["make_directory", "write", "sync_directory", "rename"]
 def test_it_is_made_and_left_empty(tmp_path: Path) -> None:
     assert check_writable(str(tmp_path / "a" / "b")) == tmp_path / "a" / "b"
     assert list((tmp_path / "a" / "b").iterdir()) == []
+
+
+def test_everything_that_a_commit_needs_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, str]] = []
+
+    def spy(name: str) -> Callable[..., object]:
+        real = getattr(Disk, name)
+
+        def method(self: Disk, path: Path, *rest: object) -> object:
+            seen.append((name, "probe" if path.parent == tmp_path else path.name))
+            return real(self, path, *rest)
+
+        return method
+
+    for name in METHODS:
+        monkeypatch.setattr(Disk, name, spy(name))
+    check_writable(str(tmp_path))
+    assert seen == [
+        ("make_directory", "probe"),
+        ("write", "piece"),
+        ("sync_directory", "probe"),
+        ("rename", "probe"),
+        ("sync_directory", tmp_path.name),
+    ]
 
 
 def test_the_path_is_absolute_and_home_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
