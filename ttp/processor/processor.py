@@ -27,7 +27,7 @@ from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, 
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.leases import Leases
 from ttp.processor.gate import Gate, GateState
-from ttp.processor.page_dir import page_directory
+from ttp.processor.page_dir import PageDirectory
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
 
@@ -70,6 +70,7 @@ class Processor:
         )
         self._inbox: queue.SimpleQueue[pm.Event] = queue.SimpleQueue()
         self._stream: Stream | None = None
+        self._pages: PageDirectory | None = None
         self._saver = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ttp-saver")
         self._cancel: threading.Event = threading.Event()
         self._joined = threading.Event()
@@ -169,7 +170,7 @@ class Processor:
         if self._stream is not None:
             self._stream.finish(timeout_s=1.0)
         self._saver.shutdown(wait=False)
-        self.source.close()
+        self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
 
@@ -263,7 +264,8 @@ class Processor:
         self.incarnation = incarnation
         if first:
             try:
-                self.source.on_welcome(Rank(self.env.rank), incarnation, page_directory(self.run_dir, self.env))
+                self._pages = PageDirectory(self.run_dir, self.env)
+                self.source.on_welcome(Rank(self.env.rank), incarnation, self._pages.path)
             except Exception:
                 log.exception("no rank-local page: the RNG of this rank will not survive it")
         self._joined.set()
@@ -356,14 +358,19 @@ class Processor:
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
+    def _close_source(self) -> None:
+        with contextlib.suppress(Exception):
+            self.source.close()
+        if self._pages is not None:
+            self._pages.close()
+
     def _exit(self, code: int, text: str) -> None:
         """End the process from this thread: the main thread may hang in a collective for half an hour."""
         log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
         with contextlib.suppress(Exception):
             if self._stream is not None:
                 self._stream.finish(timeout_s=0.5)
-        with contextlib.suppress(Exception):
-            self.source.close()
+        self._close_source()
         flusher = threading.Thread(target=_flush, daemon=True)
         flusher.start()
         flusher.join(0.5)  # the main thread may hold the lock of stdout

@@ -1,0 +1,88 @@
+"""Page directories come, are shared, and go with the last process, however it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttp.config import RankEnv
+from ttp.processor.page_dir import LOCK_FILE, PageDirectory, remove_abandoned
+
+ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="run", launch=0)
+
+
+def test_ranks_of_a_job_share_one_and_the_last_removes_it(tmp_path: Path) -> None:
+    first, second = (PageDirectory(tmp_path / "run", ENV, tmp_path) for _ in range(2))
+    assert first.path == second.path and first.path.parent == tmp_path
+    assert first.path.stat().st_mode & 0o777 == 0o700
+    (first.path / "rank_0.page").write_bytes(b"x")
+    first.close()
+    assert second.path.exists()
+    second.close()
+    assert not second.path.exists()
+
+
+def test_other_jobs_have_others(tmp_path: Path) -> None:
+    other = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="another", launch=0)
+    one, two = PageDirectory(tmp_path / "run", ENV, tmp_path), PageDirectory(tmp_path / "run", other, tmp_path)
+    assert one.path != two.path
+    one.close(), two.close()
+
+
+def test_without_shared_memory_the_run_directory_serves(tmp_path: Path) -> None:
+    blocked = tmp_path / "no-directory"
+    blocked.write_text("")
+    pages = PageDirectory(tmp_path / "run", ENV, blocked)
+    assert pages.path == tmp_path / "run" / "pages"
+    pages.close()
+
+
+def test_a_name_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
+    honest = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    name = honest.path.name
+    honest.close()
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (tmp_path / name).symlink_to(elsewhere)
+    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    assert pages.path == tmp_path / "run" / "pages"
+    pages.close()
+
+
+def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:
+    code = (
+        "import sys, signal; from pathlib import Path; from ttp.config import RankEnv\n"
+        "from ttp.processor.page_dir import PageDirectory\n"
+        f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), RankEnv(0, 1, 0, 'a', 'crashed', 0), Path({str(tmp_path)!r}))\n"
+        "print(pages.path, flush=True); signal.pause()"
+    )
+    victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    assert victim.stdout is not None
+    left = Path(victim.stdout.readline().strip())
+    assert left.exists() and remove_abandoned(tmp_path) == []  # it lives
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    assert not left.exists()
+    pages.close()
+
+
+def test_a_directory_without_a_lock_is_left_alone(tmp_path: Path) -> None:
+    being_made = tmp_path / f"ttp-{os.getuid()}-000000000000"
+    being_made.mkdir()
+    assert remove_abandoned(tmp_path) == [] and being_made.exists()
+    (being_made / LOCK_FILE).touch()
+    assert remove_abandoned(tmp_path) == [being_made]
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_closing_twice_is_harmless(tmp_path: Path, times: int) -> None:
+    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    for _ in range(times):
+        pages.close()
+    assert not pages.path.exists()
