@@ -67,6 +67,7 @@ def _show_log(config: Config) -> None:
         shown = logging.StreamHandler()
         shown.setFormatter(logging.Formatter("%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
         ours.addHandler(shown)
+        ours.propagate = False  # a library that logs on the root logger would make it say everything twice
 
 
 def _parse(argv: list[str]) -> Any:
