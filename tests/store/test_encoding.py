@@ -270,9 +270,6 @@ BOMBS = {
     "a negative shape": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [-1, -1], bytes(8)])))),
     "a numpy object": bytes(msgpack.packb(msgpack.ExtType(16, msgpack.packb(["|O", [1], bytes(8)])))),
     "a torch shape": bytes(msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [2**40], b"", False, False])))),
-    "an empty huge shape": bytes(
-        msgpack.packb(msgpack.ExtType(32, msgpack.packb(["float32", [0, 2**62, 9], b"", False, False])))
-    ),
     "a numpy shape that leaves bytes over": bytes(
         msgpack.packb(msgpack.ExtType(16, msgpack.packb(["<f8", [1], bytes(16)])))
     ),
@@ -309,7 +306,7 @@ def test_refusing_takes_no_memory() -> None:
             except EncodingError:
                 print("refused")
     """
-    bombs = [forged(body) for name, body in BOMBS.items() if "torch" not in name and "empty huge" not in name]
+    bombs = [forged(body) for name, body in BOMBS.items() if "torch" not in name]
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(script)],
         input="\n".join(bomb.hex() for bomb in bombs),
