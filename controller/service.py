@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import grpc.aio
@@ -41,7 +41,7 @@ class ControllerService(rpc.ControllerServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    async def Attach(  # type: ignore[override]  # the generated stub describes the synchronous server
+    async def Attach(
         self, request_iterator: AsyncIterator[pb.RankReport], context: Any
     ) -> AsyncIterator[pb.ControllerOrder]:
         """See the proto."""
@@ -69,11 +69,11 @@ class ControllerService(rpc.ControllerServicer):
             self._driver.disconnect(connection)
             connection.outbox.put_nowait(None)
 
-    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:  # type: ignore[override]
+    async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""
         return status_of(self._driver)
 
-    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:  # type: ignore[override]
+    async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         """See the proto."""
         queue = self._driver.watch(request.replay)
         await context.send_initial_metadata(())
@@ -91,7 +91,7 @@ class ControllerService(rpc.ControllerServicer):
         finally:
             self._driver.unwatch(queue)
 
-    async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:  # type: ignore[override]
+    async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:
         """See the proto."""
         members = self._driver.machine.job.members
         ranks = [Rank(r) for r in request.ranks]
@@ -108,7 +108,7 @@ class ControllerService(rpc.ControllerServicer):
         self._driver.accuse(tuple(ranks), kind, request.reason or "reported from outside", pids)
         return pb.ReportFaultResponse(accused=known, text=f"an incident is open for ranks {known}")
 
-    async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:  # type: ignore[override]
+    async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""
         answer = await self._driver.save(request.reason)
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
@@ -158,7 +158,7 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
         host=member.hello.host,
         pid=member.hello.pid,
         version=member.version,
-        phase=enum_to_wire(member.phase),  # type: ignore[arg-type]
+        phase=cast("pb.Phase.ValueType", enum_to_wire(member.phase)),
         state=state,
         silent_s=max(0.0, now - member.last_seen),
     )
@@ -177,7 +177,7 @@ def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.In
     )
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
+class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses every request without the job's token, except health checks."""
 
     def __init__(self, token: str) -> None:
@@ -226,7 +226,7 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     """
     interceptors = [TokenInterceptor(token)] if token else []
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
-    rpc.add_ControllerServicer_to_server(ControllerService(driver), server)  # type: ignore[no-untyped-call,unused-ignore]
+    rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
     for name in ("", SERVICE):

@@ -23,13 +23,13 @@ def ttp_to_persist(func: F) -> F: ...
 @overload
 def ttp_to_persist(*, exit_on_bad_config: bool = ...) -> Callable[[F], F]: ...
 def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) -> F | Callable[[F], F]:
-    """Decorate ``train()``: what it raises is reported, the rescue is waited for, the process leaves with the right code.
+    """Decorate ``train()``: what it raises is reported, the rescue is waited for, the exit code says what happened.
 
-    Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the configuration
-    is wrong. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
+    Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the
+    configuration is wrong. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
 
-    ``KeyboardInterrupt`` and ``sys.exit(0)`` stay the user's. When ``train()`` returns, the decorator waits until it has
-    returned on every rank, so that a rank which dies in its last step can still be saved from the others.
+    ``KeyboardInterrupt`` and ``sys.exit(0)`` stay the user's. When ``train()`` returns, the decorator waits until it
+    has returned on every rank, so that a rank which dies in its last step can still be saved from the others.
 
     Args:
         func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
@@ -106,9 +106,9 @@ def wrap_optimizer(
         model: the module that is trained, wrapped (DDP) or not.
         scheduler: its learning-rate scheduler, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
-        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at the
-            end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read when a
-            checkpoint is written.
+        extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at
+            the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read
+            when a checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
         layout: replica groups, where they cannot be told from the objects.
 
@@ -145,8 +145,8 @@ def _adapter_for(optimizer: Any, model: Any, scheduler: Any, extra_state: Any, s
 def restore() -> int:
     """Put the newest whole checkpoint of ``save_dir`` into the registered objects.
 
-    All ranks agree on one checkpoint. Digests are verified; checkpoints that are not whole are skipped, said in the log,
-    and left alone.
+    All ranks agree on one checkpoint. Digests are verified; checkpoints that are not whole are skipped, said in the
+    log, and left alone.
 
     Returns:
         The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.

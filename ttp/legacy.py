@@ -85,7 +85,7 @@ _rank: int | None = None
 
 
 def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_local_copy: bool = False) -> int:
-    """Say that this process starts the controller. ``replica`` and ``enable_local_copy`` are accepted and not needed."""
+    """This process will start the controller. ``replica`` and ``enable_local_copy`` are accepted and not needed."""
     return RET_OK if 0 <= rank < world_size else RET_ERROR
 
 

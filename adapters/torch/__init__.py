@@ -1,0 +1,1 @@
+"""The torch adapter: hooks around an update, capture of what one rank has, checkpoints that stock torch reads."""

@@ -152,7 +152,7 @@ class TorchSource:
     # ----------------------------------------------------------------------------------------------------- details
 
     def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
-        """The scheduler's step follows the update by microseconds; a rank that was frozen in between is soon through."""
+        """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""
         deadline = time.monotonic() + SETTLE_S
         while not self.settled() and time.monotonic() < deadline:
             if cancelled():

@@ -114,9 +114,7 @@ class Job:
 
     def incidents(self) -> list[list[dict[str, Any]]]:
         folder = self.directory / "checkpoints" / "incidents"
-        return [
-            [json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))
-        ]
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in sorted(folder.glob("*.jsonl"))]
 
     def committed(self) -> list[int]:
         return [e["version"] for events in self.incidents() for e in events if e["kind"] == "committed"]

@@ -1,6 +1,6 @@
 """A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
 
-Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list of faults, each done once per job directory:
+Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
 ``{"id", "rank" or "ranks", "step", "phase", "action"}``).
 """
 
@@ -70,7 +70,8 @@ class Faulty(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         injector.at("forward")
         if x.requires_grad:
-            x.register_hook(lambda grad: injector.at("backward"))
+            hook: Any = x.register_hook
+            hook(lambda grad: injector.at("backward"))
         return x
 
 
@@ -92,6 +93,8 @@ class InnerFault(torch.optim.AdamW):
 
 
 class FaultySchedule(torch.optim.lr_scheduler.LambdaLR):
+    armed: bool
+
     def step(self, epoch: int | None = None) -> None:
         if getattr(self, "armed", False):
             injector.at("scheduler")
@@ -161,7 +164,7 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: i
             if last:
                 injector.at("loss")
                 losses.values.append(total)  # before the gradients leave this rank: it may die right after
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
     injector.at("allreduced")
     optimizer.step()
     injector.at("stepped")
@@ -191,7 +194,7 @@ def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
         "losses": digest(repr(losses.values).encode()),
         "count": len(losses.values),
         "rng": digest(torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()),
-        "numpy": digest(np.random.get_state()[1].tobytes()),  # type: ignore[union-attr]
+        "numpy": digest(repr(np.random.get_state()).encode()),
         "schedule": repr(scheduler.get_last_lr()),
     }
     (JOB_DIR / f"result{RANK}.json").write_text(json.dumps(result, sort_keys=True))

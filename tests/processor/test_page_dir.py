@@ -31,7 +31,8 @@ def test_other_jobs_have_others(tmp_path: Path) -> None:
     other = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="another", launch=0)
     one, two = PageDirectory(tmp_path / "run", ENV, tmp_path), PageDirectory(tmp_path / "run", other, tmp_path)
     assert one.path != two.path
-    one.close(), two.close()
+    one.close()
+    two.close()
 
 
 def test_without_shared_memory_the_run_directory_serves(tmp_path: Path) -> None:
@@ -58,7 +59,8 @@ def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:
     code = (
         "import sys, signal; from pathlib import Path; from ttp.config import RankEnv\n"
         "from ttp.processor.page_dir import PageDirectory\n"
-        f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), RankEnv(0, 1, 0, 'a', 'crashed', 0), Path({str(tmp_path)!r}))\n"
+        "env = RankEnv(0, 1, 0, 'a', 'crashed', 0)\n"
+        f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), env, Path({str(tmp_path)!r}))\n"
         "print(pages.path, flush=True); signal.pause()"
     )
     victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

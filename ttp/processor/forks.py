@@ -13,24 +13,36 @@ import stat
 from pathlib import Path
 
 _fds: set[int] = set()
+_others: set[int] = set()
 _registered = False
 
 
 def close_in_children(port: int) -> None:
     """From now on children forked from this process close its sockets to ``port``."""
-    global _registered
     _fds.clear()
     _fds.update(_sockets_to(port))
+    _register()
+
+
+def close_fd_in_children(fd: int) -> None:
+    """From now on children forked from this process close ``fd``: a lock held through it ends with its process."""
+    _others.add(fd)
+    _register()
+
+
+def _register() -> None:
+    global _registered
     if not _registered:
         _registered = True
         os.register_at_fork(after_in_child=_close)
 
 
 def _close() -> None:
-    for fd in _fds:
+    for fd in _fds | _others:
         with contextlib.suppress(OSError):
             os.close(fd)
     _fds.clear()
+    _others.clear()
 
 
 def _sockets_to(port: int) -> set[int]:

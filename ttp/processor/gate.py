@@ -36,8 +36,8 @@ class Gate:
     """Guards one copy of the state. ``begin_update`` and ``end_update`` belong to the training thread.
 
     Args:
-        on_quiet: called, possibly on the training thread, when the state has become stable under a closed gate. Must not
-            block.
+        on_quiet: called, possibly on the training thread, when the state has become stable under a closed gate.
+            Must not block.
     """
 
     __slots__ = ("_closed", "_done", "_lock", "_on_quiet", "_opened", "_parked", "_torn", "_updating", "version")
@@ -69,7 +69,7 @@ class Gate:
             self._parked = False
 
     def end_update(self, version: Version | None = None) -> None:
-        """The update is finished: the copy is of the next version, or of ``version`` where the program counts itself."""
+        """The update is finished: the copy is of the next version, or of ``version`` if the program counts itself."""
         with self._lock:
             self.version = Version(self.version + 1) if version is None else version
             self._updating = False

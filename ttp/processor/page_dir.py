@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ttp.config import RankEnv
+from ttp.processor import forks
 
 SHARED_MEMORY = Path("/dev/shm")
 LOCK_FILE = ".lock"
@@ -65,6 +66,7 @@ class PageDirectory:
             fcntl.flock(lock, fcntl.LOCK_SH)
             if _is_file(lock, path / LOCK_FILE):
                 self._lock = lock
+                forks.close_fd_in_children(lock)
                 return True
             os.close(lock)
         return False

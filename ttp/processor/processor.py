@@ -1,7 +1,7 @@
-"""The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges put events into its inbox.
+"""The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges fill its inbox.
 
-Threads: the owner (``ttp-processor``), the stream's reader, one saver for slow disk work, short-lived connectors. None of
-them ever takes a lock that the training thread waits for, except for the two words of the gate.
+Threads: the owner (``ttp-processor``), the stream's reader, one saver for slow disk work, short-lived connectors. None
+of them ever takes a lock that the training thread waits for, except for the two words of the gate.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ JOIN_PATIENCE_S = 60.0
 
 
 DEVICE_PATIENCE_S = 5.0
-"""How long queued kernels of an update may take after the gate is closed. Behind a collective that hangs they never run."""
+"""How long queued kernels may take after the gate is closed. Behind a collective that hangs they never run."""
 
 
 class Processor:
@@ -130,7 +130,7 @@ class Processor:
             decision = self._decision.get(timeout=self.config.restore_patience_s)
         except queue.Empty:
             raise RestoreError(
-                f"restore() waited {self.config.restore_patience_s:g} s (TTP_RESTORE_S) for the other ranks to call it: "
+                f"restore() waited {self.config.restore_patience_s:g} s (TTP_RESTORE_S) for the other ranks: "
                 "every rank must call ttp.restore()"
             ) from None
         if decision.error:
