@@ -142,7 +142,8 @@ def test_like_answers_are_one_row(tmp_path: Path) -> None:
     assert told == [
         "rank 1 in the update after version 11: gate closed, it finishes first",
         "ranks 0,2 frozen at version 12, idle",
-        "rank 1 frozen at version 12, idle, hangs in a collective (its processor can save), scheduler not stepped yet",
+        "rank 1 frozen at version 12, idle, main thread waits in a collective (its processor can save), "
+        "scheduler not stepped yet",
     ]
     assert sum(line.kind != "answer" for line, _ in rows(log)) == len(SAVED) - 3
 

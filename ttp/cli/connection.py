@@ -85,8 +85,9 @@ def _only_local_job(address: str) -> int:
     running = [port for port in _known_ports() if listens(LOCAL, port, 1.0)] if address == LOCAL else []
     if len(running) == 1:
         return running[0]
-    what = f"you have several jobs here, on ports {', '.join(map(str, running))}" if running else "none was given"
-    raise ConfigError(f"which port? {what[0].upper()}{what[1:]}: use --port, or set TTP_PORT as the job has it")
+    several = f"You have several jobs here, on ports {', '.join(map(str, running))}"
+    none = "No running job of yours was found on this host" if address == LOCAL else "None was given"
+    raise ConfigError(f"which port? {several if running else none}: use --port, or set TTP_PORT as the job has it")
 
 
 def _known_ports() -> list[int]:

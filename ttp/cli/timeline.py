@@ -62,7 +62,7 @@ def _answer_text(line: Line) -> str:
     f = line.facts
     if line.kind == "acknowledged":
         return f"in the update after version {f.get('version')}: gate closed, it finishes first"
-    extras = [", hangs in a collective (its processor can save)"] if f.get("stuck") else []
+    extras = [", main thread waits in a collective (its processor can save)"] if f.get("stuck") else []
     extras += [", scheduler not stepped yet"] if f.get("settled") is False else []
     return f"frozen at version {f.get('version')}, {f.get('phase')}{''.join(extras)}"
 
