@@ -13,12 +13,12 @@ import pytest
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.extra import numpy as st_numpy
 
 from ttp.store.encoding import EncodingError, decode, encode
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
+st_numpy = pytest.importorskip("hypothesis.extra.numpy")
 
 PLAIN = st.one_of(
     st.none(),
