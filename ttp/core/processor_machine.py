@@ -406,8 +406,8 @@ class ProcessorMachine:
             case m.Refused(_, code, text):
                 self._refused(code, text, now)
                 return
-        if order.term < self.term:
-            return
+        if order.term < self.term or not self._welcomed:
+            return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
         match order:
             case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:

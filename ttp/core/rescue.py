@@ -152,6 +152,9 @@ class Rescue:
     def answered(self, answer: m.Frozen, now: float) -> None:
         """A rank says how it stands."""
         incident = self.incident
+        if incident is None and not self._job.ended:  # frozen for something that is over, or that nobody knows of
+            order = m.Thaw(answer.rank, self._job.term, answer.incident, "no incident is open")
+            self._outbox.send_to(answer.rank, order)
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
             return
         if incident.answered(answer.rank) and not answer.final:

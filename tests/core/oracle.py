@@ -1,0 +1,33 @@
+"""Statement 1 once more, written from its text alone and as slowly as it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ttp.core.decide import Answer
+from ttp.core.layout import Layout
+
+
+def can_make(answer: Answer) -> set[int]:
+    """The versions that one readable rank can still produce."""
+    if answer.torn and not answer.has_preimage:
+        return set()
+    if answer.torn:
+        return {answer.version}
+    made = {int(answer.version)}
+    if answer.has_gradient:
+        made.add(answer.version + 1)
+    if answer.has_preimage and answer.version >= 1:
+        made.add(answer.version - 1)
+    return made
+
+
+def best(layout: Layout, answers: Iterable[Answer]) -> int | None:
+    """The largest n such that for every shard some readable rank of its group, of one incarnation, can make n."""
+    answers = list(answers)
+    newest = max((a.incarnation for a in answers), default=0)
+    readable = {a.rank: can_make(a) for a in answers if a.incarnation == newest}
+    for n in sorted({n for made in readable.values() for n in made}, reverse=True):
+        if all(any(r in readable and n in readable[r] for r in ranks) for ranks in layout.groups.values()):
+            return n
+    return None

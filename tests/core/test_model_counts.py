@@ -1,0 +1,78 @@
+"""Every quiet state of small worlds, counted and decided.
+
+Why the counts are what they are. The yardstick (the theory's table of bad / coverable quiet states, policy "largest
+common n") does not say what makes two states the same, nor how many steps are played. With the model written down in
+``ttp.testing.worlds`` five of its eight rows come out to the last state, two more in the number of bad states:
+
+=========  =======  =====  ===================  ==========================================================================
+S,D,kills  barrier  steps  table    measured    difference
+=========  =======  =====  ===================  ==========================================================================
+2,2,1      atomic   2      0/60     0/60
+2,2,1      real     2      72/332   72/336      bad ones equal; one coverable state more for each rank that can die
+2,2,2      real     2      372/1318 400/1360    both kills allowed in any phase, also two in one group's reduction
+3,2,1      real     1      336/822  336/822
+2,3,2      real     1      528/6378 528/6336    bad ones equal
+2,2,1      none     2      8/52     8/52
+2,2,2      none     2      88/388   96/392      as above
+3,2,1      none     1      18/54    18/54
+=========  =======  =====  ===================  ==========================================================================
+
+What the theory claims does not depend on the counting, and is asserted below for every single state: undo leaves no bad
+state; redo leaves none with a barrier; without a barrier redo helps nowhere; an atomic barrier has no bad state.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.oracle import best
+from ttp.core.decide import How, NoPlan, Plan, decide, materialisable
+from ttp.testing.worlds import Barrier, World, answers
+
+ATOMIC, REAL, NONE = Barrier.ATOMIC, Barrier.REAL, Barrier.NONE
+
+#        S, D, kills, barrier, steps   bad / coverable   bad with redo
+COUNTS = [
+    (World(2, 2, 1, ATOMIC, 2), (0, 60), 0),
+    (World(2, 2, 1, REAL, 2), (72, 336), 0),
+    (World(2, 2, 2, REAL, 2), (400, 1360), 0),
+    (World(3, 2, 1, REAL, 1), (336, 822), 0),
+    (World(2, 3, 2, REAL, 1), (528, 6336), 0),
+    (World(2, 2, 1, NONE, 2), (8, 52), 8),
+    (World(2, 2, 2, NONE, 2), (96, 392), 96),
+    (World(3, 2, 1, NONE, 1), (18, 54), 18),
+]
+
+
+@pytest.mark.parametrize(("world", "counts", "bad_with_redo"), COUNTS, ids=lambda v: str(v)[:60])
+def test_counts_of_bad_and_coverable_states(world: World, counts: tuple[int, int], bad_with_redo: int) -> None:
+    states, layout = world.quiet(), world.layout
+    bad = [s for s in states if isinstance(decide(layout, answers(s)), NoPlan)]
+    assert (len(bad), len(states)) == counts
+    assert not [s for s in states if isinstance(decide(layout, answers(s, undo=True)), NoPlan)]
+    assert sum(isinstance(decide(layout, answers(s, redo=True)), NoPlan) for s in states) == bad_with_redo
+
+
+def test_one_shard_needs_no_barrier_and_no_redo() -> None:
+    for replicas, kills in ((2, 1), (3, 2), (4, 2)):
+        world = World(1, replicas, kills, NONE, 2)
+        assert all(isinstance(decide(world.layout, answers(s)), Plan) for s in world.quiet())
+
+
+@pytest.mark.parametrize("world", [w for w, _, _ in COUNTS], ids=str)
+@pytest.mark.parametrize("undo", [False, True])
+@pytest.mark.parametrize("redo", [False, True])
+def test_every_state_gets_exactly_what_statement_1_allows(world: World, undo: bool, redo: bool) -> None:
+    layout = world.layout
+    for state in world.quiet():
+        said = answers(state, undo=undo, redo=redo)
+        verdict, wanted = decide(layout, said), best(layout, said)
+        assert (verdict.version if isinstance(verdict, Plan) else None) == wanted, state
+        if isinstance(verdict, Plan):
+            by_rank = {a.rank: a for a in said}
+            assert [a.shard for a in verdict.assignments] == sorted(layout.groups)
+            for assignment in verdict.assignments:
+                assert assignment.rank in layout.groups[assignment.shard]
+                assert materialisable(by_rank[assignment.rank])[verdict.version] is assignment.how
+                assert redo or assignment.how is not How.REDO
+                assert undo or assignment.how is not How.UNDO
