@@ -2,20 +2,23 @@
 
 Why the counts are what they are. The yardstick (the theory's table of bad / coverable quiet states, policy "largest
 common n") does not say what makes two states the same, nor how many steps are played. With the model written down in
-``ttp.testing.worlds`` five of its eight rows come out to the last state, two more in the number of bad states:
+``ttp.testing.worlds`` four of its eight rows come out to the last state, two more in the number of bad states:
 
-=========  =======  =====  ===================  ==========================================================================
-S,D,kills  barrier  steps  table    measured    difference
-=========  =======  =====  ===================  ==========================================================================
-2,2,1      atomic   2      0/60     0/60
-2,2,1      real     2      72/332   72/336      bad ones equal; one coverable state more for each rank that can die
-2,2,2      real     2      372/1318 400/1360    both kills allowed in any phase, also two in one group's reduction
-3,2,1      real     1      336/822  336/822
-2,3,2      real     1      528/6378 528/6336    bad ones equal
-2,2,1      none     2      8/52     8/52
-2,2,2      none     2      88/388   96/392      as above
-3,2,1      none     1      18/54    18/54
-=========  =======  =====  ===================  ==========================================================================
+=========  =======  =====  ========  ========  ======================================================
+S,D,kills  barrier  steps  table     measured  difference
+=========  =======  =====  ========  ========  ======================================================
+2,2,1      atomic   2      0/60      0/60
+2,2,1      real     2      72/332    72/336    one coverable state more for each rank that can die
+2,2,2      real     2      372/1318  400/1360  the same, squared: 28 of the 42 more are bad
+3,2,1      real     1      336/822   336/822
+2,3,2      real     1      528/6378  528/6336  42 coverable states fewer, all good
+2,2,1      none     2      8/52      8/52
+2,2,2      none     2      88/388    96/392    four more coverable states, eight more bad ones
+3,2,1      none     1      18/54     18/54
+=========  =======  =====  ========  ========  ======================================================
+
+The rows of one kill fix the model (which rank waits for whom, what a death in mid-collective may leave behind); no
+variant tried gives all eight. What remains open is which second kills the table's author regarded as possible.
 
 What the theory claims does not depend on the counting, and is asserted below for every single state: undo leaves no bad
 state; redo leaves none with a barrier; without a barrier redo helps nowhere; an atomic barrier has no bad state.
@@ -23,13 +26,21 @@ state; redo leaves none with a barrier; without a barrier redo helps nowhere; an
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 
 from tests.core.oracle import best
 from ttp.core.decide import How, NoPlan, Plan, decide, materialisable
-from ttp.testing.worlds import Barrier, World, answers
+from ttp.testing.worlds import Barrier, State, World, answers
 
 ATOMIC, REAL, NONE = Barrier.ATOMIC, Barrier.REAL, Barrier.NONE
+
+
+@functools.cache
+def quiet(world: World) -> frozenset[State]:
+    return frozenset(world.quiet())
+
 
 #        S, D, kills, barrier, steps   bad / coverable   bad with redo
 COUNTS = [
@@ -46,7 +57,7 @@ COUNTS = [
 
 @pytest.mark.parametrize(("world", "counts", "bad_with_redo"), COUNTS, ids=lambda v: str(v)[:60])
 def test_counts_of_bad_and_coverable_states(world: World, counts: tuple[int, int], bad_with_redo: int) -> None:
-    states, layout = world.quiet(), world.layout
+    states, layout = quiet(world), world.layout
     bad = [s for s in states if isinstance(decide(layout, answers(s)), NoPlan)]
     assert (len(bad), len(states)) == counts
     assert not [s for s in states if isinstance(decide(layout, answers(s, undo=True)), NoPlan)]
@@ -64,7 +75,7 @@ def test_one_shard_needs_no_barrier_and_no_redo() -> None:
 @pytest.mark.parametrize("redo", [False, True])
 def test_every_state_gets_exactly_what_statement_1_allows(world: World, undo: bool, redo: bool) -> None:
     layout = world.layout
-    for state in world.quiet():
+    for state in quiet(world):
         said = answers(state, undo=undo, redo=redo)
         verdict, wanted = decide(layout, said), best(layout, said)
         assert (verdict.version if isinstance(verdict, Plan) else None) == wanted, state

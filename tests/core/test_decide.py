@@ -1,0 +1,284 @@
+"""What ``decide`` allows: tables to read, properties against an oracle.
+
+Notation of an answer: ``o(rank, version)`` is whole, ``x(rank, version)`` torn after that version. Letters behind it:
+``g`` holds the gradient of the next version, ``p`` a pre-image of the last, ``s`` its main thread is stuck, ``u`` its
+step is not settled. A rank that gives no answer is dead.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.core.oracle import best
+from ttp.core.decide import Answer, How, NoPlan, Plan, decide, materialisable
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.errors import ConfigError
+
+
+def o(rank: int, version: int, marks: str = "", host: str = "", incarnation: int = 0, *, torn: bool = False) -> Answer:
+    return Answer(
+        Rank(rank),
+        Version(version),
+        torn=torn,
+        has_gradient="g" in marks,
+        has_preimage="p" in marks,
+        stuck="s" in marks,
+        settled="u" not in marks,
+        host=host,
+        incarnation=incarnation,
+    )
+
+
+def x(rank: int, version: int, marks: str = "") -> Answer:
+    return o(rank, version, marks, torn=True)
+
+
+def layout(**groups: list[int]) -> Layout:
+    world = 1 + max(r for ranks in groups.values() for r in ranks)
+    return Layout(world, {Shard(s): tuple(Rank(r) for r in ranks) for s, ranks in groups.items()})
+
+
+ddp = layout(m=[0, 1, 2])
+hsdp = layout(a=[0, 2], b=[1, 3])
+zero = layout(a=[0], b=[1])
+moe = layout(dense=[0, 1, 2, 3], e0=[0, 1], e1=[2, 3])
+
+# fmt: off
+TABLE: list[tuple[str, Layout, list[Answer], int | None, str]] = [
+    # what                         replicas  answers                                  saved  by (+ redo, - undo) or why
+    ("all at one version",          ddp,     [o(0, 7), o(1, 7), o(2, 7)],             7,    "m:0"),
+    ("the newest wins",             ddp,     [o(0, 7), o(1, 8), o(2, 7)],             8,    "m:1"),
+    ("one is dead",                 ddp,     [o(1, 7), o(2, 7)],                      7,    "m:1"),
+    ("the only newer one is torn",  ddp,     [x(0, 7), o(1, 7), o(2, 7)],             7,    "m:1"),
+    ("all but one are dead",        ddp,     [o(2, 7)],                               7,    "m:2"),
+    ("a torn one is all there is",  ddp,     [x(0, 7)],                               None, "'m' has no whole copy"),
+    ("torn, but kept a pre-image",  ddp,     [x(0, 7, "p")],                          7,    "m:-0"),
+    ("torn with a gradient",        ddp,     [x(0, 7, "g")],                          None, "'m' has no whole copy"),
+    ("nobody answers",              ddp,     [],                                      None, "ranks 0-2 gave no answer"),
+    ("nothing was trained",         ddp,     [o(0, 0), o(1, 0)],                      0,    "m:0"),
+    ("stuck saves only if it must", ddp,     [o(0, 7, "s"), o(1, 7, "s"), o(2, 7)],   7,    "m:2"),
+    ("all stuck",                   ddp,     [o(0, 7, "s"), o(1, 7, "s")],            7,    "m:0"),
+    ("unsettled only if it must",   ddp,     [o(0, 7, "u"), o(1, 7)],                 7,    "m:1"),
+    ("newer beats settled",         ddp,     [o(0, 8, "su"), o(1, 7)],                8,    "m:0"),
+    ("whole beats undo",            ddp,     [x(0, 7, "p"), o(1, 7, "su")],           7,    "m:1"),
+    ("redo makes a newer one",      ddp,     [o(0, 7, "g"), o(1, 7)],                 8,    "m:+0"),
+    ("from different columns",      hsdp,    [o(0, 7), o(3, 7)],                      7,    "a:0 b:3"),
+    ("one group is gone",           hsdp,    [o(0, 7), o(2, 7)],                      None, "'b' has no whole copy"),
+    ("no common version",           hsdp,    [o(0, 8), o(1, 7), o(2, 8), o(3, 7)],    None, "a has [8]; b has [7]"),
+    ("older, but common",           hsdp,    [o(0, 8), o(1, 7), o(2, 7), o(3, 7)],    7,    "a:2 b:1"),
+    ("the ones ahead undo",         hsdp,    [o(0, 8, "p"), o(1, 7), o(2, 8, "p")],   7,    "a:-0 b:1"),
+    ("the ones behind redo",        hsdp,    [o(0, 8), o(1, 7, "g"), o(2, 8)],        8,    "a:0 b:+1"),
+    ("redo is preferred to undo",   hsdp,    [o(0, 8, "p"), o(1, 7, "g")],            8,    "a:0 b:+1"),
+    ("no replicas, all there",      zero,    [o(0, 7), o(1, 7)],                      7,    "a:0 b:1"),
+    ("no replicas, one gone",       zero,    [o(1, 7)],                               None, "'a' has no whole copy"),
+    ("dense and expert differ",     moe,     [o(1, 7), o(2, 7)],                      7,    "dense:1 e0:1 e1:2"),
+    ("work is spread over ranks",   moe,     [o(0, 7), o(1, 7), o(2, 7), o(3, 7)],    7,    "dense:1 e0:0 e1:2"),
+    ("an expert is gone",           moe,     [o(0, 7), o(1, 7)],                      None, "'e1' has no whole copy"),
+]
+# fmt: on
+
+
+def shown(plan: Plan) -> str:
+    sign = {How.AS_IS: "", How.REDO: "+", How.UNDO: "-"}
+    return " ".join(f"{a.shard}:{sign[a.how]}{a.rank}" for a in plan.assignments)
+
+
+@pytest.mark.parametrize(("job", "said", "version", "text"), [row[1:] for row in TABLE], ids=[row[0] for row in TABLE])
+def test_table(job: Layout, said: list[Answer], version: int | None, text: str) -> None:
+    verdict = decide(job, said)
+    if version is None:
+        assert isinstance(verdict, NoPlan)
+        assert text in verdict.reason
+    else:
+        assert isinstance(verdict, Plan)
+        assert (verdict.version, shown(verdict)) == (version, text)
+
+
+def test_work_is_spread_over_hosts() -> None:
+    job = Layout(8, {Shard(f"s{i}"): (Rank(i), Rank(4 + i)) for i in range(4)})
+    said = [o(r, 3, host="a" if r < 4 else "b") for r in range(8)]
+    verdict = decide(job, said)
+    assert isinstance(verdict, Plan)
+    assert Counter("a" if a.rank < 4 else "b" for a in verdict.assignments) == {"a": 2, "b": 2}
+
+
+def test_answers_of_an_older_incarnation_do_not_count() -> None:
+    verdict = decide(ddp, [o(0, 90, incarnation=1), o(1, 7, incarnation=2)])
+    assert isinstance(verdict, Plan)
+    assert (verdict.version, shown(verdict)) == (7, "m:1")
+
+
+def test_the_last_of_several_answers_of_a_rank_counts() -> None:
+    verdict = decide(ddp, [o(0, 7), o(0, 8)])
+    assert isinstance(verdict, Plan)
+    assert verdict.version == 8
+
+
+@pytest.mark.parametrize(
+    ("written", "version", "text"),
+    [
+        ({"a": 7}, 7, "b:1"),
+        ({"a": 7, "b": 7}, 7, ""),
+        ({"a": 6}, 7, None),  # of a version that b cannot make any more
+    ],
+)
+def test_what_is_written_needs_nobody(written: dict[str, int], version: int, text: str | None) -> None:
+    verdict = decide(hsdp, [o(1, 7)], {Shard(s): Version(v) for s, v in written.items()})
+    if text is None:
+        assert isinstance(verdict, NoPlan)
+        assert "a has [6]; b has [7]" in verdict.reason
+    else:
+        assert isinstance(verdict, Plan)
+        assert (verdict.version, shown(verdict)) == (version, text)
+
+
+def test_a_newer_version_beats_what_is_written() -> None:
+    verdict = decide(hsdp, [o(0, 8), o(1, 8)], {Shard("a"): Version(7)})
+    assert isinstance(verdict, Plan)
+    assert (verdict.version, shown(verdict)) == (8, "a:0 b:1")
+
+
+def test_reasons_are_for_people() -> None:
+    plan = decide(hsdp, [o(0, 8, "p"), o(1, 7), x(2, 7)])
+    assert isinstance(plan, Plan)
+    assert plan.reason == (
+        "version 7 is the newest that is whole in every shard "
+        "(ranks 1 at 7; ranks 0 at 8; ranks 2 torn after 7; rank 0 must undo)"
+    )
+    nothing = decide(hsdp, [o(1, 7), x(2, 7)])
+    assert isinstance(nothing, NoPlan)
+    assert nothing.reason == (
+        "shard 'a' has no whole copy left: ranks 0 gave no answer, ranks 2 broke off in mid-update"
+    )
+
+
+def test_a_reason_does_not_grow_with_the_job() -> None:
+    job = Layout(2000, {Shard(f"s{i}"): (Rank(i),) for i in range(2000)})
+    verdict = decide(job, [o(r, r % 2) for r in range(2000)])
+    assert isinstance(verdict, NoPlan)
+    assert "and 1984 shards more" in verdict.reason
+    assert len(verdict.reason) < 1000
+
+
+# ----------------------------------------------------------------------------------------------------------- properties
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> tuple[Layout, list[Answer]]:
+    world = draw(st.integers(1, 6))
+    ranks = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
+    groups = {f"s{i}": draw(ranks) for i in range(draw(st.integers(1, 4)))}
+    alone = set(range(world)) - {r for g in groups.values() for r in g}
+    if alone:
+        groups["rest"] = sorted(alone)
+    job = Layout(world, {Shard(s): tuple(Rank(r) for r in g) for s, g in groups.items()})
+    readable = draw(st.lists(st.integers(0, world - 1), unique=True))
+    mark = st.sampled_from(["", "g", "p", "gp", "s", "u", "sug", "ps"])
+    said = [
+        o(r, draw(st.integers(0, 3)), draw(mark), draw(st.sampled_from("ab")), draw(st.sampled_from([2, 2, 2, 1])))
+        for r in readable
+    ]
+    torn = draw(st.sets(st.sampled_from(readable))) if readable else set()
+    return job, [x(a.rank, a.version, "p" if a.has_preimage else "") if a.rank in torn else a for a in said]
+
+
+@given(jobs())
+@settings(max_examples=400, deadline=None)
+def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]]) -> None:
+    replicas, said = job
+    verdict, wanted = decide(replicas, said), best(replicas, said)
+    assert (verdict.version if isinstance(verdict, Plan) else None) == wanted
+    if isinstance(verdict, NoPlan):
+        assert any(shard in verdict.reason for shard in replicas.groups)
+
+
+@given(jobs())
+@settings(max_examples=300, deadline=None)
+def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) -> None:
+    replicas, said = job
+    verdict = decide(replicas, said)
+    if isinstance(verdict, NoPlan):
+        return
+    newest = max(a.incarnation for a in said)
+    able = {a.rank: a for a in said if a.incarnation == newest}
+    assert [a.shard for a in verdict.assignments] == sorted(replicas.groups)
+    for assignment in verdict.assignments:
+        chosen = able[assignment.rank]
+        rivals = [able[r] for r in replicas.groups[assignment.shard] if r in able]
+        rivals = [a for a in rivals if verdict.version in materialisable(a)]
+        assert chosen in rivals
+        assert assignment.how is materialisable(chosen)[verdict.version]
+
+        def burden(answer: Answer) -> tuple[bool, bool, bool]:
+            return materialisable(answer)[verdict.version] is not How.AS_IS, answer.stuck, not answer.settled
+
+        assert burden(chosen) == min(burden(a) for a in rivals)
+
+
+@given(jobs(), st.randoms(use_true_random=False))
+@settings(max_examples=200, deadline=None)
+def test_the_order_of_answers_does_not_matter(job: tuple[Layout, list[Answer]], random: Random) -> None:
+    replicas, said = job
+    shuffled = list(said)
+    random.shuffle(shuffled)
+    assert decide(replicas, said) == decide(replicas, shuffled)
+
+
+@given(jobs())
+@settings(max_examples=200, deadline=None)
+def test_one_more_answer_never_makes_it_worse(job: tuple[Layout, list[Answer]]) -> None:
+    replicas, said = job
+    said = [a for a in said if a.incarnation == 2]
+    for left_out in range(len(said)):
+        fewer = best(replicas, said[:left_out] + said[left_out + 1 :])
+        verdict = decide(replicas, said)
+        assert fewer is None or (isinstance(verdict, Plan) and verdict.version >= fewer)
+
+
+@pytest.mark.parametrize("shards", [1, 1000, 25_000])
+def test_a_hundred_thousand_ranks(shards: int) -> None:
+    world = 100_000
+    job = Layout(world, {Shard(f"s{s}"): tuple(Rank(r) for r in range(s, world, shards)) for s in range(shards)})
+    said = [o(r, 7 if r % 3 else 8, host=f"h{r // 8}") for r in range(world) if r % 97]  # 1 % dead at once
+    began = time.perf_counter()
+    verdict = decide(job, said)
+    print(f"decide, {world} ranks, {shards} shards: {time.perf_counter() - began:.3f} s")
+    assert isinstance(verdict, Plan)
+    assert verdict.version == best(job, said)
+    assert len(verdict.assignments) == shards
+    load = Counter(a.rank for a in verdict.assignments)
+    assert max(load.values()) == 1
+
+
+# --------------------------------------------------------------------------------------------------------------- layout
+
+
+@pytest.mark.parametrize(
+    ("world", "groups", "text"),
+    [
+        (0, {"m": (0,)}, "world size 0"),
+        (2, {}, "at least one shard"),
+        (2, {"m": ()}, "empty replica group"),
+        (2, {"m": (0, 0, 1)}, "names a rank twice"),
+        (2, {"m": (0, 1, 2)}, "outside 0..1"),
+        (2, {"m": (-1, 0, 1)}, "outside 0..1"),
+        (3, {"m": (0, 2)}, "ranks 1 hold no shard"),
+    ],
+)
+def test_an_impossible_layout_is_refused_in_words(world: int, groups: dict[str, tuple[int, ...]], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        Layout(world, {Shard(s): tuple(Rank(r) for r in ranks) for s, ranks in groups.items()})
+
+
+def test_a_layout_knows_who_holds_what() -> None:
+    assert moe.shards_of(Rank(2)) == ("dense", "e1")
+    assert moe.shards_of(Rank(9)) == ()
+    assert zero.unreplicated() == ("a", "b")
+    assert Layout.data_parallel(4).groups == {"model": (0, 1, 2, 3)}
+    assert moe.digest != hsdp.digest
