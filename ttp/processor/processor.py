@@ -24,7 +24,7 @@ from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
-from ttp.launch.controller_process import ensure_controller
+from ttp.launch.controller_process import ensure_controller, is_local
 from ttp.launch.leases import Leases
 from ttp.processor.gate import Gate, GateState
 from ttp.processor.page_dir import PageDirectory
@@ -281,13 +281,14 @@ class Processor:
 
     def _connect(self, start_controller: bool) -> None:
         try:
-            if start_controller and self.config.port is not None:
+            if start_controller and self.config.port is not None and is_local(self.env.master_addr):
                 ensure_controller(
                     self.env.master_addr,
                     self.config.port,
                     run_dir=self.run_dir,
                     token=self.config.token,
                     bind=self.config.bind,
+                    patience_s=JOIN_PATIENCE_S,
                 )
             self._open_stream()
         except ConfigError as problem:
@@ -430,9 +431,9 @@ def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, sa
 
 
 def _manners(config: Config, env: RankEnv) -> pm.Manners:
-    # Ranks of a host take turns in starting a controller: the first one to try usually makes it unnecessary.
+    # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
     return pm.Manners(
         heartbeat_s=config.heartbeat_s,
         rescue_s=config.rescue_patience_s,
-        start_controller_after=2 + 3 * env.local_rank,
+        start_controller_after=3 * env.local_rank,
     )

@@ -1,0 +1,53 @@
+"""One rank, a few steps: for what goes wrong before and after training. Run by the tests.
+
+``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, then asks for a checkpoint through the controller
+when ``SOLO_SAVE`` is set, prints ``weights DIGEST``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+
+import torch
+from torch import nn
+
+import ttp
+
+
+@ttp.ttp_to_persist
+def train(save_dir: str, steps: int, width: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir)
+    start = ttp.restore()
+    print("start", start, flush=True)
+    for step in range(start, steps):
+        data = torch.randn(8, 4, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        optimizer.step()
+        if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
+            save_now()
+    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values()))
+    print("weights", digest.hexdigest(), flush=True)
+
+
+def save_now() -> None:
+    """What ``ttp save`` does, from inside: the freeze is answered by the processor while this thread waits."""
+    from ttp.wire.channel import metadata, open_channel, stub
+    from ttp.wire.v1 import controller_pb2 as pb
+
+    with open_channel("127.0.0.1", int(os.environ["TTP_PORT"])) as channel:
+        answer = stub(channel).SaveNow(
+            pb.SaveNowRequest(), metadata=metadata(os.environ.get("TTP_TOKEN", "")), timeout=60
+        )
+    assert answer.saved, answer.text
+    print("saved", answer.version, answer.path, flush=True)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)

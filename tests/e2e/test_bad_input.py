@@ -1,0 +1,169 @@
+"""Bad input through the public face: one clear message that says what to do, nothing lost, nobody hurt."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import free_port
+
+SOLO = Path(__file__).with_name("solo.py")
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+@pytest.fixture
+def solo(tmp_path: Path) -> Run:
+    """Runs ``solo.py`` as rank 0 of 1, with a controller of its own where ttp is on."""
+
+    def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+        base |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+        if on:
+            base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"}
+        command = [sys.executable, str(SOLO), *map(str, args)]
+        return subprocess.run(command, env=base | env, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+@pytest.fixture
+def checkpoint(solo: Run, tmp_path: Path) -> Path:
+    """A whole checkpoint of version 4."""
+    done = solo(tmp_path / "ck", 4, SOLO_SAVE="4")
+    assert done.returncode == 0, done.stderr
+    return tmp_path / "ck" / "tft_saved_checkpoints-step_4"
+
+
+def test_an_unknown_variable_names_the_nearest_known_one(solo: Run, tmp_path: Path) -> None:
+    done = solo(tmp_path, 1, TTP_FREEEZE_S="9")
+    assert done.returncode == 64
+    assert "TTP_FREEEZE_S" in done.stderr and "did you mean TTP_FREEZE_S?" in done.stderr
+
+
+@pytest.mark.parametrize("port", ["http", "0", "65536", "-5", "80.5"])
+def test_a_port_that_is_none(solo: Run, tmp_path: Path, port: str) -> None:
+    done = solo(tmp_path, 1, TTP_PORT=port)
+    assert done.returncode == 64 and f"TTP_PORT='{port}' is not valid" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("env", "text"),
+    [
+        ({"RANK": "3"}, "RANK=3 is not in 0..0"),
+        ({"RANK": "zero"}, "RANK='zero' is not a whole number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+        ({"TTP_OT": "-1"}, "TTP_OT='-1' is not valid"),
+        ({"TTP_KEEP": "0"}, "TTP_KEEP='0' is not valid"),
+    ],
+)
+def test_an_environment_that_describes_no_rank(solo: Run, tmp_path: Path, env: dict[str, str], text: str) -> None:
+    done = solo(tmp_path, 1, **env)
+    assert done.returncode == 64 and text in done.stderr
+
+
+def test_a_port_held_by_something_else_is_named_with_its_owner(solo: Run, tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = solo(tmp_path, 1, TTP_PORT=port)
+    assert done.returncode == 64
+    assert port in done.stderr and f"pid {os.getpid()}" in done.stderr
+
+
+def test_a_save_dir_that_cannot_be_written_is_said_at_the_start(solo: Run, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = solo(tmp_path / "file" / "ck", 1)
+    assert done.returncode == 64
+    assert str(tmp_path / "file" / "ck") in done.stderr and "start" not in done.stdout
+
+
+def test_a_save_dir_that_is_a_url(solo: Run) -> None:
+    done = solo("s3://bucket/ck", 1)
+    assert done.returncode == 64 and "s3://bucket/ck" in done.stderr
+
+
+def test_without_a_port_it_trains_as_usual_and_still_restores(solo: Run, checkpoint: Path) -> None:
+    assert "start 4" in solo(checkpoint.parent, 6, on=False).stdout
+    fresh = solo(checkpoint.parent.parent / "empty", 6, on=False)
+    assert fresh.returncode == 0 and "start 0" in fresh.stdout
+
+
+def test_the_resumed_run_has_the_bits_of_the_unbroken_one(solo: Run, checkpoint: Path, tmp_path: Path) -> None:
+    unbroken = solo(tmp_path / "other", 8, on=False).stdout.split("weights ")[1]
+    assert solo(checkpoint.parent, 8).stdout.split("weights ")[1] == unbroken
+
+
+def second_checkpoint(solo: Run, first: Path) -> Path:
+    done = solo(first.parent, 7, SOLO_SAVE="7")
+    assert done.returncode == 0 and "start 4" in done.stdout, done.stderr
+    return first.parent / "tft_saved_checkpoints-step_7"
+
+
+def flip_a_byte(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(path.stat().st_size // 2)
+        byte = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte[0] ^ 1]))
+
+
+def test_a_bad_checkpoint_is_said_left_alone_and_the_one_before_is_taken(solo: Run, checkpoint: Path) -> None:
+    newest = second_checkpoint(solo, checkpoint)
+    pieces = sorted(p for p in newest.iterdir() if p.name != ".metadata")
+    for damaged in pieces:
+        whole = damaged.read_bytes()
+        flip_a_byte(damaged)
+        done = solo(checkpoint.parent, 8, on=False)
+        assert "start 4" in done.stdout, (damaged.name, done.stderr)
+        assert damaged.exists() and newest.name in done.stderr, done.stderr
+        damaged.write_bytes(whole)
+    assert "start 7" in solo(checkpoint.parent, 8, on=False).stdout
+
+
+def test_a_checkpoint_that_lacks_a_piece(solo: Run, checkpoint: Path) -> None:
+    newest = second_checkpoint(solo, checkpoint)
+    (newest / "__0_0.distcp").unlink()
+    done = solo(checkpoint.parent, 8, on=False)
+    assert "start 4" in done.stdout and "__0_0.distcp" in done.stderr
+
+
+def test_a_draft_is_never_taken(solo: Run, checkpoint: Path) -> None:
+    shutil.copytree(checkpoint, checkpoint.parent / ".draft-step_9-20260101-000000-1-abcd")
+    assert "start 4" in solo(checkpoint.parent, 5, on=False).stdout
+
+
+def test_a_checkpoint_of_another_model_lists_names_and_shapes(solo: Run, checkpoint: Path) -> None:
+    done = solo(checkpoint.parent, 8, 32, on=False)
+    assert done.returncode not in (0, 64) and "start" not in done.stdout
+    assert "0.weight" in done.stderr and "[16, 4]" in done.stderr and "[32, 4]" in done.stderr
+
+
+def test_a_foreign_directory_is_left_alone(solo: Run, checkpoint: Path) -> None:
+    foreign = checkpoint.parent / "tft_saved_checkpoints-step_99"
+    foreign.mkdir()
+    (foreign / "thesis.tex").write_text("years of work")
+    done = solo(checkpoint.parent, 7, SOLO_SAVE="7")
+    assert done.returncode == 0 and "start 4" in done.stdout, done.stderr
+    assert (foreign / "thesis.tex").read_text() == "years of work"
+
+
+def test_sigterm_of_a_single_process_saves_and_exits_75(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    env |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"}
+    command = [sys.executable, str(SOLO), str(tmp_path / "ck"), "100000000"]
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "start 0\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert list((tmp_path / "ck").glob("tft_saved_checkpoints-step_*")) or list((tmp_path / "ck").glob("incidents/*"))
