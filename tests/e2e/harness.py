@@ -43,9 +43,10 @@ class Job:
     faults: list[dict[str, Any]] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
+    nodes: list[list[str]] = field(default_factory=lambda: [[]])
     protected: bool = True
     port: int = 0
-    process: subprocess.Popen[str] | None = None
+    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -64,23 +65,27 @@ class Job:
         program = [str(PYTHON_BIN / "ttp"), "run"] if self.launcher == "ttp" else [str(PYTHON_BIN / "torchrun")]
         if not self.protected:
             program = [str(PYTHON_BIN / "torchrun")]
-        flags = self.flags or ["--standalone"]
-        command = [
-            *program, *flags, "--nproc-per-node", str(self.ranks), "--max-restarts", str(self.max_restarts), str(JOB),
-        ]  # fmt: skip
+        flags = self.flags or ([] if any(self.nodes) else ["--standalone"])
+        local = str(self.ranks // len(self.nodes))
         self.log = self.directory / "launcher.log"
-        # The launcher's pid is known to the workers through a shell that becomes the launcher.
-        wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
-        with self.log.open("a") as out:
-            self.process = subprocess.Popen(
-                wrapped, env=base, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
-            )
+        self.processes = []
+        for node in self.nodes:
+            restarts = ["--max-restarts", str(self.max_restarts)]
+            command = [*program, *flags, *node, "--nproc-per-node", local, *restarts, str(JOB)]
+            # The launcher's pid is known to the workers through a shell that becomes the launcher.
+            wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
+            with self.log.open("a") as out:
+                self.processes.append(
+                    subprocess.Popen(
+                        wrapped, env=base, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                    )
+                )
         return self
 
     def wait(self, timeout_s: float = 240) -> int:
-        assert self.process is not None
+        deadline = time.monotonic() + timeout_s
         try:
-            return self.process.wait(timeout_s)
+            return max(p.wait(max(0.1, deadline - time.monotonic())) for p in self.processes)
         except subprocess.TimeoutExpired:
             self.stop()
             raise AssertionError(f"the job did not end within {timeout_s} s:\n{self.story()}") from None
@@ -89,9 +94,10 @@ class Job:
         return self.start().wait(timeout_s)
 
     def stop(self) -> None:
-        if self.process is not None and self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
     def story(self) -> str:
         texts = [self.log.read_text()[-6000:]]
@@ -137,7 +143,7 @@ class Job:
         while time.monotonic() < deadline:
             if any(kind == "version" and value >= version for _, kind, value in self.notes(rank)):
                 return
-            assert self.process is None or self.process.poll() is None, self.story()
+            assert all(p.poll() is None for p in self.processes), self.story()
             time.sleep(0.02)
         raise AssertionError(f"version {version} was not reached:\n{self.story()}")
 

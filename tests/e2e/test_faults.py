@@ -9,13 +9,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Job, newest_of_survivors, watch_events
+from tests.e2e.harness import JOB, Job, free_port, newest_of_survivors, watch_events
 
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
@@ -99,7 +101,7 @@ def kill_on(job: Job, kind: str, choose: Callable[[dict[str, Any], dict[int, int
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
-    job = make_job(launcher=launcher, ranks=3, steps=30, max_restarts=1, env=WIDE).start()
+    job = make_job(launcher=launcher, ranks=3, steps=12, max_restarts=1, env=WIDE).start()
     saver = kill_on(job, "plan", lambda facts, pids: int(facts["savers"]["model"]))
     assert job.wait(TIMEOUT_S - 60) == 0, job.story()
     (incident,) = job.incidents()
@@ -110,7 +112,7 @@ def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, la
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_another_rank_dies_while_one_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
-    job = make_job(launcher=launcher, ranks=3, steps=30, max_restarts=1, env=WIDE).start()
+    job = make_job(launcher=launcher, ranks=3, steps=12, max_restarts=1, env=WIDE).start()
     bystander = kill_on(job, "plan", lambda facts, pids: next(r for r in (0, 1) if r != int(facts["savers"]["model"])))
     assert job.wait(TIMEOUT_S - 60) == 0, job.story()
     assert_saved_and_identical(job, unbroken, [{2, bystander}])
@@ -166,3 +168,63 @@ def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher
     assert job.committed() == [answer["version"]]
     assert job.starts() == [0]  # nobody was restarted
     assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
+def test_two_nodes_save_and_resume_together(make_job: MakeJob, unbroken: Unbroken, rendezvous: str) -> None:
+    """Two agents with two ranks each: a kill on either node is saved and both nodes restart."""
+    port = str(free_port())
+    common = ["--nnodes", "2"]
+    if rendezvous == "static":
+        nodes = [[*common, "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    else:
+        nodes = [[*common, "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "two"]] * 2
+    faults = [
+        {"id": "far", "rank": 3, "step": 3, "phase": "backward", "action": "kill"},
+        {"id": "near", "rank": 0, "step": 7, "phase": "data", "action": "kill"},
+    ]
+    job = make_job(steps=10, max_restarts=3, faults=faults, nodes=nodes)
+    assert job.run(TIMEOUT_S - 60) == 0, job.story()
+    assert_saved_and_identical(job, unbroken, [{3}, {0}])
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+def test_without_any_launcher_of_ours(make_job: MakeJob, unbroken: Unbroken) -> None:
+    """Ranks started by hand, as SLURM would: rank 0's processor brings the controller, which survives rank 0."""
+    fault = {"id": "kill0", "rank": 0, "step": 4, "phase": "forward", "action": "kill"}
+    job = make_job(ranks=3, steps=8, faults=[fault])
+    assert start_by_hand(job) == {0: -9, 1: 75, 2: 75}, job.story()
+    assert start_by_hand(job) == {0: 0, 1: 0, 2: 0}, job.story()
+    assert_saved_and_identical(job, unbroken, [{0}])
+
+
+def start_by_hand(job: Job) -> dict[int, int]:
+    """Run the ranks without agent; returns their exit codes."""
+    job.directory.mkdir(parents=True, exist_ok=True)
+    job.port = job.port or free_port()
+    job.log = job.directory / "launcher.log"
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))} | {
+        "JOB_DIR": str(job.directory),
+        "JOB_STEPS": str(job.steps),
+        "JOB_FAULTS": json.dumps(job.faults),
+        "TTP_PORT": str(job.port),
+        "TTP_RUN_DIR": str(job.directory / "run"),
+        "WORLD_SIZE": str(job.ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+        "OMP_NUM_THREADS": "1",
+    }
+    with job.log.open("a") as log:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, str(JOB)],
+                env=base | {"RANK": str(r), "LOCAL_RANK": str(r)},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            for r in range(job.ranks)
+        ]
+        job.processes = list(ranks)
+        return {r: process.wait(TIMEOUT_S // 3) for r, process in enumerate(ranks)}

@@ -17,7 +17,7 @@ ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="ru
 
 
 def test_ranks_of_a_job_share_one_and_the_last_removes_it(tmp_path: Path) -> None:
-    first, second = (PageDirectory(tmp_path / "run", ENV, tmp_path) for _ in range(2))
+    first, second = (PageDirectory(tmp_path / "run", ENV, 1, tmp_path) for _ in range(2))
     assert first.path == second.path and first.path.parent == tmp_path
     assert first.path.stat().st_mode & 0o777 == 0o700
     (first.path / "rank_0.page").write_bytes(b"x")
@@ -29,7 +29,7 @@ def test_ranks_of_a_job_share_one_and_the_last_removes_it(tmp_path: Path) -> Non
 
 def test_other_jobs_have_others(tmp_path: Path) -> None:
     other = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="another", launch=0)
-    one, two = PageDirectory(tmp_path / "run", ENV, tmp_path), PageDirectory(tmp_path / "run", other, tmp_path)
+    one, two = PageDirectory(tmp_path / "run", ENV, 1, tmp_path), PageDirectory(tmp_path / "run", other, 1, tmp_path)
     assert one.path != two.path
     one.close()
     two.close()
@@ -38,19 +38,19 @@ def test_other_jobs_have_others(tmp_path: Path) -> None:
 def test_without_shared_memory_the_run_directory_serves(tmp_path: Path) -> None:
     blocked = tmp_path / "no-directory"
     blocked.write_text("")
-    pages = PageDirectory(tmp_path / "run", ENV, blocked)
+    pages = PageDirectory(tmp_path / "run", ENV, 1, blocked)
     assert pages.path == tmp_path / "run" / "pages"
     pages.close()
 
 
 def test_a_name_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
-    honest = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    honest = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
     name = honest.path.name
     honest.close()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (tmp_path / name).symlink_to(elsewhere)
-    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
     assert pages.path == tmp_path / "run" / "pages"
     pages.close()
 
@@ -60,7 +60,7 @@ def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:
         "import sys, signal; from pathlib import Path; from ttp.config import RankEnv\n"
         "from ttp.processor.page_dir import PageDirectory\n"
         "env = RankEnv(0, 1, 0, 'a', 'crashed', 0)\n"
-        f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), env, Path({str(tmp_path)!r}))\n"
+        f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), env, 1, Path({str(tmp_path)!r}))\n"
         "print(pages.path, flush=True); signal.pause()"
     )
     victim = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -69,7 +69,7 @@ def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:
     assert left.exists() and remove_abandoned(tmp_path) == []  # it lives
     os.kill(victim.pid, signal.SIGKILL)
     victim.communicate()
-    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
     assert not left.exists()
     pages.close()
 
@@ -84,7 +84,7 @@ def test_a_directory_without_a_lock_is_left_alone(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_closing_twice_is_harmless(tmp_path: Path, times: int) -> None:
-    pages = PageDirectory(tmp_path / "run", ENV, tmp_path)
+    pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
     for _ in range(times):
         pages.close()
     assert not pages.path.exists()

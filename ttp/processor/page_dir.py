@@ -29,15 +29,16 @@ class PageDirectory:
     Args:
         run_dir: of the job on this host; holds the pages where shared memory cannot.
         env: who this process is.
+        port: of the job's controller. Address, port and run id name the job on all launchers of this host.
         shared_memory: where directories in memory are made.
 
     Raises:
         OSError: neither place can hold pages.
     """
 
-    def __init__(self, run_dir: Path, env: RankEnv, shared_memory: Path = SHARED_MEMORY) -> None:
+    def __init__(self, run_dir: Path, env: RankEnv, port: int, shared_memory: Path = SHARED_MEMORY) -> None:
         remove_abandoned(shared_memory)
-        key = hashlib.sha256(f"{run_dir}|{env.master_addr}|{env.run_id}".encode()).hexdigest()[:12]
+        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}".encode()).hexdigest()[:12]
         self._lock = -1
         for path in (shared_memory / f"{_prefix()}{key}", run_dir / "pages"):
             if self._claim(path):

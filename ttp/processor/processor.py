@@ -264,7 +264,7 @@ class Processor:
         self.incarnation = incarnation
         if first:
             try:
-                self._pages = PageDirectory(self.run_dir, self.env)
+                self._pages = PageDirectory(self.run_dir, self.env, self.config.port or 0)
                 self.source.on_welcome(Rank(self.env.rank), incarnation, self._pages.path)
             except Exception:
                 log.exception("no rank-local page: the RNG of this rank will not survive it")

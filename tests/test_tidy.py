@@ -1,0 +1,143 @@
+"""The source keeps its own rules: what may import what, how long functions get, what is shipped."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
+FUNCTION_LINES_MAX = 70
+CORE_MAY_IMPORT = {
+    "__future__", "collections", "contextlib", "dataclasses", "enum", "hashlib", "itertools", "types", "typing",
+}  # fmt: skip
+
+
+def modules() -> dict[str, Path]:
+    """Every module of the package, by the name it is imported under; the links are not followed."""
+    found: dict[str, Path] = {}
+    for package, folder in HOMES.items():
+        for path in sorted(folder.rglob("*.py")):
+            relative = path.relative_to(folder)
+            if package == "ttp" and relative.parts[0] in ("controller", "adapters"):
+                continue
+            parts = relative.with_suffix("").parts
+            found[".".join([package, *parts]).removesuffix(".__init__")] = path
+    return found
+
+
+MODULES = modules()
+OWN = {name: path for name, path in MODULES.items() if not name.startswith("ttp.wire.v1")}
+
+
+def imported(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+@pytest.mark.parametrize("name", [n for n in OWN if n.startswith("ttp.core")])
+def test_the_core_imports_data_modules_and_itself_only(name: str) -> None:
+    for target in imported(MODULES[name]):
+        inside = target.startswith("ttp.core") or target == "ttp.errors"
+        assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
+
+
+def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:
+    for name, path in OWN.items():
+        if name.startswith(("ttp.adapters", "ttp.launch", "ttp.store.arrays")):
+            continue
+        tree = ast.parse(path.read_text())
+        top = [n for n in tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+        for node in top:
+            targets = [a.name for a in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            assert not any(t.partition(".")[0] in ("torch", "mindspore", "numpy") for t in targets), name
+
+
+def test_import_ttp_is_light() -> None:
+    heavy = ("torch", "mindspore", "grpc", "numpy", "google.protobuf")
+    code = f"import sys, ttp; print([m for m in {heavy!r} if m in sys.modules])"
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=clean, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_had() -> None:
+    import ttp
+
+    for name in ttp.__all__:
+        assert getattr(ttp, name) is not None
+
+
+def test_functions_fit_a_screen() -> None:
+    long = []
+    for name, path in OWN.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+                docstring = ast.get_docstring(node, clean=False)
+                lines = node.end_lineno - node.lineno + 1 - (docstring.count("\n") + 1 if docstring else 0)
+                if lines > FUNCTION_LINES_MAX:
+                    long.append(f"{name}.{node.name}: {lines} lines")
+    assert not long
+
+
+def test_nothing_unpickles_on_load() -> None:
+    for name, path in OWN.items():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            called = ast.unparse(node.func)
+            assert called not in ("pickle.load", "pickle.loads", "pickle.Unpickler"), name
+            if called == "torch.load":
+                safe = [k for k in node.keywords if k.arg == "weights_only" and ast.unparse(k.value) == "True"]
+                assert safe, f"{name}: {ast.unparse(node)}"
+
+
+def declared_packages() -> set[str]:
+    if sys.version_info >= (3, 11):
+        import tomllib
+
+        settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+        return set(settings["tool"]["setuptools"]["packages"])
+    text = (ROOT / "pyproject.toml").read_text().split("packages = [")[1].split("]")[0]
+    return {line.strip().strip('",') for line in text.splitlines() if line.strip()}
+
+
+def test_every_package_on_disk_is_shipped() -> None:
+    on_disk = {name for name, path in MODULES.items() if path.name == "__init__.py"}
+    assert declared_packages() == on_disk
+
+
+@pytest.mark.timeout(300)
+def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", "--wheel", "--outdir", str(tmp_path), str(ROOT)],
+        check=True,
+        capture_output=True,
+        timeout=280,
+    )
+    (wheel,) = tmp_path.glob("ttp_ft-*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    top = {name.partition("/")[0] for name in names}
+    assert {t for t in top if not t.endswith(".dist-info")} == {"ttp"}
+    for needed in (
+        "ttp/py.typed",
+        "ttp/controller/service.py",
+        "ttp/adapters/torch/adapter.py",
+        "ttp/wire/v1/controller_pb2.pyi",
+    ):
+        assert needed in names
+    shipped = {n for n in names if n.endswith(".py")}
+    assert shipped == {
+        name.replace(".", "/") + ("/__init__.py" if p.name == "__init__.py" else ".py") for name, p in MODULES.items()
+    }
