@@ -26,8 +26,9 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """mypy --strict over the package and its tests. The frameworks are absent on purpose."""
-    session.install("-e", ".[types]")
+    """mypy --strict over the package, its tests and examples, against the real torch."""
+    session.install(TORCH)
+    session.install("-e", ".[torch,types]")
     session.run("mypy")
 
 
