@@ -84,6 +84,8 @@ class Incident:
     dropped: list[Rank] = field(default_factory=list)
     """Savers that were lost or failed since the plan was made."""
     committer: Rank | None = None
+    saved: Version = Version(0)  # noqa: RUF009 - a number
+    """The newest version that is known to be on disk; 0: nothing is."""
     path: str = ""
     size: int = 0
     exit_code: int | None = None

@@ -276,7 +276,7 @@ class Rescue:
         if plan.version > on_disk:
             self.saving.begin(incident, plan, now)
             return
-        incident.plan, incident.stage = plan, Stage.SAVED
+        incident.plan, incident.stage, incident.saved = plan, Stage.SAVED, Version(on_disk)
         incident.path = last_commit[1] if last_commit else ""
         incident.outcome = (
             f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
@@ -299,8 +299,7 @@ class Rescue:
         if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
         elif not incident.waiting or incident.newest_is_known():
-            assert incident.plan is not None
-            text = f"{incident.outcome}; a restart goes on with step {incident.plan.version + 1}"
+            text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
             self._release(incident, EXIT_SAVED, text, now)
 
     def _thaw(self, incident: Incident, reason: str) -> None:
@@ -315,7 +314,7 @@ class Rescue:
         failures = [f"rank {rank}: {text}" for rank, text in sorted(incident.failures.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
-        if incident.snapshot:
+        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.suspects):
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
             self._release(incident, EXIT_NOT_SAVED, text, now)
@@ -347,8 +346,7 @@ class Rescue:
             self.last, self.incident, self._outbox.incident = self.incident, None, ""
 
     def _answer_requests(self, incident: Incident) -> None:
-        version = incident.plan.version if incident.plan else Version(0)
-        saved = version > 0 and (incident.stage is Stage.SAVED or incident.exit_code == EXIT_SAVED)
         for request in incident.requests:
-            self._outbox.add(AnswerSave(request, saved, version, incident.path, incident.outcome))
+            answer = AnswerSave(request, incident.saved > 0, incident.saved, incident.path, incident.outcome)
+            self._outbox.add(answer)
         incident.requests = []

@@ -205,6 +205,7 @@ class Saving:
         assert incident.plan is not None
         version = incident.plan.version
         incident.stage, incident.path, incident.size = Stage.SAVED, report.path, report.size
+        incident.saved = version
         incident.outcome = f"saved version {version}"
         self.last_commit = (version, report.path)
         self._outbox.record(

@@ -94,8 +94,7 @@ class Judge:
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
         assert incident.plan is not None or exit_code == 70
         if exit_code == 75:
-            assert incident.plan is not None
-            version = incident.plan.version
+            version = incident.saved
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
             return

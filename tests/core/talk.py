@@ -1,0 +1,167 @@
+"""Short words for tests that talk to one machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from ttp.core import messages as m
+from ttp.core.controller_events import (
+    Accused,
+    Action,
+    AnswerSave,
+    ConnectionId,
+    Event,
+    Patience,
+    Received,
+    Record,
+    SaveRequested,
+    Send,
+    Stop,
+    StreamEnded,
+    Tick,
+)
+from ttp.core.controller_machine import ControllerMachine
+from ttp.core.layout import Layout, Rank, Version
+from ttp.testing.scenario import grid
+
+PATIENCE = Patience(
+    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2
+)
+
+
+def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
+    plain = m.Hello(
+        rank=Rank(rank),
+        protocol_major=m.PROTOCOL_MAJOR,
+        protocol_minor=m.PROTOCOL_MINOR,
+        ttp_version="1",
+        run_id="job",
+        launch=0,
+        incarnation=0,
+        nonce=f"n{rank}",
+        world_size=layout.world_size,
+        layout_digest=layout.digest,
+        groups=tuple(m.ShardGroup(s, g) for s, g in layout.groups.items()),
+        host="h",
+        pid=100 + rank,
+        local_rank=rank,
+        save_dir="/save",
+        framework="toy",
+        version=Version(0),
+        phase=m.Phase.IDLE,
+        base_version=Version(0),
+        term_seen=0,
+        incident="",
+        released=False,
+        resume=False,
+    )
+    return replace(plain, **more)
+
+
+class Talk:
+    """A controller's machine and a clock. Ranks speak on stream ``rank + 1`` unless told otherwise.
+
+    What the machine says comes back as one line: ``Freeze:1,2`` are orders, ``[plan]`` is a record, and so on.
+    """
+
+    def __init__(self, layout: Layout | None = None, *, formed: bool = True) -> None:
+        self.layout = layout or grid(1, 3)
+        self.now = 0.0
+        self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0)
+        self.said: list[Action] = []
+        self.streams = {r: r + 1 for r in range(self.layout.world_size)}
+        for r in range(self.layout.world_size if formed else 0):
+            self.hello(r)
+
+    # ------------------------------------------------------------------------------------------------------- what comes
+
+    def event(self, event: Event) -> str:
+        self.said = self.machine.on_event(event, self.now)
+        return line(self.said)
+
+    def report(self, rank: int, report: m.Report) -> str:
+        return self.event(Received(ConnectionId(self.streams[rank]), report))
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return self.report(rank, hello(rank, self.layout, **more))
+
+    def back(self, rank: int, **more: Any) -> str:
+        """The rank opens another stream."""
+        self.streams[rank] += 100
+        known = {"incarnation": self.machine.job.incarnation, "resume": True, "term_seen": self.machine.term}
+        return self.hello(rank, **{**known, **more})
+
+    def lost(self, rank: int) -> str:
+        return self.event(StreamEnded(ConnectionId(self.streams[rank])))
+
+    def after(self, seconds: float) -> str:
+        self.now += seconds
+        return self.event(Tick())
+
+    def fault(self, rank: int, kind: m.FaultKind = m.FaultKind.EXCEPTION, subject: int | None = None) -> str:
+        about = Rank(rank if subject is None else subject)
+        return self.report(rank, m.Fault(Rank(rank), about, kind, f"{kind.value} of {about}"))
+
+    def frozen(self, rank: int, version: int, phase: m.Phase = m.Phase.IDLE, **more: Any) -> str:
+        final = phase is not m.Phase.UPDATING
+        return self.report(rank, m.Frozen(Rank(rank), self.id, Version(version), phase, final, **more))
+
+    def saved(self, rank: int, generation: int = 0) -> str:
+        piece = m.Piece(f"{rank}_{generation}", 1, "d", "shard", "s0", Rank(rank))
+        return self.report(rank, m.Saved(Rank(rank), self.id, generation, (piece,)))
+
+    def save_failed(self, rank: int, generation: int = 0) -> str:
+        return self.report(rank, m.SaveFailed(Rank(rank), self.id, generation, "disk full"))
+
+    def committed(self, rank: int, generation: int = 0) -> str:
+        return self.report(rank, m.Committed(Rank(rank), self.id, generation, "/save/step", 1))
+
+    def commit_failed(self, rank: int, generation: int = 0) -> str:
+        return self.report(rank, m.CommitFailed(Rank(rank), self.id, generation, "no rename"))
+
+    def goodbye(self, rank: int, reason: m.GoodbyeReason = m.GoodbyeReason.DONE, version: int = 9) -> str:
+        return self.report(rank, m.Goodbye(Rank(rank), reason, Version(version)))
+
+    def ask(self, request: int = 1) -> str:
+        return self.event(SaveRequested(request, "asked"))
+
+    def accuse(self, rank: int, kind: m.FaultKind, pid: int = 0) -> str:
+        return self.event(Accused((Rank(rank),), kind, "seen from outside", (pid,)))
+
+    # ------------------------------------------------------------------------------------------------- what is the case
+
+    @property
+    def id(self) -> str:
+        incident = self.machine.incident or self.machine.last_incident
+        assert incident is not None
+        return incident.id
+
+    def orders(self, kind: type[m.Order]) -> list[Any]:
+        return [a.order for a in self.said if isinstance(a, Send) and isinstance(a.order, kind)]
+
+    def facts(self, kind: str) -> dict[str, Any]:
+        return next(a.facts for a in self.said if isinstance(a, Record) and a.kind == kind)
+
+
+def line(actions: Sequence[Action]) -> str:
+    """Orders of one kind in a row are drawn together."""
+    parts: list[str] = []
+    for action in actions:
+        match action:
+            case Send(_, order):
+                name = type(order).__name__
+                more = {m.Release: "exit_code", m.Refused: "code"}.get(type(order))
+                detail = f"({getattr(getattr(order, more), 'value', getattr(order, more))})" if more else ""
+                if parts and parts[-1].startswith(f"{name}{detail}:"):
+                    parts[-1] += f",{order.rank}"
+                else:
+                    parts.append(f"{name}{detail}:{order.rank}")
+            case Record(kind):
+                parts.append(f"[{kind}]")
+            case AnswerSave(_, saved):
+                parts.append("answer: saved" if saved else "answer: not saved")
+            case Stop():
+                parts.append("stop")
+    return " ".join(parts)

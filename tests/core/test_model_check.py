@@ -1,0 +1,123 @@
+"""Exhaustive exploration of the real machines; see ``tests.core.model``. Each test prints how many states it saw."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping
+
+import pytest
+
+from tests.core.model import Broken, Model
+from ttp.core import rescue
+from ttp.core.decide import Answer, NoPlan, Plan, decide
+from ttp.core.layout import Layout, Shard, Version
+from ttp.testing.scenario import grid
+
+LOST = -9  # the exit code of who was killed
+
+
+def explore(shards: int, replicas: int, kills: int, hanging: frozenset[int] = frozenset(), **more: int) -> Model:
+    model = Model(grid(shards, replicas), kills, hanging, **more)  # type: ignore[arg-type]
+    states = model.explore()
+    words = f"{shards} x {replicas}, {kills} kills, {set(hanging) or 'nobody'} hangs in the barrier, {more or ''}"
+    print(f"{words}: {states} states, exits {sorted(model.outcomes, key=str)[:4]}")
+    return model
+
+
+def subsets(world: int) -> list[frozenset[int]]:
+    """Which ranks hang in the barrier: an atomic one lets all of them go or nobody, a real one any of them."""
+    return [frozenset(c) for n in range(world + 1) for c in itertools.combinations(range(world), n)]
+
+
+def always_saved(model: Model) -> bool:
+    return not any(70 in exits for exits in model.outcomes)
+
+
+@pytest.mark.parametrize("hanging", subsets(2), ids=str)
+def test_two_replicas_one_kill(hanging: frozenset[int]) -> None:
+    model = explore(1, 2, 1, hanging)
+    assert model.outcomes == {(LOST, 75), (75, LOST)}
+
+
+def test_two_replicas_two_kills() -> None:
+    assert explore(1, 2, 2).outcomes == {(LOST, 75), (75, LOST), (LOST, LOST)}
+
+
+def test_without_replicas_a_kill_is_the_end() -> None:
+    assert explore(2, 1, 1).outcomes == {(LOST, 70), (70, LOST)}
+
+
+@pytest.mark.parametrize("hanging", subsets(3), ids=str)
+def test_three_replicas_one_kill(hanging: frozenset[int]) -> None:
+    assert always_saved(explore(1, 3, 1, hanging))
+
+
+def test_three_replicas_two_kills() -> None:
+    assert always_saved(explore(1, 3, 2, eager=True))
+
+
+@pytest.mark.parametrize("hanging", [frozenset({0, 1, 2, 3}), frozenset({0, 1}), frozenset({0})], ids=str)
+def test_two_shards_of_two_replicas(hanging: frozenset[int]) -> None:
+    model = explore(2, 2, 1, hanging, eager=True)
+    assert always_saved(model) == (len(hanging) == 4)  # versions that mix can leave no common one without redo
+
+
+def test_a_stream_that_breaks_hurts_nobody() -> None:
+    assert explore(1, 2, 0, breaks=1).outcomes == {(None, None)}
+    assert explore(2, 1, 0, breaks=1).outcomes == {(None, None)}
+
+
+def test_who_comes_back_too_late_is_fenced() -> None:
+    assert explore(1, 2, 0, breaks=1, late=True).outcomes == {(None, None), (70, 75), (75, 70)}
+
+
+def test_a_stream_breaks_and_a_rank_is_killed() -> None:
+    assert explore(1, 2, 1, breaks=1).outcomes == {(LOST, 75), (75, LOST)}
+
+
+def test_the_controller_dies_and_nothing_else() -> None:
+    assert explore(1, 2, 0, takeovers=2).outcomes == {(None, None)}
+
+
+def test_the_controller_dies_and_a_rank_is_killed() -> None:
+    assert explore(1, 2, 1, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
+    assert always_saved(explore(1, 2, 2, takeovers=1))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", subsets(4), ids=str)
+def test_two_shards_every_barrier(hanging: frozenset[int]) -> None:
+    explore(2, 2, 1, hanging, eager=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("hanging", subsets(3), ids=str)
+def test_three_replicas_two_kills_every_barrier(hanging: frozenset[int]) -> None:
+    assert always_saved(explore(1, 3, 2, hanging))
+
+
+@pytest.mark.slow
+def test_three_shards_of_two_replicas() -> None:
+    assert always_saved(explore(3, 2, 1, frozenset(range(6)), eager=True))
+
+
+@pytest.mark.slow
+def test_two_shards_and_a_broken_stream() -> None:
+    assert explore(2, 2, 0, breaks=1, eager=True).outcomes == {(None,) * 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_broken_stream_and_a_dead_controller() -> None:
+    assert explore(1, 2, 0, breaks=1, takeovers=1).outcomes == {(None, None)}
+    assert always_saved(explore(1, 2, 1, breaks=1, takeovers=1, eager=True))
+
+
+def test_the_model_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    def oldest(layout: Layout, said: Iterable[Answer], written: Mapping[Shard, Version]) -> Plan | NoPlan:
+        listed = list(said)
+        return decide(layout, [a for a in listed if a.version == min(b.version for b in listed)], written)
+
+    monkeypatch.setattr(rescue, "decide", oldest)
+    with pytest.raises(Broken, match=r"I2: .* while 2 was possible after: "):
+        explore(1, 3, 1)

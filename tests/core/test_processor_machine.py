@@ -1,0 +1,422 @@
+"""Single behaviours of a rank's machine, as transcripts: what happens to it, and the line of what it wants done."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.talk import hello
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
+from ttp.testing.scenario import grid
+
+ME = Rank(1)
+FROZEN = "HoldLease CloseGate"
+
+
+class Rank1:
+    """The machine of rank 1 and a clock."""
+
+    def __init__(self, *, joined: bool = True, **manners: Any) -> None:
+        self.now = 0.0
+        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.Manners(**manners), 0.0)
+        self.did: list[pm.Action] = []
+        if joined:
+            self.event(pm.StreamUp())
+            self.order(m.Welcome(ME, 1, 1, "1"))
+
+    def event(self, event: pm.Event) -> str:
+        self.did = self.machine.on_event(event, self.now)
+        return " ".join(_word(a) for a in self.did)
+
+    def order(self, order: m.Order) -> str:
+        return self.event(pm.OrderReceived(order))
+
+    def after(self, seconds: float) -> str:
+        self.now += seconds
+        return self.event(pm.Observed(self.machine._version, m.Phase.IDLE))
+
+    def freeze(self, incident: str = "a", *, snapshot: bool = False, term: int = 1) -> str:
+        return self.order(m.Freeze(ME, term, incident, "why", snapshot))
+
+    def quiet(self, version: int = 7, phase: m.Phase = m.Phase.IDLE, *, parked: bool = True) -> str:
+        return self.event(pm.Quiet(Version(version), phase, parked, True))
+
+    def save(
+        self, version: int = 7, generation: int = 0, *, incident: str = "a", shards: tuple[str, ...] = ("s0",)
+    ) -> str:
+        order = m.SaverOrder(ME, tuple(map(Shard, shards)), How.AS_IS, (ME,), True)
+        return self.order(m.Save(ME, 1, incident, generation, Version(version), "draft", order))
+
+    def commit(self, generation: int = 0) -> str:
+        return self.order(m.Commit(ME, 1, "a", generation, Version(7), 1, "draft", "", "", 3, (), ()))
+
+    def thaw(self, incident: str = "a", term: int = 1) -> str:
+        return self.order(m.Thaw(ME, term, incident, "why"))
+
+    def sent(self, kind: type[m.Report]) -> Any:
+        return next(a.report for a in self.did if isinstance(a, pm.Send) and isinstance(a.report, kind))
+
+
+def _word(action: pm.Action) -> str:
+    match action:
+        case pm.Send(report):
+            return f">{type(report).__name__}"
+        case pm.Exit(code):
+            return f"Exit({code})"
+        case pm.Connect(start_controller):
+            return "Connect(start)" if start_controller else "Connect"
+        case pm.LetGo(rescued):
+            return f"LetGo({rescued})"
+    return type(action).__name__
+
+
+# --------------------------------------------------------------------------------------------------------------- stream
+
+
+def test_joining() -> None:
+    rank = Rank1(joined=False)
+    assert rank.after(0) == "Connect"
+    assert rank.event(pm.StreamUp()) == ">Hello"
+    assert rank.sent(m.Hello).incarnation == 0
+    assert rank.order(m.Welcome(ME, 3, 2, "1")) == "Joined"
+    assert (rank.machine.term, rank.machine.incarnation) == (3, 2)
+
+
+def test_nobody_listens() -> None:
+    rank = Rank1(joined=False, retry_min_s=1.0, retry_max_s=2.0)
+    assert rank.after(0) == "Connect"
+    assert rank.event(pm.StreamDown("refused")) == ""
+    assert rank.machine.deadline() == 1.0
+    assert rank.after(1) == "Connect"
+    rank.event(pm.StreamDown("refused"))
+    assert rank.after(1) == ""
+    assert rank.after(1) == "Connect(start)"
+
+
+def test_a_hello_after_a_break_repeats_what_a_new_controller_must_know() -> None:
+    rank = Rank1()
+    rank.quiet(7)
+    rank.freeze("a")
+    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "ValueError: x"))
+    rank.event(pm.StreamDown("gone"))
+    assert rank.event(pm.StreamUp()) == ">Hello"
+    said = rank.sent(m.Hello)
+    assert (said.incarnation, said.term_seen, said.incident, said.resume) == (1, 1, "a", True)
+    assert (said.version, said.broken) == (7, "ValueError: x")
+
+
+def test_nothing_is_said_before_the_welcome() -> None:
+    rank = Rank1(joined=False)
+    rank.event(pm.StreamUp())
+    assert rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x")) == ""
+    assert rank.order(m.Welcome(ME, 1, 1, "1")) == "Joined >Fault"
+
+
+def test_orders_before_the_welcome_are_left_over_from_the_last_stream() -> None:
+    rank = Rank1()
+    rank.event(pm.StreamDown("gone"))
+    rank.event(pm.StreamUp())
+    assert rank.freeze() == ""
+    rank.order(m.Welcome(ME, 1, 1, "1"))
+    assert rank.freeze() == FROZEN
+
+
+def test_a_beat_once_a_second() -> None:
+    rank = Rank1()
+    assert rank.after(0.5) == ""
+    assert rank.after(0.5) == ">Heartbeat"
+    assert rank.machine.deadline() == 2.0
+
+
+@pytest.mark.parametrize("code", [c for c in m.RefusalCode if c is not m.RefusalCode.BUSY])
+def test_refused_is_the_end(code: m.RefusalCode) -> None:
+    rank = Rank1(joined=False)
+    rank.event(pm.StreamUp())
+    assert rank.order(m.Refused(ME, code, "why")) == "Rejected"
+    assert rank.machine.gone
+    assert rank.after(1000) == ""
+    assert rank.machine.deadline() is None
+
+
+def test_busy_means_try_again() -> None:
+    rank = Rank1(joined=False)
+    rank.event(pm.StreamUp())
+    assert rank.order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == ""
+    assert not rank.machine.gone
+    rank.event(pm.StreamDown("ended"))
+    assert rank.after(1) == "Connect"
+
+
+# --------------------------------------------------------------------------------------------------------------- freeze
+
+
+def test_a_freeze_closes_the_gate_and_answers() -> None:
+    rank = Rank1()
+    assert rank.freeze() == FROZEN
+    assert rank.quiet(7, m.Phase.UPDATING) == ">Frozen"
+    assert not rank.sent(m.Frozen).final
+    assert rank.quiet(8, parked=False) == ">Frozen"
+    answer = rank.sent(m.Frozen)
+    assert (answer.version, answer.final, answer.stuck, answer.incident) == (8, True, True, "a")
+    assert rank.quiet(8) == ">Frozen"
+    assert not rank.sent(m.Frozen).stuck
+
+
+def test_a_torn_rank_says_so() -> None:
+    rank = Rank1()
+    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.freeze()
+    rank.quiet(7, m.Phase.TORN, parked=False)
+    answer = rank.sent(m.Frozen)
+    assert (answer.phase, answer.final, answer.stuck) == (m.Phase.TORN, True, False)
+
+
+def test_quiet_without_a_freeze_is_nobodys_business() -> None:
+    assert Rank1().quiet() == ""
+
+
+def test_a_thaw_opens_the_gate() -> None:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet()
+    assert rank.thaw("other") == ""
+    assert rank.thaw("a") == "OpenGate DropLease"
+    assert rank.thaw("a") == ""
+    assert rank.freeze("a") == ""  # said twice, and over
+    assert rank.freeze("b") == FROZEN
+
+
+def test_a_new_controller_may_freeze_again_for_an_incident_that_another_ended() -> None:
+    rank = Rank1()
+    rank.freeze("a")
+    rank.thaw("a")
+    assert rank.freeze("a", term=2) == FROZEN
+
+
+def test_orders_of_an_older_term_are_ignored() -> None:
+    rank = Rank1()
+    assert rank.freeze(term=5) == FROZEN
+    assert rank.thaw("a", term=4) == ""
+    assert rank.order(m.Release(ME, 4, "a", 75, "x")) == ""
+    assert rank.order(m.Finished(ME, 4)) == ""
+    assert rank.machine.incident == "a"
+
+
+def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
+    rank = Rank1()
+    rank.freeze(snapshot=True)
+    rank.save(0)
+    assert rank.event(pm.StreamDown("gone")) == "CancelSave OpenGate DropLease"
+
+
+def test_a_snapshot_that_became_a_rescue_is_not() -> None:
+    rank = Rank1()
+    rank.freeze(snapshot=True)
+    rank.freeze(snapshot=False)
+    assert rank.event(pm.StreamDown("gone")) == ""
+
+
+def test_frozen_and_never_released() -> None:
+    rank = Rank1(rescue_s=360, heartbeat_s=1e9)
+    rank.freeze()
+    rank.event(pm.StreamDown("gone"))
+    assert rank.after(359) == "Connect"
+    assert rank.after(1) == "Exit(70)"
+
+
+def test_a_frozen_rank_that_is_broken_and_alone_does_not_spin() -> None:
+    rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
+    rank.freeze()
+    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.event(pm.StreamDown("gone"))
+    rank.after(21)
+    deadline = rank.machine.deadline()
+    assert deadline is not None
+    assert deadline > rank.now
+
+
+def test_a_release_ends_the_process() -> None:
+    rank = Rank1()
+    rank.freeze()
+    assert rank.order(m.Release(ME, 1, "a", 75, "saved")) == ">Goodbye Exit(75)"
+    assert rank.sent(m.Goodbye).reason is m.GoodbyeReason.RELEASED
+    assert rank.machine.gone
+
+
+# ------------------------------------------------------------------------------------------------------ save and commit
+
+
+def frozen() -> Rank1:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7)
+    return rank
+
+
+def written(generation: int = 0, incident: str = "a") -> pm.PiecesWritten:
+    return pm.PiecesWritten(incident, generation, ())
+
+
+def test_saving_and_committing() -> None:
+    rank = frozen()
+    assert rank.save() == "StartSave"
+    assert rank.event(written()) == ">Saved"
+    assert rank.commit() == "StartCommit"
+    assert rank.event(pm.CommitDone("a", 0, "/save/step_7", 9)) == ">Committed"
+
+
+def test_an_order_that_comes_twice_is_carried_out_once() -> None:
+    rank = frozen()
+    rank.save()
+    assert rank.save() == ""
+    rank.event(written())
+    assert rank.save() == ">Saved"
+    rank.commit()
+    assert rank.commit() == ""
+    assert rank.save() == ">Saved"
+    rank.event(pm.CommitDone("a", 0, "/save/step_7", 9))
+    assert rank.commit() == ">Committed"
+
+
+def test_a_result_that_nobody_heard_is_said_again_to_the_next_controller() -> None:
+    rank = frozen()
+    rank.save()
+    rank.event(pm.StreamDown("gone"))
+    assert rank.event(written()) == ""
+    rank.event(pm.StreamUp())
+    rank.order(m.Welcome(ME, 2, 1, "1"))
+    order = m.SaverOrder(ME, (Shard("s0"),), How.AS_IS, (), True)
+    assert rank.order(m.Save(ME, 2, "a", 0, Version(7), "draft", order)) == ">Saved"
+
+
+def test_a_newer_generation_replaces_what_is_being_written() -> None:
+    rank = frozen()
+    rank.save(generation=0)
+    assert rank.save(generation=1) == "CancelSave StartSave"
+    assert rank.event(written(0)) == ""
+    assert rank.save(generation=0) == ""
+    assert rank.event(written(1)) == ">Saved"
+
+
+def test_a_commit_does_not_wait_for_an_obsolete_save() -> None:
+    rank = frozen()
+    rank.save(generation=0)
+    assert rank.commit(generation=1) == "CancelSave StartCommit"
+
+
+def test_failures_are_reported() -> None:
+    rank = frozen()
+    rank.save()
+    assert rank.event(pm.WriteFailed("a", 0, "disk full")) == ">SaveFailed"
+    assert rank.event(pm.WriteFailed("a", 0, "disk full")) == ""
+    rank.commit()
+    assert rank.event(pm.CommitBroken("a", 0, "no rename")) == ">CommitFailed"
+
+
+@pytest.mark.parametrize(("version", "phase"), [(8, m.Phase.IDLE), (7, m.Phase.TORN), (7, m.Phase.UPDATING)])
+def test_only_the_planned_version_is_written(version: int, phase: m.Phase) -> None:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(version, phase)
+    assert rank.save(7) == ">SaveFailed"
+    assert rank.sent(m.SaveFailed).text == f"asked for version 7, holds {version} ({phase.value})"
+
+
+def test_anybody_can_collect_pages() -> None:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7, m.Phase.TORN)
+    assert rank.save(7, shards=()) == "StartSave"
+
+
+def test_another_incident_cancels_what_belongs_to_the_last() -> None:
+    rank = frozen()
+    rank.save()
+    assert rank.freeze("b") == "CancelSave HoldLease CloseGate"
+    assert rank.event(written(0, "a")) == ""
+    assert rank.save(incident="a") == ""
+
+
+def test_a_thaw_cancels_a_save() -> None:
+    rank = frozen()
+    rank.save()
+    assert rank.thaw() == "CancelSave OpenGate DropLease"
+    assert rank.event(written()) == ""
+
+
+# ------------------------------------------------------------------------------------------------------------- training
+
+
+def test_a_broken_rank_waits_for_the_rescue() -> None:
+    rank = Rank1()
+    assert rank.event(pm.Raised(m.FaultKind.EXCEPTION, "ValueError: x")) == ">Fault"
+    fault = rank.sent(m.Fault)
+    assert (fault.subject, fault.kind, fault.nonce) == (1, m.FaultKind.EXCEPTION, "n1")
+
+
+def test_nobody_comes_to_the_rescue() -> None:
+    rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
+    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.event(pm.StreamDown("gone"))
+    assert rank.after(19) == ""
+    assert rank.after(1) == "LetGo(False)"
+    assert rank.machine.gone
+
+
+def test_a_healthy_rank_trains_on_without_a_controller() -> None:
+    rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
+    rank.event(pm.StreamDown("gone"))
+    assert rank.after(1000) == ""
+
+
+def test_a_rank_that_is_done_waits_for_the_others() -> None:
+    rank = Rank1()
+    assert rank.event(pm.Returned(m.GoodbyeReason.DONE)) == ">Goodbye"
+    assert rank.freeze() == FROZEN
+    rank.thaw()
+    assert rank.order(m.Finished(ME, 1)) == "LetGo(True)"
+    assert rank.machine.gone
+
+
+def test_a_rank_that_is_done_says_so_to_a_new_controller() -> None:
+    rank = Rank1()
+    rank.event(pm.Returned(m.GoodbyeReason.DONE))
+    rank.event(pm.StreamDown("gone"))
+    rank.event(pm.StreamUp())
+    assert rank.sent(m.Hello).phase is m.Phase.DONE
+    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >Goodbye"
+
+
+def test_who_leaves_on_purpose_is_not_kept_waiting() -> None:
+    rank = Rank1()
+    assert rank.event(pm.Returned(m.GoodbyeReason.LEFT)) == ">Goodbye LetGo(True)"
+
+
+# ------------------------------------------------------------------------------------------------------------ restoring
+
+
+def test_restoring() -> None:
+    rank = Rank1()
+    assert rank.event(pm.RestoreWanted((), ())) == ">RestoreView"
+    decision = m.RestoreDecision(ME, 1, Version(5), "step_5", "d", "")
+    assert rank.order(decision) == "Decided"
+    assert rank.order(decision) == ""
+    assert rank.event(pm.Based(Version(5))) == ""
+
+
+def test_a_view_is_repeated_until_the_training_has_begun() -> None:
+    rank = Rank1()
+    rank.event(pm.RestoreWanted((), ()))
+    rank.order(m.RestoreDecision(ME, 1, Version(5), "step_5", "d", ""))
+    rank.event(pm.Based(Version(5)))
+    rank.event(pm.StreamDown("gone"))
+    rank.event(pm.StreamUp())
+    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >RestoreView"  # others may not have heard yet
+    rank.event(pm.Observed(Version(6), m.Phase.IDLE))
+    rank.event(pm.StreamDown("gone"))
+    rank.event(pm.StreamUp())
+    assert rank.order(m.Welcome(ME, 3, 1, "1")) == "Joined"
