@@ -1,0 +1,42 @@
+"""Which exceptions are what a peer's death looks like from here."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.processor.faults import describe, is_collective_error
+
+GLOO = (
+    "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:23475: Connection "
+    "reset by peer. This is typically caused by a remote worker hanging or bugs in the application."
+)
+
+
+class DistNetworkError(RuntimeError):
+    """As torch names it."""
+
+
+@pytest.mark.parametrize(
+    ("problem", "collective"),
+    [
+        (RuntimeError(GLOO), True),
+        (RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:52366."), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (DistNetworkError("Failed to recv, got 0 bytes. Connection was likely closed"), True),
+        (ConnectionResetError(104, "Connection reset by peer"), True),
+        (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
+        (RuntimeError("CUDA out of memory"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("gloo is mentioned, but this is no runtime error"), False),
+        (ZeroDivisionError("division by zero"), False),
+        (FileNotFoundError(2, "No such file"), False),
+    ],
+)
+def test_secondary_or_not(problem: BaseException, collective: bool) -> None:
+    assert is_collective_error(problem) is collective
+
+
+def test_descriptions_are_one_bounded_line() -> None:
+    assert describe(ValueError("first\nsecond")) == "ValueError: first"
+    assert describe(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert len(describe(RuntimeError("x" * 10_000))) == 500

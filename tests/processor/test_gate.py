@@ -1,0 +1,122 @@
+"""The gate: one atomic check-and-set, seen from two threads."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+
+import pytest
+
+from ttp.core.layout import Version
+from ttp.core.messages import Phase
+from ttp.processor.gate import Gate, GateState
+
+
+def test_updates_count_versions() -> None:
+    gate = Gate()
+    for _ in range(3):
+        gate.begin_update()
+        assert gate.state().phase is Phase.UPDATING
+        gate.end_update()
+    assert gate.state() == GateState(Version(3), Phase.IDLE, parked=False)
+
+
+def test_a_program_may_number_its_versions_itself() -> None:
+    gate = Gate()
+    gate.begin_update()
+    gate.end_update(Version(41))
+    assert gate.version == 41
+
+
+def test_a_closed_gate_parks_the_training_thread_until_it_opens() -> None:
+    parked = threading.Event()
+    gate = Gate(lambda: parked.set() if gate.state().parked else None)
+    assert gate.close() == GateState(Version(0), Phase.IDLE, parked=False)
+    passed = threading.Event()
+
+    def train() -> None:
+        gate.begin_update()
+        passed.set()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    assert parked.wait(10)
+    assert not passed.is_set() and gate.state().phase is Phase.IDLE
+    gate.open()
+    assert passed.wait(10)
+    thread.join()
+    assert gate.state() == GateState(Version(0), Phase.UPDATING, parked=False)
+
+
+def test_a_running_update_ends_before_the_state_is_quiet() -> None:
+    quiet = threading.Event()
+    gate = Gate(quiet.set)
+    gate.begin_update()
+    assert gate.close().phase is Phase.UPDATING
+    assert not quiet.is_set()
+    gate.end_update()
+    assert quiet.is_set()
+    assert gate.state() == GateState(Version(1), Phase.IDLE, parked=False)
+
+
+def test_several_updates_inside_a_closed_gate_are_one_begin() -> None:
+    """An update that was running when the gate closed may begin again (nested steps) without parking."""
+    gate = Gate()
+    gate.begin_update()
+    gate.close()
+    gate.begin_update()
+    gate.end_update()
+    assert gate.version == 1
+
+
+def test_an_update_left_by_an_exception_is_torn_for_good() -> None:
+    gate = Gate()
+    gate.mark_torn()
+    assert gate.state().phase is Phase.IDLE  # no update was running
+    gate.begin_update()
+    gate.mark_torn()
+    assert gate.state().phase is Phase.TORN
+    gate.mark_done()
+    assert gate.state().phase is Phase.TORN
+
+
+def test_done_is_quiet() -> None:
+    gate = Gate()
+    gate.mark_done()
+    assert gate.close().phase is Phase.DONE
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_nothing_is_written_between_a_quiet_answer_and_the_thaw(seed: int) -> None:
+    """Random freezes against a thread that trains as fast as it can: an idle answer is never followed by a write."""
+    chance = random.Random(seed)
+    gate, stop = Gate(), threading.Event()
+    writes = [0]
+
+    def train() -> None:
+        while not stop.is_set():
+            gate.begin_update()
+            writes[0] += 1
+            gate.end_update()
+
+    thread = threading.Thread(target=train)
+    thread.start()
+    idle = 0
+    for _ in range(300):
+        state = gate.close()
+        deadline = time.monotonic() + 10
+        while state.phase is Phase.UPDATING:
+            state = gate.state()
+            assert time.monotonic() < deadline
+        before = writes[0]
+        for _ in range(chance.randrange(200)):
+            pass
+        time.sleep(0)  # let the other thread run, if it can
+        assert (writes[0], gate.version) == (before, state.version)
+        idle += state.phase is Phase.IDLE
+        gate.open()
+    stop.set()
+    gate.open()
+    thread.join(10)
+    assert idle == 300 and gate.version == writes[0] > 0

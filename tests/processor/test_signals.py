@@ -1,0 +1,69 @@
+"""SIGTERM reaches ttp even while the main thread hangs in C, and goes back to its owner afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from ttp.processor.signals import Preemption
+
+HANGING = """
+import ctypes, signal, sys, os
+from ttp.processor.signals import Preemption
+def report(text):
+    print(text, flush=True)
+    os._exit(75)
+Preemption(report).install()
+print("ready", flush=True)
+ctypes.CDLL(None).sleep(1000)   # the interpreter lock is free, Python handlers cannot run
+while True:
+    ctypes.CDLL(None).sleep(1000)
+"""
+
+
+def test_a_main_thread_that_hangs_in_c_does_not_keep_the_signal() -> None:
+    with subprocess.Popen([sys.executable, "-c", HANGING], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        assert "SIGTERM" in process.stdout.readline()
+        assert process.wait(20) == 75
+
+
+def test_the_users_handler_still_runs_and_comes_back() -> None:
+    heard: list[str] = []
+    mine: list[int] = []
+    told = threading.Event()
+
+    def note(text: str) -> None:
+        heard.append(text)
+        told.set()
+
+    def handler(signum: int, frame: object) -> None:
+        mine.append(signum)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    try:
+        preemption = Preemption(note)
+        preemption.install()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert told.wait(10)
+        assert mine == [signal.SIGTERM] and len(heard) == 1
+        preemption.uninstall()
+        assert signal.getsignal(signal.SIGTERM) is handler
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_off_the_main_thread_nothing_is_installed(caplog: pytest.LogCaptureFixture) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    thread = threading.Thread(target=Preemption(print).install)
+    thread.start()
+    thread.join()
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert "not on the main thread" in caplog.text

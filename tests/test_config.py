@@ -1,0 +1,79 @@
+"""Settings: every bad value is named together with what would be right."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from ttp.config import Config, RankEnv
+from ttp.errors import ConfigError
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_defaults_are_off() -> None:
+    config = Config.from_env({"HOME": "/somewhere"})
+    assert config.port is None and config == Config()
+
+
+def test_everything_can_be_set() -> None:
+    env = {"TTP_PORT": "1", "TTP_OT": "2.5", "TTP_KEEP": "7", "TTP_TOKEN": "", "TTP_SAVE_DIR": "/ck", "TTP_LOG": ""}
+    config = Config.from_env(env)
+    assert (config.port, config.rescue_patience_s, config.keep, config.token) == (1, 2.5, 7, "")
+    assert config.save_dir == "/ck" and config.log_level == "INFO"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("TTP_PROT", "TTP_PORT"), ("TTP_FREEZE", "TTP_FREEZE_S"), ("TTP_XYZZY", "known names: TTP_A")]
+)
+def test_an_unknown_name(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        Config.from_env({name: "1"})
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [(n, v) for n in ("TTP_PORT", "TTP_KEEP") for v in ("x", "0", "1.5")]
+    + [(n, v) for n in ("TTP_OT", "TTP_GRACE_S") for v in ("soon", "0", "-1", "nan", "inf", "1e9")],
+)
+def test_a_value_that_is_none(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=name) as caught:
+        Config.from_env({name: value})
+    assert repr(value) in str(caught.value)
+
+
+def test_every_setting_is_documented() -> None:
+    documented = (ROOT / "docs" / "configuration.md").read_text()
+    for setting in fields(Config):
+        assert f"`{setting.metadata['env']}`" in documented
+
+
+RANK = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host"}
+
+
+def test_a_rank() -> None:
+    env = RankEnv.from_env(RANK | {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "r", "LOCAL_RANK": "1"})
+    assert env == RankEnv(1, 4, 1, "host", "r", 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"RANK": "4"}, "RANK=4 is not in 0..3"),
+        ({"RANK": "-1"}, "RANK=-1"),
+        ({"WORLD_SIZE": "many"}, "WORLD_SIZE='many' is not a whole number"),
+        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not"),
+    ],
+)
+def test_a_rank_that_is_none(change: dict[str, str], text: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        RankEnv.from_env(RANK | change)
+    assert text in str(caught.value)
+
+
+def test_no_rank_at_all_says_how_to_start() -> None:
+    with pytest.raises(ConfigError, match="ttp run"):
+        RankEnv.from_env({})

@@ -1,0 +1,88 @@
+"""The old names: a program that drives the protocol by hand, in a process of its own, against a real controller."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.harness import free_port
+from ttp.core.layout import Layout
+from ttp.legacy import _layout_of
+
+PROGRAM = """
+import os, sys
+from pathlib import Path
+import ttp
+
+out = Path(sys.argv[1])
+weights = {"value": 0}
+
+def save(save_rank, rank_list, args):
+    (out / "step.tmp").write_text(f"{save_rank} {rank_list} {args[0]} {args[1]['value']}")
+
+def rename(args):
+    (out / "step.tmp").rename(out / f"step_{args[0]}")
+    return 0
+
+@ttp.ttp_to_persist
+def train():
+    port = int(os.environ["TTP_PORT"])
+    assert ttp.ttp_init_controller(0, 1, 1, False) == 0
+    assert ttp.ttp_start_controller("127.0.0.1", port) == 0
+    assert ttp.ttp_init_processor(0, [0], 1, 1, 1, False) == 0
+    assert ttp.ttp_start_processor("127.0.0.1", port) == 0
+    ttp.ttp_register_save_ckpt_handler(save)
+    ttp.ttp_register_rename_handler(rename)
+    for step in range(1, 6):
+        ttp.ttp_set_ckpt_args((step - 1, dict(weights)))
+        assert ttp.ttp_start_updating_os(-1) == 0
+        weights["value"] += 10
+        assert ttp.ttp_end_updating_os(step) == 0
+        ttp.ttp_set_ckpt_args((step, dict(weights)))
+        if step == 5:
+            raise ValueError("out of luck")
+
+train()
+"""
+
+
+def test_the_program_of_the_guide(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(free_port()),
+        "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_SAVE_DIR": str(tmp_path), "TTP_ABANDONED_S": "5",
+    }  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 75, done.stderr
+    assert (tmp_path / "step_5").read_text() == "0 [0] 5 50"
+    assert "ValueError: out of luck" in done.stderr
+
+
+def test_functions_return_one_when_they_cannot() -> None:
+    code = (
+        "import ttp; print(ttp.ttp_init_controller(3, 2), ttp.ttp_init_processor(5, [0, 1], 2, 2),"
+        " ttp.ttp_start_processor('127.0.0.1', 1), ttp.ttp_start_updating_os(), ttp.ttp_end_updating_os(1))"
+    )
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=env, check=True)
+    assert done.stdout.split() == ["1"] * 5
+
+
+@pytest.mark.parametrize(
+    ("dp_ranks", "world", "shards", "groups"),
+    [
+        ([0, 1, 2, 3], 4, 2, {"dp0.0": (0, 2), "dp0.1": (1, 3)}),
+        ([0, 1, 2, 3], 4, 1, {"dp0.0": (0, 1, 2, 3)}),
+        ([1, 3], 4, 1, {"dp0.0": (0, 2), "dp1.0": (1, 3)}),
+        ([0, 1, 2], 3, 1, {"dp0.0": (0, 1, 2)}),
+    ],
+)
+def test_replica_groups_of_the_replicated_optimizer(
+    dp_ranks: list[int], world: int, shards: int, groups: dict[str, tuple[int, ...]]
+) -> None:
+    layout = _layout_of(dp_ranks, len(dp_ranks), world, shards)
+    assert isinstance(layout, Layout) and dict(layout.groups) == groups
