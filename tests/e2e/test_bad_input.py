@@ -38,7 +38,7 @@ def solo(tmp_path: Path) -> Run:
 def checkpoint(solo: Run, tmp_path: Path) -> Path:
     """A whole checkpoint of version 4."""
     done = solo(tmp_path / "ck", 4, SOLO_SAVE="4")
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0 and "\nsaved 4" in done.stdout, done.stdout + done.stderr
     return tmp_path / "ck" / "tft_saved_checkpoints-step_4"
 
 
@@ -167,3 +167,11 @@ def test_sigterm_of_a_single_process_saves_and_exits_75(tmp_path: Path) -> None:
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 75
     assert list((tmp_path / "ck").glob("tft_saved_checkpoints-step_*")) or list((tmp_path / "ck").glob("incidents/*"))
+
+
+def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkpoint: Path) -> None:
+    done = solo(checkpoint.parent, 8, SOLO_SAVE="6", SOLO_FSIZE="2000")
+    assert done.returncode == 0 and "weights" in done.stdout, done.stderr
+    assert "not saved" in done.stdout and "errno 27" in done.stdout
+    assert "start 4" in solo(checkpoint.parent, 8, on=False).stdout  # what was there is still whole
+    assert not list(checkpoint.parent.glob("tft_saved_checkpoints-step_6*"))

@@ -1,0 +1,37 @@
+"""A source of state without any framework: pieces are small files that say the version."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Commit, Piece, SaverOrder
+
+
+class FakeSource:
+    """See ``ttp.processor.source.StateSource``."""
+
+    framework = "fake"
+    on_device = False
+
+    def settled(self) -> bool:
+        return True
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        return version
+
+    def write_pieces(
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
+    ) -> list[Piece]:
+        (draft / f"piece_{order.rank}_{generation}").write_text(str(version))
+        return [Piece(f"piece_{order.rank}_{generation}", 1, "", "shard", s, order.rank) for s in order.shards]
+
+    def commit(self, order: Commit) -> tuple[str, int]:
+        return f"step_{order.version}", 1
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        pass
+
+    def close(self) -> None:
+        pass

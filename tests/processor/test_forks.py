@@ -1,0 +1,55 @@
+"""A forked child does not keep the stream of its dead parent open."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.controller.conftest import Controller, until
+
+PROGRAM = """
+import os, signal, sys
+from tests.processor.fake_source import FakeSource
+from ttp import session
+from ttp.config import RankEnv
+from ttp.core.layout import Layout
+from pathlib import Path
+
+env = RankEnv.from_env()
+session.current().start_processor(env, Layout.data_parallel(env.world_size), FakeSource(), Path(sys.argv[1]))
+child = os.fork()
+if child == 0:
+    signal.pause()
+print(child, flush=True)
+signal.pause()
+"""
+
+
+def test_the_controller_sees_the_death_while_the_child_lives(tmp_path: Path) -> None:
+    controller = Controller(tmp_path)
+    try:
+        controller.rank(0, run_id="none", save_dir=str(tmp_path))
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+            "RANK": "1",
+            "WORLD_SIZE": "2",
+            "MASTER_ADDR": "127.0.0.1",
+            "TTP_PORT": str(controller.port),
+            "TTP_RUN_DIR": str(tmp_path / "run"),
+            "PYTHONPATH": str(Path(__file__).parents[2]),
+        }
+        command = [sys.executable, "-W", "ignore", "-c", PROGRAM, str(tmp_path)]
+        with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            until(lambda: controller.status().stage == "training")
+            process.send_signal(signal.SIGKILL)
+            try:
+                until(lambda: controller.status().incidents_total == 1)
+                os.kill(child, 0)  # the child is alive all the while
+            finally:
+                os.kill(child, signal.SIGKILL)
+    finally:
+        controller.close()
