@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.controller.conftest import Controller, until
 
 PROGRAM = """
@@ -53,3 +55,33 @@ def test_the_controller_sees_the_death_while_the_child_lives(tmp_path: Path) -> 
                 os.kill(child, signal.SIGKILL)
     finally:
         controller.close()
+
+
+SOCKETS = """
+import os, socket
+from ttp.processor import forks
+
+server = socket.create_server(("127.0.0.1", 0))
+port = server.getsockname()[1]
+kept, closed = socket.socket(), socket.create_connection(("127.0.0.1", port))
+if {listen}:
+    forks.close_in_children(port)
+child = os.fork()
+if child == 0:
+    try:
+        os.fstat(closed.fileno())
+    except OSError:
+        os.fstat(kept.fileno())
+        os._exit(7)
+    os._exit(8)
+os.fstat(closed.fileno())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize(("listen", "code"), [(True, "7"), (False, "8")])
+def test_the_child_loses_the_sockets_to_the_controller_and_no_others(listen: bool, code: str) -> None:
+    """Newer gRPC closes its sockets in children by itself; older ones do not."""
+    program = SOCKETS.format(listen=listen)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == code
