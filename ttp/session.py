@@ -42,8 +42,8 @@ class Adapter(Protocol):
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
         """What all ranks have in common, through the framework's own collectives; an error in words if nothing."""
 
-    def load(self, checkpoint: Path, rank: int, *, protected: bool) -> Version:
-        """Put the state of a checkpoint into the registered objects."""
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
+        """Put the state of a checkpoint into the registered objects of this rank."""
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
@@ -159,12 +159,18 @@ class Session:
         if chosen.name:
             checkpoint = self.save_dir / chosen.name
             check_chosen(checkpoint, chosen, already_verified=chosen in verified)
-            rank = self.processor.env.rank if self.processor else int(os.environ.get("RANK", "0"))
-            version = self.adapter.load(checkpoint, rank, protected=self.processor is not None)
+            rank, world_size = self._place()
+            version = self.adapter.load(checkpoint, rank, world_size, protected=self.processor is not None)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if self.processor is not None:
             self.processor.set_base_version(version)
         return int(version)
+
+    def _place(self) -> tuple[int, int]:
+        """Rank and world size, as the launcher says them."""
+        if self.processor is not None:
+            return self.processor.env.rank, self.processor.env.world_size
+        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
     def _agree(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate:
         assert self.adapter is not None

@@ -121,7 +121,7 @@ class TorchAdapter:
             return agree([mine])
         return agree(_gather_views(mine))
 
-    def load(self, checkpoint: Path, rank: int, *, protected: bool) -> Version:
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
         """Put a checkpoint that was verified into the registered objects.
 
         Raises:
@@ -137,7 +137,7 @@ class TorchAdapter:
             scaler=self._scaler,
         )
         self._load_modules(checkpoint, manifest)
-        for note in self._load_local(checkpoint, manifest, restored, rank):
+        for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
             log.warning("restored version %s, but %s", restored.version, note)
         if self._tail is not None:
             self._tail.restored(restored.version)
@@ -157,10 +157,11 @@ class TorchAdapter:
             else:
                 log.warning("extra_state[%r] was not saved: it begins anew", name)
 
-    def _load_local(self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int) -> list[str]:
+    def _load_local(
+        self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
+    ) -> list[str]:
         """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
         constant = restored.job.extra.get("constant", {})
-        world_size = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
         same_world = world_size == manifest.world_size
         local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
         if local is None:

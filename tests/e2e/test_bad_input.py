@@ -175,3 +175,28 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkp
     assert "not saved" in done.stdout and "errno 27" in done.stdout
     assert "start 4" in solo(checkpoint.parent, 8, on=False).stdout  # what was there is still whole
     assert not list(checkpoint.parent.glob("tft_saved_checkpoints-step_6*"))
+
+
+def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkpoint: Path, tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "TTP_PORT": str(free_port()),
+        "TTP_RUN_DIR": str(tmp_path / "run"),
+        "TTP_ABANDONED_S": "5",
+    }
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(SOLO), str(directory), "9"],
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank, directory in enumerate([checkpoint.parent, tmp_path / "empty"])
+    ]
+    for process in ranks:
+        out, err = process.communicate(timeout=120)
+        assert process.returncode != 0 and "start" not in out
+        assert "rank 0 found step 4" in err and "rank 1 found nothing whole" in err
+        assert "Is save_dir shared by all hosts?" in err

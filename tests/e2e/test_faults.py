@@ -190,6 +190,19 @@ def test_two_nodes_save_and_resume_together(make_job: MakeJob, unbroken: Unbroke
 
 
 @pytest.mark.timeout(TIMEOUT_S)
+def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
+    fault = {"id": "kill", "rank": 2, "step": 4, "phase": "backward", "action": "kill"}
+    job = make_job(ranks=4, steps=6, max_restarts=0, faults=[fault])
+    assert job.run(TIMEOUT_S // 3) == 75, job.story()
+    job.ranks = 2
+    assert job.run(TIMEOUT_S // 3) == 0, job.story()
+    assert job.starts() == [0, 4], job.story()
+    assert "4 ranks saved it and 2 restore it" in job.story()
+    assert [r["count"] for r in job.results()] == [6, 6]  # the loss curve of rank 0 went on
+    assert job.results()[0]["weights"] == job.results()[1]["weights"]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
 def test_without_any_launcher_of_ours(make_job: MakeJob, unbroken: Unbroken) -> None:
     """Ranks started by hand, as SLURM would: rank 0's processor brings the controller, which survives rank 0."""
     fault = {"id": "kill0", "rank": 0, "step": 4, "phase": "forward", "action": "kill"}
