@@ -430,7 +430,7 @@ class Model:
             return
         alive = [r for r in machine.job.live if state.ranks[r] and not state.gates[r].updating]
         copies = [Answer(r, state.gates[r].version) for r in alive]
-        possible = best(self.layout, copies) if not incident.written() else None
+        possible = best(self.layout, copies)
         saved = max((record.facts.get("version", 0), incident.saved))
         if record.kind != "released" and possible is not None and possible > saved:
             raise Broken(f"I2: {record.facts} while {possible} was possible {_story(path)}")
