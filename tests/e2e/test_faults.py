@@ -199,7 +199,7 @@ def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
     assert job.starts() == [0, 4], job.story()
     assert "4 ranks saved it and 2 restore it" in job.story()
     assert [r["count"] for r in job.results()] == [6, 6]  # the loss curve of rank 0 went on
-    assert job.results()[0]["weights"] == job.results()[1]["weights"]
+    assert job.results()[0]["optimizer"] == job.results()[1]["optimizer"]  # BatchNorm statistics differ, moments do not
 
 
 @pytest.mark.timeout(TIMEOUT_S)
