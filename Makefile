@@ -2,7 +2,8 @@
 #
 #   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
 #   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
-#   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest
+#   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
+#                                  JOBS=4 runs so many at a time (2: what two cores can bear)
 #   make lint types protos         what CI checks, through nox
 #   make bench                     benchmarks, a table at the end
 #   make clean                     remove .venv and what was installed into it
@@ -14,6 +15,7 @@ PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 ARGS ?=
+JOBS ?= 2
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
@@ -28,7 +30,7 @@ demo: $(VENV)/.installed-demo
 	@$(PY) examples/digits/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PY) -m pytest $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
 
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)

@@ -22,7 +22,10 @@ from tests.e2e.harness import JOB, Job, free_port, newest_of_survivors, watch_ev
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
-LAUNCHERS = ["ttp", "torchrun"]
+LAUNCHERS = [
+    pytest.param(name, marks=pytest.mark.xdist_group(name), id=name)  # one after the other: each job fills a machine
+    for name in ("ttp", "torchrun")
+]
 PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "stepped", "scheduler", "scheduled"]
 TIMEOUT_S = 400
 
