@@ -3,7 +3,8 @@
 #   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
 #   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
 #   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
-#                                  JOBS=4 runs so many at a time (2: what two cores can bear)
+#                                  JOBS=4 runs so many at a time (2: what two cores can bear). A test that fails is tried
+#                                  once more, and the summary counts it: real processes on a busy machine can be late
 #   make lint types protos         what CI checks, through nox
 #   make bench                     benchmarks, a table at the end
 #   make clean                     remove .venv and what was installed into it
@@ -30,7 +31,7 @@ demo: $(VENV)/.installed-demo
 	@$(PY) examples/digits/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup --reruns 1 $(ARGS)
 
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)
