@@ -163,11 +163,11 @@ class Model:
         self.outcomes: set[tuple[int | None, ...]] = set()
         self._keys: dict[bytes, int] = {}
 
-    def explore(self, states_max: int = 400_000) -> int:
+    def explore(self, states_max: int) -> int:
         """Look at every state; the number of them.
 
         Raises:
-            Broken: an invariant does not hold in one of them.
+            Broken: an invariant does not hold in one of them, or there are more than ``states_max``.
         """
         start = self._start()
         seen = {self._key(start)}
@@ -180,7 +180,8 @@ class Model:
                 key = self._key(after)
                 if key not in seen:
                     seen.add(key)
-                    assert len(seen) <= states_max, "the world is too large"
+                    if len(seen) > states_max:
+                        raise Broken(f"more than {states_max} states {_story(path)}")
                     frontier.append((after, (path, name)))
             if ended:
                 self._check_end(state, path)

@@ -365,6 +365,25 @@ def test_a_saver_whose_gate_was_open_meanwhile_is_asked_again() -> None:
     assert talk.orders(m.Save)[0].generation == 1
 
 
+def test_nor_is_it_trusted_when_its_new_stream_is_faster_than_the_end_of_the_old_one() -> None:
+    talk = Talk(grid(1, 1))
+    talk.ask()
+    assert talk.frozen(0, 7) == "[answer] [plan] Save:0"
+    assert talk.back(0, incident="") == "Welcome:0 [reconnected] Freeze:0 [replan]"
+    assert talk.saved(0) == ""
+    assert talk.frozen(0, 7) == "[answer] [plan] Save:0"
+    assert talk.orders(m.Save)[0].generation == 1  # what it wrote before may be half a file
+
+
+def test_who_stayed_frozen_goes_on_saving_on_its_new_stream() -> None:
+    talk = Talk(grid(1, 1))
+    talk.ask()
+    talk.frozen(0, 7)
+    assert talk.back(0, incident="i1") == "Welcome:0 [reconnected] Freeze:0 Save:0"
+    talk.frozen(0, 7)
+    assert talk.saved(0) == "[saved] [commit] Commit:0"
+
+
 def test_an_exception_is_no_false_alarm_even_if_its_stream_comes_back() -> None:
     talk = Talk()
     talk.fault(0)

@@ -14,11 +14,20 @@ from ttp.core.layout import Layout, Shard, Version
 from ttp.testing.scenario import grid
 
 LOST = -9  # the exit code of who was killed
+MANY = 2_000_000
 
 
-def explore(shards: int, replicas: int, kills: int, hanging: frozenset[int] = frozenset(), **more: int) -> Model:
+def explore(
+    shards: int,
+    replicas: int,
+    kills: int,
+    hanging: frozenset[int] = frozenset(),
+    *,
+    states_max: int = 30_000,
+    **more: int,
+) -> Model:
     model = Model(grid(shards, replicas), kills, hanging, **more)  # type: ignore[arg-type]
-    states = model.explore()
+    states = model.explore(states_max)
     words = f"{shards} x {replicas}, {kills} kills, {set(hanging) or 'nobody'} hangs in the barrier, {more or ''}"
     print(f"{words}: {states} states, exits {sorted(model.outcomes, key=str)[:4]}")
     return model
@@ -87,30 +96,30 @@ def test_the_controller_dies_and_a_rank_is_killed() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", subsets(4), ids=str)
 def test_two_shards_every_barrier(hanging: frozenset[int]) -> None:
-    explore(2, 2, 1, hanging, eager=True)
+    explore(2, 2, 1, hanging, eager=True, states_max=MANY)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", subsets(3), ids=str)
 def test_three_replicas_two_kills_every_barrier(hanging: frozenset[int]) -> None:
-    assert always_saved(explore(1, 3, 2, hanging))
+    assert always_saved(explore(1, 3, 2, hanging, states_max=MANY))
 
 
 @pytest.mark.slow
 def test_three_shards_of_two_replicas() -> None:
-    assert always_saved(explore(3, 2, 1, frozenset(range(6)), eager=True))
+    assert always_saved(explore(3, 2, 1, frozenset(range(6)), eager=True, states_max=MANY))
 
 
 @pytest.mark.slow
 def test_two_shards_and_a_broken_stream() -> None:
-    assert explore(2, 2, 0, breaks=1, eager=True).outcomes == {(None,) * 4}
+    assert explore(2, 2, 0, breaks=1, eager=True, states_max=MANY).outcomes == {(None,) * 4}
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_broken_stream_and_a_dead_controller() -> None:
-    assert explore(1, 2, 0, breaks=1, takeovers=1).outcomes == {(None, None)}
-    assert always_saved(explore(1, 2, 1, breaks=1, takeovers=1, eager=True))
+    assert explore(1, 2, 0, breaks=1, takeovers=1, states_max=MANY).outcomes == {(None, None)}
+    assert always_saved(explore(1, 2, 1, breaks=1, takeovers=1, eager=True, states_max=MANY))
 
 
 def test_the_model_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
