@@ -9,7 +9,6 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ttp.controller.journal import Journal
@@ -158,6 +157,3 @@ class Driver:
 def new_incident_id(number: int) -> str:
     """Sortable by time, unique between controllers: ``20261120-094512-1-3fa9``."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{number}-{secrets.token_hex(2)}"
-
-
-Feed = Callable[[ce.Event], None]

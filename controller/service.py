@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 import logging
 import os
 import time
@@ -242,8 +241,3 @@ async def stop_server(server: grpc.aio.Server) -> None:
     """Let what is on its way arrive, then end."""
     with contextlib.suppress(Exception):
         await server.stop(grace=0.5)
-
-
-def dump(driver: Driver) -> str:
-    """The status as JSON, for logs."""
-    return json.dumps({"stage": driver.machine.stage, "term": driver.machine.term})

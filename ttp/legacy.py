@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +129,10 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
         return RET_ERROR
     try:
         current = session.current()
-        env = RankEnv.from_env()
-        if env.rank != _rank or not current.enabled:
-            log.error(
-                "ttp_start_processor: TTP_PORT must be set, and RANK=%s must be the rank given (%s)", env.rank, _rank
-            )
+        current.config = replace(current.config, port=port)
+        env = RankEnv.from_env({**os.environ, "MASTER_ADDR": master_ip})
+        if env.rank != _rank:
+            log.error("ttp_start_processor: RANK=%s is not the rank given to ttp_init_processor (%s)", env.rank, _rank)
             return RET_ERROR
         save_dir = Path(current.config.save_dir or ".").absolute()
         current.start_processor(env, _layout, _source, save_dir)

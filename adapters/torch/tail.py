@@ -85,7 +85,7 @@ class Tail:
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._scheduler_inside = self._scaler_inside = False
+        self._scheduler_inside = False
         self._leading = False
         self._tails = 0  # that have ended
         self._single_steps = 0  # the last so many of them had exactly one scheduler.step()
@@ -97,7 +97,7 @@ class Tail:
         kind = type(scheduler)
         self._unwatch = [
             watch_method(self._scheduler, "step", self._scheduler_begins, self._scheduler_stepped),
-            watch_method(self._scaler, "update", self._scaler_begins, self._scaler_updated),
+            watch_method(self._scaler, "update", lambda: None, self._scaler_updated),
         ]
         self._watched = scheduler is None or type(scheduler) is not kind
 
@@ -133,7 +133,7 @@ class Tail:
             whole: the tail is through too: the user says when a step is done.
         """
         self._previous, self._snapshot = self._snapshot, self._take(version, 0, 0)
-        self._scheduler_inside = self._scaler_inside = False
+        self._scheduler_inside = False
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
@@ -162,14 +162,10 @@ class Tail:
             self._snapshot = self._take(last.version, last.scheduler_steps + 1, last.scaler_updates)
         self._scheduler_inside = False
 
-    def _scaler_begins(self) -> None:
-        self._scaler_inside = self._open
-
     def _scaler_updated(self) -> None:
         if self._open:
             last = self._snapshot
             self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates + 1)
-        self._scaler_inside = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 

@@ -293,7 +293,6 @@ class ProcessorMachine:
         self.gone = False
         self._hello = hello
         self._snapshot = False
-        self._connected = False
         self._welcomed = False
         self._attempts = 0
         self._connect_at: float | None = now
@@ -320,7 +319,6 @@ class ProcessorMachine:
             return []
         match event:
             case StreamUp():
-                self._connected = True
                 self._do(Send(self._greeting()))
             case StreamDown():
                 self._stream_down(now)
@@ -389,7 +387,7 @@ class ProcessorMachine:
         )
 
     def _stream_down(self, now: float) -> None:
-        self._connected = self._welcomed = False
+        self._welcomed = False
         if self._down_since is None:
             self._down_since = now
         m_ = self.manners
