@@ -31,7 +31,7 @@ demo: $(VENV)/.installed-demo
 	@$(PY) examples/digits/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(PY) -m pytest -n $(JOBS) --dist loadgroup --reruns 1 $(ARGS)
+	$(PY) -m pytest -n $(JOBS) --dist loadgroup --reruns 1 --durations 15 $(ARGS)
 
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)

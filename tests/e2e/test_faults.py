@@ -83,8 +83,8 @@ def test_three_of_four_ranks_at_once(make_job: MakeJob, unbroken: Unbroken, laun
     assert_saved_and_identical(job, unbroken, [{0, 1, 3}, {1, 2, 3}])
 
 
-WIDE = {"JOB_WIDE": "400000"}
-"""About 80 MB of weights and moments each: a save that can be met half-way."""
+WIDE = {"JOB_WIDE": "200000"}
+"""About 120 MB of weights and moments: a save that can be met half-way."""
 
 
 def kill_on(job: Job, kind: str, choose: Callable[[dict[str, Any], dict[int, int]], int]) -> int:

@@ -22,6 +22,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
 from ttp.adapters.torch.job_state import JobState
 
+pytestmark = pytest.mark.xdist_group("stock")  # they share one checkpoint
+
 PROGRAM = Path(__file__).with_name("checkpoints.py")
 TIMEOUT_S = 120
 

@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+pytestmark = pytest.mark.xdist_group("buckets")  # they share runs of four ranks
+
 WORKER = Path(__file__).with_name("ddp_worker.py")
 ROOT = Path(__file__).parents[3]
 WORLD = 4  # two ranks add in the same order whatever the layout: a + b = b + a
