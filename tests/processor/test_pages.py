@@ -282,7 +282,7 @@ class TestGarbage:
             page = read(directory, version)
             assert isinstance(page, str) or page in TestGarbage.WRITTEN
 
-    @settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
     @given(data=st.data())
     def test_changed_bytes(self, image: bytes, directory: Path, data: st.DataObject) -> None:
         places = st.one_of(
@@ -297,12 +297,12 @@ class TestGarbage:
             changed[at : at + len(new)] = new
         self.check(directory, bytes(changed[: len(image)]))
 
-    @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
     @given(length=st.integers(0, 9000))
     def test_cut_short(self, image: bytes, directory: Path, length: int) -> None:
         self.check(directory, image[:length])
 
-    @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
     @given(content=st.binary(max_size=9000))
     def test_any_bytes_at_all(self, directory: Path, content: bytes) -> None:
         self.check(directory, content)

@@ -21,7 +21,7 @@ def expected(data: bytes) -> str:
     return f"xxh3_128:{xxhash.xxh3_128_hexdigest(data)}"
 
 
-@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=40, suppress_health_check=list(HealthCheck), deadline=None)
 @given(sizes=st.lists(SIZES, max_size=6), flush_after=st.integers(0, 6))
 def test_writes_of_all_sizes_arrive_in_order_and_are_digested(
     tmp_path: Path, sizes: list[int], flush_after: int

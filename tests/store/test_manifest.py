@@ -93,7 +93,7 @@ def with_piece(**changes: Any) -> dict[str, Any]:
     return document  # type: ignore[no-any-return]
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(suppress_health_check=list(HealthCheck), deadline=None)
 @given(MANIFESTS)
 def test_what_is_read_is_what_was_written(tmp_path: Path, manifest: Manifest) -> None:
     write(tmp_path, manifest.to_json())
@@ -185,7 +185,7 @@ def test_an_endless_file_is_not_read(tmp_path: Path) -> None:
         Manifest.load(tmp_path)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_a_cut_or_flipped_manifest_never_raises_anything_else(tmp_path: Path, data: st.DataObject) -> None:
     whole = bytearray(EXAMPLE.to_json().encode())

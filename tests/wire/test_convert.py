@@ -39,7 +39,7 @@ def of(name: str, hint: typing.Any) -> st.SearchStrategy[typing.Any]:
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
 def test_every_message_comes_back_as_it_was(kind: type) -> None:
-    @settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
+    @settings(deadline=None, max_examples=30, suppress_health_check=list(HealthCheck))
     @given(values(kind))
     def check(message: typing.Any) -> None:
         if kind in convert.REPORTS:
