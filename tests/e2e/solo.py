@@ -13,6 +13,7 @@ import sys
 
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import ttp
 
@@ -22,7 +23,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir)
+    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
+    ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir, extra_state={"ema": ema})
     start = ttp.restore()
     print("start", start, flush=True)
     for step in range(start, steps):
@@ -30,13 +32,17 @@ def train(save_dir: str, steps: int, width: int) -> None:
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()
+        ema.update_parameters(model)
+        if os.environ.get("SOLO_STEP_DONE"):
+            ttp.step_done()
         if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
             limit = int(os.environ.get("SOLO_FSIZE", "0"))
             if limit:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, resource.RLIM_INFINITY))
             save_now()
-    digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in model.state_dict().values()))
-    print("weights", digest.hexdigest(), flush=True)
+    for what, module in (("weights", model), ("average", ema)):
+        digest = hashlib.sha256(b"".join(t.detach().numpy().tobytes() for t in module.state_dict().values()))
+        print(what, digest.hexdigest(), flush=True)
 
 
 def save_now() -> None:

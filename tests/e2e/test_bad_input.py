@@ -97,9 +97,14 @@ def test_without_a_port_it_trains_as_usual_and_still_restores(solo: Run, checkpo
     assert fresh.returncode == 0 and "start 0" in fresh.stdout
 
 
-def test_the_resumed_run_has_the_bits_of_the_unbroken_one(solo: Run, checkpoint: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step_done", ["", "1"], ids=["learned", "step_done"])
+def test_the_resumed_run_has_the_bits_of_the_unbroken_one(solo: Run, tmp_path: Path, step_done: str) -> None:
+    """Of the weights, and of their average, which follows each update."""
     unbroken = solo(tmp_path / "other", 8, on=False).stdout.split("weights ")[1]
-    assert solo(checkpoint.parent, 8).stdout.split("weights ")[1] == unbroken
+    saved = solo(tmp_path / "ck", 4, SOLO_SAVE="4", SOLO_STEP_DONE=step_done)
+    assert saved.returncode == 0 and "\nsaved 4" in saved.stdout, saved.stdout + saved.stderr
+    resumed = solo(tmp_path / "ck", 8, SOLO_STEP_DONE=step_done)
+    assert "start 4" in resumed.stdout and resumed.stdout.split("weights ")[1] == unbroken
 
 
 def second_checkpoint(solo: Run, first: Path) -> Path:
