@@ -23,7 +23,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    ema = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=False)
+    average = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+    ema = AveragedModel(model, multi_avg_fn=average, use_buffers=False)
     ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir, extra_state={"ema": ema})
     start = ttp.restore()
     print("start", start, flush=True)
