@@ -64,7 +64,8 @@ class TorchSource:
         self.on_device = device.type == "cuda"
         self.begun: Fence = make_fence(device)
         self.finished: Fence = make_fence(device)
-        self._copier = HostCopier(_runtime(device))
+        self._device = device
+        self._copier: HostCopier | None = None
         self.tail: Tail | None = None
         self.buckets: BucketWatch | None = None
         self._processor: Processor | None = None
@@ -75,6 +76,7 @@ class TorchSource:
     def connect(self, processor: Processor, detach: Callable[[], None]) -> None:
         """The hooks are attached; ``detach`` takes them away."""
         self._processor, self._detach = processor, detach
+        self._copier = HostCopier(_runtime(self._device))  # pinned buffers now: at the failure it would be too late
 
     # ------------------------------------------------------------------------------------------------ StateSource
 
@@ -219,6 +221,7 @@ class TorchSource:
         return state
 
     def _to_host(self, tensor: Tensor) -> Tensor:
+        assert self._copier is not None
         return next(self._copier.copy_to_host([tensor]))
 
 
