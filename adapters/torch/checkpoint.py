@@ -26,16 +26,13 @@ from ttp.adapters.torch.table import SHARD_KIND, Item, encode_table
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile
 
 _log = logging.getLogger("ttp.adapters.torch")
 
 _SLICE = 8 << 20
 """Bytes written between two looks at ``cancelled``."""
-
-
-class Cancelled(Exception):  # noqa: N818 - it is not an error
-    """``cancelled()`` said so: the plan was made again without this writer. The file is gone."""
 
 
 @dataclass(frozen=True, slots=True)

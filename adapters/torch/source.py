@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.capture import LocalCapture
-from ttp.adapters.torch.checkpoint import Cancelled as WriterCancelled
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
@@ -115,12 +114,7 @@ class TorchSource:
         self._wait_settled(cancelled)
         pages = self._pages(order, version)
         job = self._job_state(version)
-        try:
-            pieces = [
-                self._write_shard(draft, shard, pages, job, order, generation, cancelled) for shard in order.shards
-            ]
-        except WriterCancelled:
-            raise Cancelled from None
+        pieces = [self._write_shard(draft, shard, pages, job, order, generation, cancelled) for shard in order.shards]
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, pages, order.rank))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch import checkpoint
-from ttp.adapters.torch.checkpoint import Cancelled, Chunk, write_shard
+from ttp.adapters.torch.checkpoint import Chunk, write_shard
 from ttp.adapters.torch.reader import read_values
 from ttp.adapters.torch.table import items_of, left_out_of
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile, digest_file
 
 BIG = 3 * checkpoint._SLICE
