@@ -20,6 +20,9 @@ MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
 
 _FORMAT = "ttp-checkpoint"
+_SEAL = "digest"
+"""Key of the digest of all the rest: most flipped bits of a manifest leave it good JSON that says something else."""
+
 _SIZE_MAX = 1 << 30
 """Bytes; a longer file of this name is not ours, and is not read into memory."""
 
@@ -84,7 +87,9 @@ class Manifest:
         document["extra"] = dict(self.extra)
         try:
             document["pieces"] = [_piece_to_json(piece) for piece in self.pieces]
-            return json.dumps(document, indent=1, sort_keys=True, allow_nan=False) + "\n"
+            document = json.loads(json.dumps(document, allow_nan=False))  # as a reader will see it
+            document[_SEAL] = _seal(document)
+            return json.dumps(document, indent=1, sort_keys=True) + "\n"
         except (TypeError, ValueError) as problem:
             raise CheckpointError(f"the manifest of version {self.version} cannot be written: {problem}") from problem
 
@@ -152,10 +157,17 @@ def _parse(data: bytes, path: Path) -> Manifest:
             f"{path} has format {found}, written by ttp {document.get('ttp_version', '?')}; this is ttp {__version__},"
             f" which reads up to format {FORMAT_VERSION}: upgrade ttp"
         )
+    if document.pop(_SEAL, None) != _seal(document):
+        raise CheckpointError(f"{path} is damaged: it does not have the digest that it was written with")
     try:
         return _from_json(document)
     except (AttributeError, KeyError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
+
+
+def _seal(document: dict[str, Any]) -> str:
+    """Digest of what ``document`` says, whatever the white space and order it is written with."""
+    return digest_bytes(json.dumps(document, sort_keys=True, separators=(",", ":")).encode())
 
 
 def _from_json(document: dict[str, Any]) -> Manifest:
