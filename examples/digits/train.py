@@ -114,9 +114,10 @@ def train(steps: int, save_dir: Path, seed: int, step_s: float) -> dict[str, str
         for part, (images, labels) in enumerate(batches, start=1):
             with nullcontext() if part == ACCUMULATE else model.no_sync():  # gradients are averaged once per step
                 loss = loss_of(model(images), labels) / ACCUMULATE
-                loss.backward()
-            total += loss.item()
-        curve.losses.append(total)  # before optimizer.step(): what it leaves behind is what belongs to the step
+                total += loss.item()
+                if part == ACCUMULATE:
+                    curve.losses.append(total)  # before the last backward(): a rank that dies after it has given its
+                loss.backward()  # gradients away has taken part in the step, and its peers will finish it
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()
