@@ -34,7 +34,11 @@ def of(name: str, hint: typing.Any) -> st.SearchStrategy[typing.Any]:
     base = getattr(hint, "__supertype__", hint)
     if base is int:
         return st.integers(0, 2**31 - 1)
-    return {bool: st.booleans(), str: st.text(st.characters(exclude_categories=["Cs"]), max_size=20)}[base]
+    return {
+        bool: st.booleans(),
+        bytes: st.binary(max_size=40),
+        str: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+    }[base]
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)

@@ -13,7 +13,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 0
+PROTOCOL_MINOR = 1
 
 
 class Phase(enum.Enum):
@@ -34,7 +34,8 @@ class FaultKind(enum.Enum):
     PREEMPTED = "preempted"  # SIGTERM
     EXITED = "exited"  # the launcher saw the process end
     OUTSIDE = "outside"  # an operator, a node monitor
-    SILENT = "silent"  # did not answer a freeze
+    SILENT = "silent"  # says nothing: no heartbeat, no answer to a freeze
+    HUNG = "hung"  # its peers wait for it and it does not move
     SNAPSHOT = "snapshot"  # nothing is wrong: somebody asked for a checkpoint
 
 
@@ -53,6 +54,7 @@ class RefusalCode(enum.Enum):
     MALFORMED = "malformed"  # a message that makes no sense
     BUSY = "busy"  # an incident of the last incarnation is still being saved: try again
     TOKEN = "token"  # the shared secret is missing or wrong
+    MOVED = "moved"  # another controller is in charge: look for it
 
 
 # ---------------------------------------------------------------------------------------------- values inside messages
@@ -62,6 +64,14 @@ class RefusalCode(enum.Enum):
 class ShardGroup:
     name: Shard
     ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardDigest:
+    """What a replica of a shard looks like: equal on ranks whose copies are equal; empty: not known."""
+
+    shard: Shard
+    digest: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,13 +149,22 @@ class Hello:
     resume: bool  # a reconnect of a process that was registered before
     keep: int = 3  # checkpoints to keep
     broken: str = ""  # it cannot train on, and why; for a controller that did not hear it
+    address: str = ""  # of its host, as others reach it
+    fallback_dir: str = ""  # where to save when save_dir refuses
+    standbys: tuple[str, ...] = ()  # controllers (host:port) it knows to stand by, in order
+    takeover: bool = False  # its controller cannot be reached: the one it speaks to now shall take over
 
 
 @dataclass(frozen=True, slots=True)
 class Heartbeat:
+    """``mark`` counts the points of a step passed since the last update; equal steps pass equal points."""
+
     rank: Rank
     version: Version
     phase: Phase
+    mark: int = 0
+    activity: str = ""  # something else than training, on purpose: evaluation
+    written: int = 0  # bytes written by the save or commit that runs
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +192,8 @@ class Frozen:
     has_preimage: bool = False
     stuck: bool = False
     settled: bool = True
+    digests: tuple[ShardDigest, ...] = ()
+    bad: tuple[str, ...] = ()  # tensors that hold NaN or Inf; a few of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +243,61 @@ class Goodbye:
     version: Version
 
 
-Report = Hello | Heartbeat | Fault | Frozen | Saved | SaveFailed | Committed | CommitFailed | RestoreView | Goodbye
+@dataclass(frozen=True, slots=True)
+class StackTaken:
+    """Answer to ``TakeStack``: where the threads of ``subject`` are."""
+
+    rank: Rank
+    incident: str
+    subject: Rank
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """Answer to ``Probe``: whether the subject's host answers this one."""
+
+    rank: Rank
+    subject: Rank
+    reachable: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyUp:
+    """Answer to ``StandBy``: a controller is ready there (``host:port``); empty: it could not be started."""
+
+    rank: Rank
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mirror:
+    """A copy of this rank's page, for another host to keep."""
+
+    rank: Rank
+    version: Version
+    final: bool
+    incarnation: int
+    data: bytes
+
+
+Report = (
+    Hello
+    | Heartbeat
+    | Fault
+    | Frozen
+    | Saved
+    | SaveFailed
+    | Committed
+    | CommitFailed
+    | RestoreView
+    | Goodbye
+    | StackTaken
+    | Probed
+    | StandbyUp
+    | Mirror
+)
 
 # -------------------------------------------------------------------------------------------------------------- orders
 
@@ -268,6 +343,7 @@ class Save:
     version: Version
     draft: str  # directory name inside save_dir
     order: SaverOrder
+    directory: str = ""  # instead of save_dir
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +360,8 @@ class Commit:
     keep: int
     pieces: tuple[Piece, ...]
     missing_pages: tuple[Rank, ...]  # rank-local state that nobody could read: re-derived on resume
+    directory: str = ""  # instead of save_dir
+    disputed: tuple[Shard, ...] = ()  # replicas differed and no majority could tell which is right
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,4 +393,70 @@ class Finished:
     term: int
 
 
-Order = Welcome | Refused | Freeze | Thaw | Save | Commit | Release | RestoreDecision | Finished
+@dataclass(frozen=True, slots=True)
+class TakeStack:
+    """Say where the threads of ``subject`` are, process ``pid`` of the same host."""
+
+    rank: Rank
+    term: int
+    incident: str
+    subject: Rank
+    pid: int
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Be a second witness: does the host of ``subject`` answer?"""
+
+    rank: Rank
+    term: int
+    subject: Rank
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandBy:
+    """Start a controller on this host that takes over when this one is lost."""
+
+    rank: Rank
+    term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Standbys:
+    """Where to go when this controller cannot be reached, in order."""
+
+    rank: Rank
+    term: int
+    addresses: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """Keep the page of rank ``of``, which runs on another host."""
+
+    rank: Rank
+    term: int
+    of: Rank
+    version: Version
+    final: bool
+    incarnation: int
+    data: bytes
+
+
+Order = (
+    Welcome
+    | Refused
+    | Freeze
+    | Thaw
+    | Save
+    | Commit
+    | Release
+    | RestoreDecision
+    | Finished
+    | TakeStack
+    | Probe
+    | StandBy
+    | Standbys
+    | Keep
+)

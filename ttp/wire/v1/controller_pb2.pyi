@@ -60,6 +60,7 @@ class _FaultKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     FAULT_KIND_OUTSIDE: _FaultKind.ValueType  # 6
     FAULT_KIND_SILENT: _FaultKind.ValueType  # 7
     FAULT_KIND_SNAPSHOT: _FaultKind.ValueType  # 8
+    FAULT_KIND_HUNG: _FaultKind.ValueType  # 9
 
 class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper): ...
 
@@ -72,6 +73,7 @@ FAULT_KIND_EXITED: FaultKind.ValueType  # 5
 FAULT_KIND_OUTSIDE: FaultKind.ValueType  # 6
 FAULT_KIND_SILENT: FaultKind.ValueType  # 7
 FAULT_KIND_SNAPSHOT: FaultKind.ValueType  # 8
+FAULT_KIND_HUNG: FaultKind.ValueType  # 9
 global___FaultKind = FaultKind
 
 class _GoodbyeReason:
@@ -108,6 +110,7 @@ class _RefusalCodeEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._En
     REFUSAL_CODE_MALFORMED: _RefusalCode.ValueType  # 6
     REFUSAL_CODE_BUSY: _RefusalCode.ValueType  # 7
     REFUSAL_CODE_TOKEN: _RefusalCode.ValueType  # 8
+    REFUSAL_CODE_MOVED: _RefusalCode.ValueType  # 9
 
 class RefusalCode(_RefusalCode, metaclass=_RefusalCodeEnumTypeWrapper): ...
 
@@ -120,6 +123,7 @@ REFUSAL_CODE_FENCED: RefusalCode.ValueType  # 5
 REFUSAL_CODE_MALFORMED: RefusalCode.ValueType  # 6
 REFUSAL_CODE_BUSY: RefusalCode.ValueType  # 7
 REFUSAL_CODE_TOKEN: RefusalCode.ValueType  # 8
+REFUSAL_CODE_MOVED: RefusalCode.ValueType  # 9
 global___RefusalCode = RefusalCode
 
 class _How:
@@ -159,6 +163,24 @@ class ShardGroup(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["name", b"name", "ranks", b"ranks"]) -> None: ...
 
 global___ShardGroup = ShardGroup
+
+@typing.final
+class ShardDigest(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    SHARD_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    shard: builtins.str
+    digest: builtins.str
+    def __init__(
+        self,
+        *,
+        shard: builtins.str = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "shard", b"shard"]) -> None: ...
+
+global___ShardDigest = ShardDigest
 
 @typing.final
 class Piece(google.protobuf.message.Message):
@@ -274,6 +296,10 @@ class Hello(google.protobuf.message.Message):
     RESUME_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
     BROKEN_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    FALLBACK_DIR_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
+    TAKEOVER_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -298,8 +324,13 @@ class Hello(google.protobuf.message.Message):
     resume: builtins.bool
     keep: builtins.int
     broken: builtins.str
+    address: builtins.str
+    fallback_dir: builtins.str
+    takeover: builtins.bool
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
+    @property
+    def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -328,8 +359,12 @@ class Hello(google.protobuf.message.Message):
         resume: builtins.bool = ...,
         keep: builtins.int = ...,
         broken: builtins.str = ...,
+        address: builtins.str = ...,
+        fallback_dir: builtins.str = ...,
+        standbys: collections.abc.Iterable[builtins.str] | None = ...,
+        takeover: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["base_version", b"base_version", "broken", b"broken", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "fallback_dir", b"fallback_dir", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -340,17 +375,26 @@ class Heartbeat(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     VERSION_FIELD_NUMBER: builtins.int
     PHASE_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
+    WRITTEN_FIELD_NUMBER: builtins.int
     rank: builtins.int
     version: builtins.int
     phase: global___Phase.ValueType
+    mark: builtins.int
+    activity: builtins.str
+    written: builtins.int
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
         version: builtins.int = ...,
         phase: global___Phase.ValueType = ...,
+        mark: builtins.int = ...,
+        activity: builtins.str = ...,
+        written: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["phase", b"phase", "rank", b"rank", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "mark", b"mark", "phase", b"phase", "rank", b"rank", "version", b"version", "written", b"written"]) -> None: ...
 
 global___Heartbeat = Heartbeat
 
@@ -397,6 +441,8 @@ class Frozen(google.protobuf.message.Message):
     HAS_PREIMAGE_FIELD_NUMBER: builtins.int
     STUCK_FIELD_NUMBER: builtins.int
     SETTLED_FIELD_NUMBER: builtins.int
+    DIGESTS_FIELD_NUMBER: builtins.int
+    BAD_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     version: builtins.int
@@ -406,6 +452,10 @@ class Frozen(google.protobuf.message.Message):
     has_preimage: builtins.bool
     stuck: builtins.bool
     settled: builtins.bool
+    @property
+    def digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardDigest]: ...
+    @property
+    def bad(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -418,8 +468,10 @@ class Frozen(google.protobuf.message.Message):
         has_preimage: builtins.bool = ...,
         stuck: builtins.bool = ...,
         settled: builtins.bool = ...,
+        digests: collections.abc.Iterable[global___ShardDigest] | None = ...,
+        bad: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "phase", b"phase", "rank", b"rank", "settled", b"settled", "stuck", b"stuck", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "phase", b"phase", "rank", b"rank", "settled", b"settled", "stuck", b"stuck", "version", b"version"]) -> None: ...
 
 global___Frozen = Frozen
 
@@ -568,6 +620,99 @@ class Goodbye(google.protobuf.message.Message):
 global___Goodbye = Goodbye
 
 @typing.final
+class StackTaken(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    INCIDENT_FIELD_NUMBER: builtins.int
+    SUBJECT_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    incident: builtins.str
+    subject: builtins.int
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        incident: builtins.str = ...,
+        subject: builtins.int = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incident", b"incident", "rank", b"rank", "subject", b"subject", "text", b"text"]) -> None: ...
+
+global___StackTaken = StackTaken
+
+@typing.final
+class Probed(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    SUBJECT_FIELD_NUMBER: builtins.int
+    REACHABLE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    subject: builtins.int
+    reachable: builtins.bool
+    text: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        subject: builtins.int = ...,
+        reachable: builtins.bool = ...,
+        text: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "reachable", b"reachable", "subject", b"subject", "text", b"text"]) -> None: ...
+
+global___Probed = Probed
+
+@typing.final
+class StandbyUp(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    address: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "rank", b"rank"]) -> None: ...
+
+global___StandbyUp = StandbyUp
+
+@typing.final
+class Mirror(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    version: builtins.int
+    final: builtins.bool
+    incarnation: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        version: builtins.int = ...,
+        final: builtins.bool = ...,
+        incarnation: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "final", b"final", "incarnation", b"incarnation", "rank", b"rank", "version", b"version"]) -> None: ...
+
+global___Mirror = Mirror
+
+@typing.final
 class RankReport(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -581,6 +726,10 @@ class RankReport(google.protobuf.message.Message):
     COMMIT_FAILED_FIELD_NUMBER: builtins.int
     RESTORE_VIEW_FIELD_NUMBER: builtins.int
     GOODBYE_FIELD_NUMBER: builtins.int
+    STACK_TAKEN_FIELD_NUMBER: builtins.int
+    PROBED_FIELD_NUMBER: builtins.int
+    STANDBY_UP_FIELD_NUMBER: builtins.int
+    MIRROR_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -601,6 +750,14 @@ class RankReport(google.protobuf.message.Message):
     def restore_view(self) -> global___RestoreView: ...
     @property
     def goodbye(self) -> global___Goodbye: ...
+    @property
+    def stack_taken(self) -> global___StackTaken: ...
+    @property
+    def probed(self) -> global___Probed: ...
+    @property
+    def standby_up(self) -> global___StandbyUp: ...
+    @property
+    def mirror(self) -> global___Mirror: ...
     def __init__(
         self,
         *,
@@ -614,10 +771,14 @@ class RankReport(google.protobuf.message.Message):
         commit_failed: global___CommitFailed | None = ...,
         restore_view: global___RestoreView | None = ...,
         goodbye: global___Goodbye | None = ...,
+        stack_taken: global___StackTaken | None = ...,
+        probed: global___Probed | None = ...,
+        standby_up: global___StandbyUp | None = ...,
+        mirror: global___Mirror | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror"] | None: ...
 
 global___RankReport = RankReport
 
@@ -730,12 +891,14 @@ class Save(google.protobuf.message.Message):
     VERSION_FIELD_NUMBER: builtins.int
     DRAFT_FIELD_NUMBER: builtins.int
     ORDER_FIELD_NUMBER: builtins.int
+    DIRECTORY_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     incident: builtins.str
     generation: builtins.int
     version: builtins.int
     draft: builtins.str
+    directory: builtins.str
     @property
     def order(self) -> global___SaverOrder: ...
     def __init__(
@@ -748,9 +911,10 @@ class Save(google.protobuf.message.Message):
         version: builtins.int = ...,
         draft: builtins.str = ...,
         order: global___SaverOrder | None = ...,
+        directory: builtins.str = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["order", b"order"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["draft", b"draft", "generation", b"generation", "incident", b"incident", "order", b"order", "rank", b"rank", "term", b"term", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["directory", b"directory", "draft", b"draft", "generation", b"generation", "incident", b"incident", "order", b"order", "rank", b"rank", "term", b"term", "version", b"version"]) -> None: ...
 
 global___Save = Save
 
@@ -770,6 +934,8 @@ class Commit(google.protobuf.message.Message):
     KEEP_FIELD_NUMBER: builtins.int
     PIECES_FIELD_NUMBER: builtins.int
     MISSING_PAGES_FIELD_NUMBER: builtins.int
+    DIRECTORY_FIELD_NUMBER: builtins.int
+    DISPUTED_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     incident: builtins.str
@@ -780,10 +946,13 @@ class Commit(google.protobuf.message.Message):
     cause: builtins.str
     reason: builtins.str
     keep: builtins.int
+    directory: builtins.str
     @property
     def pieces(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Piece]: ...
     @property
     def missing_pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def disputed(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -799,8 +968,10 @@ class Commit(google.protobuf.message.Message):
         keep: builtins.int = ...,
         pieces: collections.abc.Iterable[global___Piece] | None = ...,
         missing_pages: collections.abc.Iterable[builtins.int] | None = ...,
+        directory: builtins.str = ...,
+        disputed: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["cause", b"cause", "draft", b"draft", "generation", b"generation", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "missing_pages", b"missing_pages", "pieces", b"pieces", "rank", b"rank", "reason", b"reason", "term", b"term", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cause", b"cause", "directory", b"directory", "disputed", b"disputed", "draft", b"draft", "generation", b"generation", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "missing_pages", b"missing_pages", "pieces", b"pieces", "rank", b"rank", "reason", b"reason", "term", b"term", "version", b"version"]) -> None: ...
 
 global___Commit = Commit
 
@@ -880,6 +1051,130 @@ class Finished(google.protobuf.message.Message):
 global___Finished = Finished
 
 @typing.final
+class TakeStack(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    INCIDENT_FIELD_NUMBER: builtins.int
+    SUBJECT_FIELD_NUMBER: builtins.int
+    PID_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    incident: builtins.str
+    subject: builtins.int
+    pid: builtins.int
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        incident: builtins.str = ...,
+        subject: builtins.int = ...,
+        pid: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["incident", b"incident", "pid", b"pid", "rank", b"rank", "subject", b"subject", "term", b"term"]) -> None: ...
+
+global___TakeStack = TakeStack
+
+@typing.final
+class Probe(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    SUBJECT_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    subject: builtins.int
+    address: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        subject: builtins.int = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "rank", b"rank", "subject", b"subject", "term", b"term"]) -> None: ...
+
+global___Probe = Probe
+
+@typing.final
+class StandBy(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "term", b"term"]) -> None: ...
+
+global___StandBy = StandBy
+
+@typing.final
+class Standbys(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    ADDRESSES_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    @property
+    def addresses(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        addresses: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["addresses", b"addresses", "rank", b"rank", "term", b"term"]) -> None: ...
+
+global___Standbys = Standbys
+
+@typing.final
+class Keep(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    OF_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    DATA_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    of: builtins.int
+    version: builtins.int
+    final: builtins.bool
+    incarnation: builtins.int
+    data: builtins.bytes
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        of: builtins.int = ...,
+        version: builtins.int = ...,
+        final: builtins.bool = ...,
+        incarnation: builtins.int = ...,
+        data: builtins.bytes = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["data", b"data", "final", b"final", "incarnation", b"incarnation", "of", b"of", "rank", b"rank", "term", b"term", "version", b"version"]) -> None: ...
+
+global___Keep = Keep
+
+@typing.final
 class ControllerOrder(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -892,6 +1187,11 @@ class ControllerOrder(google.protobuf.message.Message):
     RELEASE_FIELD_NUMBER: builtins.int
     RESTORE_DECISION_FIELD_NUMBER: builtins.int
     FINISHED_FIELD_NUMBER: builtins.int
+    TAKE_STACK_FIELD_NUMBER: builtins.int
+    PROBE_FIELD_NUMBER: builtins.int
+    STAND_BY_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
+    KEEP_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -910,6 +1210,16 @@ class ControllerOrder(google.protobuf.message.Message):
     def restore_decision(self) -> global___RestoreDecision: ...
     @property
     def finished(self) -> global___Finished: ...
+    @property
+    def take_stack(self) -> global___TakeStack: ...
+    @property
+    def probe(self) -> global___Probe: ...
+    @property
+    def stand_by(self) -> global___StandBy: ...
+    @property
+    def standbys(self) -> global___Standbys: ...
+    @property
+    def keep(self) -> global___Keep: ...
     def __init__(
         self,
         *,
@@ -922,10 +1232,15 @@ class ControllerOrder(google.protobuf.message.Message):
         release: global___Release | None = ...,
         restore_decision: global___RestoreDecision | None = ...,
         finished: global___Finished | None = ...,
+        take_stack: global___TakeStack | None = ...,
+        probe: global___Probe | None = ...,
+        stand_by: global___StandBy | None = ...,
+        standbys: global___Standbys | None = ...,
+        keep: global___Keep | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "order", b"order", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "order", b"order", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep"] | None: ...
 
 global___ControllerOrder = ControllerOrder
 
@@ -952,6 +1267,8 @@ class RankStatus(google.protobuf.message.Message):
     PHASE_FIELD_NUMBER: builtins.int
     STATE_FIELD_NUMBER: builtins.int
     SILENT_S_FIELD_NUMBER: builtins.int
+    MARK_FIELD_NUMBER: builtins.int
+    ACTIVITY_FIELD_NUMBER: builtins.int
     rank: builtins.int
     host: builtins.str
     pid: builtins.int
@@ -960,6 +1277,8 @@ class RankStatus(google.protobuf.message.Message):
     state: builtins.str
     """missing, live, lost, frozen, done, released"""
     silent_s: builtins.float
+    mark: builtins.int
+    activity: builtins.str
     def __init__(
         self,
         *,
@@ -970,8 +1289,10 @@ class RankStatus(google.protobuf.message.Message):
         phase: global___Phase.ValueType = ...,
         state: builtins.str = ...,
         silent_s: builtins.float = ...,
+        mark: builtins.int = ...,
+        activity: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "phase", b"phase", "pid", b"pid", "rank", b"rank", "silent_s", b"silent_s", "state", b"state", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["activity", b"activity", "host", b"host", "mark", b"mark", "phase", b"phase", "pid", b"pid", "rank", b"rank", "silent_s", b"silent_s", "state", b"state", "version", b"version"]) -> None: ...
 
 global___RankStatus = RankStatus
 
@@ -1026,6 +1347,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     RANKS_FIELD_NUMBER: builtins.int
     LAST_INCIDENT_FIELD_NUMBER: builtins.int
     INCIDENTS_TOTAL_FIELD_NUMBER: builtins.int
+    FALSE_ALARMS_FIELD_NUMBER: builtins.int
+    STANDBYS_FIELD_NUMBER: builtins.int
     STAGE_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
@@ -1037,6 +1360,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     save_dir: builtins.str
     framework: builtins.str
     incidents_total: builtins.int
+    false_alarms: builtins.int
     stage: builtins.str
     """waiting, forming, training, or the stage of the open incident"""
     pid: builtins.int
@@ -1047,6 +1371,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     def ranks(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___RankStatus]: ...
     @property
     def last_incident(self) -> global___IncidentStatus: ...
+    @property
+    def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -1061,12 +1387,14 @@ class GetStatusResponse(google.protobuf.message.Message):
         ranks: collections.abc.Iterable[global___RankStatus] | None = ...,
         last_incident: global___IncidentStatus | None = ...,
         incidents_total: builtins.int = ...,
+        false_alarms: builtins.int = ...,
+        standbys: collections.abc.Iterable[builtins.str] | None = ...,
         stage: builtins.str = ...,
         pid: builtins.int = ...,
         uptime_s: builtins.float = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["last_incident", b"last_incident"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
 
 global___GetStatusResponse = GetStatusResponse
 
