@@ -40,7 +40,7 @@ def test_a_job_forms() -> None:
 
 other = grid(1, 4)
 wrong: list[tuple[dict[str, Any], str, str]] = [
-    ({"protocol_major": 9}, "protocol", "rank 1 speaks 9.0"),
+    ({"protocol_major": 9}, "protocol", f"rank 1 speaks 9.{m.PROTOCOL_MINOR}"),
     ({"rank": Rank(7)}, "malformed", "rank 7 is not in a world of 3"),
     ({"layout_digest": "x"}, "malformed", "layout and digest do not belong together"),
     ({"groups": (m.ShardGroup("s", ()),), "layout_digest": "x"}, "malformed", "empty replica group"),  # type: ignore[arg-type]
