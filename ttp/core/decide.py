@@ -19,6 +19,9 @@ A checkpoint of version n exists if and only if for every shard s some rank r of
 the largest such n. Different shards may come from different data-parallel columns. A torn rank that still holds the
 gradient is not listed as one that can redo: an update is not idempotent, so a half-applied one cannot be finished.
 
+Copies that should be equal and are not: ``ttp.core.jury`` says whom to distrust. Copies that are trusted and free of
+NaN and Inf are taken where a version of such copies is whole, else trusted ones, else any; the plan then says so.
+
 When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
 rank that holds them: a shard in ``written`` needs nobody any more at that version.
 """
@@ -27,12 +30,15 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 
+from ttp.core.jury import Verdict, judge
 from ttp.core.layout import Layout, Rank, Shard, Version, compact_ranks
+
+NO_DIGESTS: Mapping[Shard, str] = MappingProxyType({})
 
 SHARDS_SHOWN = 16
 """Shards named in a reason; it is read by people."""
@@ -60,6 +66,9 @@ class Answer:
         settled: what follows an update (scheduler, EMA) has been done too.
         host: where it runs; work is spread over hosts.
         incarnation: launch of the job the state belongs to.
+        digests: of the shards it holds, at ``version``; a shard without one is not compared.
+        bad: holds NaN or Inf.
+        can_save: false: it failed to write; what it holds still counts as a witness of what is right.
     """
 
     rank: Rank
@@ -71,6 +80,9 @@ class Answer:
     settled: bool = True
     host: str = ""
     incarnation: int = 0
+    digests: Mapping[Shard, str] = field(default_factory=lambda: NO_DIGESTS)
+    bad: bool = False
+    can_save: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,11 +96,21 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step-consistent checkpoint: every shard exactly once, all of one version, but for those already written."""
+    """One step-consistent checkpoint: every shard exactly once, all of one version, but for those already written.
+
+    Args:
+        version: finished updates.
+        assignments: who writes what.
+        reason: for the operator.
+        disputed: shards whose replicas differ so that nobody can tell which is right.
+        odd: ranks whose copy differs from that of most others.
+    """
 
     version: Version
     assignments: tuple[Assignment, ...]
     reason: str
+    disputed: tuple[Shard, ...] = ()
+    odd: tuple[Rank, ...] = ()
 
     @property
     def savers(self) -> tuple[Rank, ...]:
@@ -106,6 +128,8 @@ class NoPlan:
 def materialisable(answer: Answer) -> dict[Version, How]:
     """``Mat(r)``, with what it takes to get there."""
     v = answer.version
+    if not answer.can_save:
+        return {}
     if answer.torn:
         return {v: How.UNDO} if answer.has_preimage else {}
     ways = {v: How.AS_IS}
@@ -127,20 +151,70 @@ def decide(
     """
     by_rank = _newest_incarnation(answers)
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
+    verdict = judge(layout, by_rank.values())
+    for copies in _tiers(layout, by_rank, verdict):
+        common = _common_versions(copies, ways, written)
+        if common:
+            return _plan(max(common), copies, by_rank, ways, written, verdict)
+    return NoPlan(_why_not(layout, by_rank, ways, written))
+
+
+Copies = Mapping[Shard, Sequence[Rank]]
+"""Ranks whose copy of a shard may be used."""
+
+
+def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> Iterator[Copies]:
+    """Whose copies are used, the best first; the last one leaves nobody out."""
+    everybody = {shard: [r for r in ranks if r in by_rank] for shard, ranks in layout.groups.items()}
+    bad = {rank for rank, answer in by_rank.items() if answer.bad and not answer.torn}
+    if verdict.odd or bad:
+        trusted = {s: [r for r in ranks if r not in verdict.odd.get(s, ())] for s, ranks in everybody.items()}
+        if bad:
+            yield {s: [r for r in ranks if r not in bad] for s, ranks in trusted.items()}
+        yield trusted
+    yield everybody
+
+
+def _common_versions(
+    copies: Copies, ways: Mapping[Rank, Mapping[Version, How]], written: Mapping[Shard, Version]
+) -> set[Version]:
     common: set[Version] | None = None
-    for shard, ranks in layout.groups.items():
-        versions = {v for r in ranks if r in ways for v in ways[r]}
+    for shard, ranks in copies.items():
+        versions = {v for r in ranks for v in ways[r]}
         if shard in written:
             versions.add(written[shard])
-        if not versions:
-            return NoPlan(f"shard {shard!r} has no whole copy left: {_story(ranks, by_rank)}")
         common = versions if common is None else common & versions
-    if not common:
-        return NoPlan(f"no version is whole in every shard: {_versions_seen(layout, ways, written)}")
-    version = max(common)
-    wanted = {s: ranks for s, ranks in layout.groups.items() if written.get(s) != version}
+        if not common:
+            return set()
+    return common or set()
+
+
+def _plan(
+    version: Version,
+    copies: Copies,
+    by_rank: Mapping[Rank, Answer],
+    ways: Mapping[Rank, Mapping[Version, How]],
+    written: Mapping[Shard, Version],
+    verdict: Verdict,
+) -> Plan:
+    wanted = {s: ranks for s, ranks in copies.items() if written.get(s) != version}
     assignments = _assign(wanted, by_rank, ways, version)
-    return Plan(version, assignments, _reason(version, assignments, by_rank))
+    distrusted = {s for s, odd in verdict.odd.items() if any(a.shard == s and a.rank in odd for a in assignments)}
+    disputed = tuple(sorted({*verdict.disputed, *distrusted}))
+    reason = _reason(version, assignments, by_rank, verdict, disputed)
+    return Plan(version, assignments, reason, disputed, verdict.odd_ranks)
+
+
+def _why_not(
+    layout: Layout,
+    by_rank: Mapping[Rank, Answer],
+    ways: Mapping[Rank, Mapping[Version, How]],
+    written: Mapping[Shard, Version],
+) -> str:
+    for shard, ranks in layout.groups.items():
+        if shard not in written and not any(ways.get(r) for r in ranks):
+            return f"shard {shard!r} has no whole copy left: {_story(ranks, by_rank)}"
+    return f"no version is whole in every shard: {_versions_seen(layout, ways, written)}"
 
 
 def _newest_incarnation(answers: Iterable[Answer]) -> dict[Rank, Answer]:
@@ -150,7 +224,7 @@ def _newest_incarnation(answers: Iterable[Answer]) -> dict[Rank, Answer]:
 
 
 def _assign(
-    groups: Mapping[Shard, tuple[Rank, ...]],
+    groups: Copies,
     by_rank: Mapping[Rank, Answer],
     ways: Mapping[Rank, Mapping[Version, How]],
     version: Version,
@@ -181,23 +255,40 @@ def _assign(
     return tuple(sorted(chosen, key=lambda a: a.shard))
 
 
-def _reason(version: Version, assignments: tuple[Assignment, ...], by_rank: Mapping[Rank, Answer]) -> str:
+def _reason(
+    version: Version,
+    assignments: tuple[Assignment, ...],
+    by_rank: Mapping[Rank, Answer],
+    verdict: Verdict,
+    disputed: tuple[Shard, ...],
+) -> str:
     seen: defaultdict[str, list[int]] = defaultdict(list)
     for rank, answer in by_rank.items():
         seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
     states = "; ".join(f"ranks {compact_ranks(ranks)} {state}" for state, ranks in sorted(seen.items()))
     extra = [f"rank {a.rank} must {a.how.value}" for a in assignments if a.how is not How.AS_IS]
+    if verdict.odd_ranks:
+        extra.append(f"the copies of ranks {compact_ranks(verdict.odd_ranks)} differ from most others")
+    if disputed:
+        extra.append(f"replicas of {', '.join(disputed[:SHARDS_SHOWN])} differ and nobody can tell which is right")
+    bad = [r for r, answer in by_rank.items() if answer.bad]
+    if bad:
+        used = [a.rank for a in assignments if a.rank in bad]
+        extra.append(f"NaN or Inf on ranks {compact_ranks(bad)}" + (", saved as it is" if used else ", not used"))
     return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
 
 
 def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:
-    torn = [r for r in ranks if r in by_rank]
+    torn = [r for r in ranks if r in by_rank and by_rank[r].can_save]
+    failed = [r for r in ranks if r in by_rank and not by_rank[r].can_save]
     gone = [r for r in ranks if r not in by_rank]
     parts = []
     if gone:
         parts.append(f"ranks {compact_ranks(gone)} gave no answer")
     if torn:
         parts.append(f"ranks {compact_ranks(torn)} broke off in mid-update")
+    if failed:
+        parts.append(f"ranks {compact_ranks(failed)} could not write")
     return ", ".join(parts)
 
 

@@ -1,0 +1,80 @@
+"""Replicas that should be equal and are not: the majority is right, and a tie is a dispute.
+
+Silent corruption (a flipped bit in memory, a kernel that went wrong on one device) makes one copy differ. Only copies
+of the same version can be compared, so a rank that has finished one update more is compared with its like.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Protocol
+
+from ttp.core.layout import Layout, Rank, Shard, Version
+
+
+class Witness(Protocol):
+    """``Answer``, as far as it is needed here."""
+
+    @property
+    def rank(self) -> Rank:
+        """Who holds the copy."""
+
+    @property
+    def version(self) -> Version:
+        """Which version it is of."""
+
+    @property
+    def torn(self) -> bool:
+        """Broke off in mid-update: nothing to compare."""
+
+    @property
+    def digests(self) -> Mapping[Shard, str]:
+        """What it looks like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whom to distrust.
+
+    Args:
+        odd: for every shard in question the ranks that differ from a majority.
+        disputed: shards in which no digest has more witnesses than every other.
+    """
+
+    odd: Mapping[Shard, frozenset[Rank]] = field(default_factory=lambda: MappingProxyType({}))
+    disputed: tuple[Shard, ...] = ()
+
+    @property
+    def odd_ranks(self) -> tuple[Rank, ...]:
+        """All of them, in ascending order."""
+        return tuple(sorted({rank for ranks in self.odd.values() for rank in ranks}))
+
+
+UNANIMOUS = Verdict()
+
+
+def judge(layout: Layout, witnesses: Iterable[Witness]) -> Verdict:
+    """Compare the digests of each shard among ranks of the same version. O(number of digests)."""
+    seen: dict[tuple[Shard, Version], dict[str, list[Rank]]] = {}
+    for witness in witnesses:
+        if witness.torn:
+            continue
+        for shard, digest in witness.digests.items():
+            if digest and shard in layout.groups:
+                seen.setdefault((shard, witness.version), {}).setdefault(digest, []).append(witness.rank)
+    odd: dict[Shard, set[Rank]] = {}
+    disputed: set[Shard] = set()
+    for (shard, _), by_digest in seen.items():
+        if len(by_digest) < 2:
+            continue
+        (digest, votes), (_, second) = Counter({d: len(ranks) for d, ranks in by_digest.items()}).most_common(2)
+        if votes == second:
+            disputed.add(shard)
+        else:
+            odd.setdefault(shard, set()).update(r for d, ranks in by_digest.items() if d != digest for r in ranks)
+    if not (odd or disputed):
+        return UNANIMOUS
+    return Verdict({s: frozenset(ranks) for s, ranks in odd.items()}, tuple(sorted(disputed)))
