@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,6 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--bind", default=None, help="address to bind (default: TTP_BIND, else every address)")
     p.add_argument("--run-dir", type=Path, default=None, help="where logs go (default: TTP_RUN_DIR)")
     p.add_argument("--owner-pid", type=int, default=None, help="end when this process is gone and no rank is attached")
+    p.add_argument("--orphan-s", type=float, default=0.0, help="how long it outlives that process without any rank")
     p.add_argument("--abandoned-s", type=float, default=None, help="end after so long without any rank")
     return p
 
@@ -86,7 +87,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     loop = asyncio.get_running_loop()
     for signum in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(signum, driver.stopped.set)
-    watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid)) if args.owner_pid else None
+    watcher = asyncio.create_task(_watch_owner(driver, args.owner_pid, args.orphan_s)) if args.owner_pid else None
     await driver.stopped.wait()
     if watcher is not None:
         watcher.cancel()
@@ -95,19 +96,26 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     return EXIT_TRAINED
 
 
-async def _watch_owner(driver: Driver, pid: int) -> None:
-    """A controller whose launcher is gone and that no rank is attached to is an orphan."""
+async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
+    """A controller whose owner is gone and that no rank is attached to is an orphan."""
+    needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)
-        gone = False
-        with contextlib.suppress(PermissionError):
-            try:
-                os.kill(pid, 0)
-            except ProcessLookupError:
-                gone = True
-        if gone and not driver.machine.job.live:
-            log.info("the launcher (pid %s) is gone and no rank is attached", pid)
+        if driver.machine.job.live or _exists(pid):
+            needed_at = time.monotonic()
+        elif time.monotonic() - needed_at >= orphan_s:
+            log.info("the process that started it (pid %s) is gone and no rank is attached", pid)
             driver.stopped.set()
+
+
+def _exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 if __name__ == "__main__":

@@ -132,7 +132,7 @@ def test_a_beat_once_a_second() -> None:
     assert rank.machine.deadline() == 2.0
 
 
-@pytest.mark.parametrize("code", [c for c in m.RefusalCode if c is not m.RefusalCode.BUSY])
+@pytest.mark.parametrize("code", [c for c in m.RefusalCode if c not in (m.RefusalCode.BUSY, m.RefusalCode.MOVED)])
 def test_refused_is_the_end(code: m.RefusalCode) -> None:
     rank = Rank1(joined=False)
     rank.event(pm.StreamUp())

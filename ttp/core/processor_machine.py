@@ -6,10 +6,14 @@ The processor keeps one stream to the controller. Losing the stream changes noth
 and the first message repeats everything a new controller has to know. Orders of an older term are ignored.
 
 A freeze closes the gate; the answer goes out at once if the state is quiet, else when the running update ends. While
-frozen the processor saves and commits what it is told to. A freeze ends by a thaw or by the release, which ends the
-process. Two rules keep a healthy job healthy without a controller: a freeze for a mere snapshot is thawed as soon as
-the stream is lost, and a rank that was frozen for a fault but is never released leaves with code 70 after the patience
-of the job (``TTP_OT``), as it could not train on anyway.
+frozen the processor saves and commits what it is told to. Orders to go back to an older version (undo) are carried out
+by the saver; to go on to a newer one (redo) the training thread, which stands at the gate with the reduced gradient, is
+let through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job
+healthy without a controller: a freeze for a mere snapshot is thawed as soon as the stream is lost, and a rank that was
+frozen for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not
+train on anyway.
+
+When the controller is lost, ``ttp.core.route`` says where to look for another one.
 
 An order that comes twice, because the stream broke after it, is carried out once; its result is said again.
 """
@@ -20,245 +24,94 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
-from ttp.core.layout import Version
+from ttp.core.decide import How
+from ttp.core.processor_events import (
+    Action,
+    Based,
+    CancelSave,
+    CloseGate,
+    CommitBroken,
+    CommitDone,
+    Connect,
+    Decided,
+    DropLease,
+    Event,
+    Exit,
+    HoldLease,
+    HostProbed,
+    Joined,
+    KeepPage,
+    LetGo,
+    NeighbourDied,
+    Observed,
+    OpenGate,
+    OrderReceived,
+    PageChanged,
+    PiecesWritten,
+    ProbeHost,
+    Quiet,
+    Raised,
+    Redo,
+    Rejected,
+    RestoreWanted,
+    Returned,
+    Send,
+    StackSeen,
+    StandbyStarted,
+    StartCommit,
+    StartSave,
+    StartStandby,
+    StreamDown,
+    StreamUp,
+    TakeStack,
+    WriteFailed,
+)
+from ttp.core.route import HOME, Route
 from ttp.errors import EXIT_NOT_SAVED
 
-# -------------------------------------------------------------------------------------------------------------- events
-
-
-@dataclass(frozen=True, slots=True)
-class StreamUp:
-    """The stream is open; nothing was said yet."""
-
-
-@dataclass(frozen=True, slots=True)
-class StreamDown:
-    """The stream could not be opened, or ended."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class OrderReceived:
-    """The controller said something."""
-
-    order: m.Order
-
-
-@dataclass(frozen=True, slots=True)
-class Quiet:
-    """The state under the closed gate became stable, or changed what can be said of it."""
-
-    version: Version
-    phase: m.Phase
-    parked: bool
-    settled: bool
-
-
-@dataclass(frozen=True, slots=True)
-class PiecesWritten:
-    """A save ended well: everything is durable."""
-
-    incident: str
-    generation: int
-    pieces: tuple[m.Piece, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class WriteFailed:
-    """A save ended badly."""
-
-    incident: str
-    generation: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class CommitDone:
-    """The checkpoint exists."""
-
-    incident: str
-    generation: int
-    path: str
-    size: int
-
-
-@dataclass(frozen=True, slots=True)
-class CommitBroken:
-    """The checkpoint could not be made to exist."""
-
-    incident: str
-    generation: int
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """This rank cannot train on: an exception, a SIGTERM."""
-
-    kind: m.FaultKind
-    text: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class Returned:
-    """train() has returned, or the user left it on purpose."""
-
-    reason: m.GoodbyeReason
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreWanted:
-    """restore() was called."""
-
-    candidates: tuple[m.Candidate, ...]
-    skipped: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Based:
-    """The state was set to ``version``: nothing newer has been trained in this process."""
-
-    version: Version
-
-
-@dataclass(frozen=True, slots=True)
-class Observed:
-    """Time has passed; this is where the gate stands."""
-
-    version: Version
-    phase: m.Phase
-
-
-Event = (
-    StreamUp
-    | StreamDown
-    | OrderReceived
-    | Quiet
-    | PiecesWritten
-    | WriteFailed
-    | CommitDone
-    | CommitBroken
-    | Raised
-    | Returned
-    | RestoreWanted
-    | Based
-    | Observed
-)
-
-# ------------------------------------------------------------------------------------------------------------- actions
-
-
-@dataclass(frozen=True, slots=True)
-class Connect:
-    """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
-
-    start_controller: bool  # nobody answers: start one if it may run here
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Put a report on the stream."""
-
-    report: m.Report
-
-
-@dataclass(frozen=True, slots=True)
-class CloseGate:
-    """Close the gate and say how the state is (``Quiet``)."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenGate:
-    """Let the training go on."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartSave:
-    """Write pieces on the saver thread."""
-
-    order: m.Save
-
-
-@dataclass(frozen=True, slots=True)
-class CancelSave:
-    """Give up what the saver thread is doing."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartCommit:
-    """Commit on the saver thread."""
-
-    order: m.Commit
-
-
-@dataclass(frozen=True, slots=True)
-class HoldLease:
-    """Ask the launcher not to stop this process before ``until``."""
-
-    until: float
-
-
-@dataclass(frozen=True, slots=True)
-class DropLease:
-    """Nothing has to be held back any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Joined:
-    """The controller knows this rank."""
-
-    incarnation: int
-    first: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Rejected:
-    """The controller does not want this process."""
-
-    code: m.RefusalCode
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """The answer to ``RestoreWanted``."""
-
-    decision: m.RestoreDecision
-
-
-@dataclass(frozen=True, slots=True)
-class LetGo:
-    """train() may return; ``rescued`` is false when a broken rank waits in vain and should raise its own error."""
-
-    rescued: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Exit:
-    """Leave the process now."""
-
-    code: int
-    text: str
-
-
-Action = (
-    Connect
-    | Send
-    | CloseGate
-    | OpenGate
-    | StartSave
-    | CancelSave
-    | StartCommit
-    | HoldLease
-    | DropLease
-    | Joined
-    | Rejected
-    | Decided
-    | LetGo
-    | Exit
-)
+__all__ = [
+    "Action",
+    "Based",
+    "CancelSave",
+    "CloseGate",
+    "CommitBroken",
+    "CommitDone",
+    "Connect",
+    "Decided",
+    "DropLease",
+    "Event",
+    "Exit",
+    "HoldLease",
+    "HostProbed",
+    "Joined",
+    "KeepPage",
+    "LetGo",
+    "Manners",
+    "NeighbourDied",
+    "Observed",
+    "OpenGate",
+    "OrderReceived",
+    "PageChanged",
+    "PiecesWritten",
+    "ProbeHost",
+    "ProcessorMachine",
+    "Quiet",
+    "Raised",
+    "Redo",
+    "Rejected",
+    "RestoreWanted",
+    "Returned",
+    "Send",
+    "StackSeen",
+    "StandbyStarted",
+    "StartCommit",
+    "StartSave",
+    "StartStandby",
+    "StreamDown",
+    "StreamUp",
+    "TakeStack",
+    "WriteFailed",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +126,10 @@ class Manners:
     """A rank that is broken or done waits so long for a controller that cannot be reached."""
     start_controller_after: int = 2
     """Failed attempts after which a controller is started, if it may run on this host."""
+    failover_s: float = 0.5
+    """A lost controller is tried again for so long before a standby controller is asked to take over."""
+    redo_s: float = 30.0
+    """How long an update that is made on request may take."""
 
 
 class ProcessorMachine:
@@ -308,6 +165,10 @@ class ProcessorMachine:
         self._undecided = False
         self._version = hello.version
         self._phase = hello.phase
+        self._observed = Observed(hello.version, hello.phase)
+        self._preimage = False
+        self._redo_until: float | None = None
+        self._route = Route(manners.failover_s)
         self._actions: list[Action] = []
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -325,7 +186,7 @@ class ProcessorMachine:
             case OrderReceived(order):
                 self._ordered(order, now)
             case Quiet():
-                self._quiet(event)
+                self._quiet(event, now)
             case PiecesWritten() | WriteFailed() | CommitDone() | CommitBroken():
                 self._worked(event)
             case Raised():
@@ -338,8 +199,18 @@ class ProcessorMachine:
             case Based(version):
                 self._hello = replace(self._hello, base_version=version)
                 self._version = version
-            case Observed(version, phase):
-                self._version, self._phase = version, phase
+            case Observed():
+                self._observe(event, now)
+            case NeighbourDied(rank, nonce, text):
+                self._report(m.Fault(self._hello.rank, rank, m.FaultKind.EXITED, text, nonce=nonce))
+            case StackSeen(incident, subject, text):
+                self._report(m.StackTaken(self._hello.rank, incident, subject, text))
+            case HostProbed(subject, reachable, text):
+                self._report(m.Probed(self._hello.rank, subject, reachable, text))
+            case StandbyStarted(address):
+                self._report(m.StandbyUp(self._hello.rank, address))
+            case PageChanged(version, final, data):
+                self._report(m.Mirror(self._hello.rank, version, final, self.incarnation, data))
         if not self.gone:
             self._on_time(now)
         return self._actions
@@ -353,6 +224,8 @@ class ProcessorMachine:
             yield self._connect_at
         if self._welcomed:
             yield self._beat_at
+        if self._redo_until is not None:
+            yield self._redo_until
         if self.incident and not self._snapshot:
             yield self._frozen_since + self.manners.rescue_s
         if self._down_since is not None and not self.incident and (self._broken or self._returned):
@@ -361,10 +234,15 @@ class ProcessorMachine:
     def _on_time(self, now: float) -> None:
         if self._connect_at is not None and now >= self._connect_at:
             self._connect_at = None
-            self._do(Connect(start_controller=self._attempts >= self.manners.start_controller_after))
+            start = self._attempts >= self.manners.start_controller_after
+            home = self._route.address == HOME
+            self._do(Connect(start and home and self._route.went_round, self._route.address))
         if self._welcomed and now >= self._beat_at:
             self._beat_at = now + self.manners.heartbeat_s
-            self._report(m.Heartbeat(self._hello.rank, self._version, self._phase))
+            o = self._observed
+            self._report(m.Heartbeat(self._hello.rank, self._version, self._phase, o.mark, o.activity, o.written))
+        if self._redo_until is not None and now >= self._redo_until:
+            self._redo_failed("the update that was asked for does not end")
         if self.incident and not self._snapshot and now >= self._frozen_since + self.manners.rescue_s:
             self._exit(EXIT_NOT_SAVED, f"frozen for {self.manners.rescue_s:g} s (TTP_OT) without being released")
         alone = self._down_since is not None and now >= self._down_since + self.manners.alone_s
@@ -373,6 +251,11 @@ class ProcessorMachine:
             self.gone = True
 
     # --------------------------------------------------------------------------------------------------------- stream
+
+    def _observe(self, observed: Observed, now: float) -> None:
+        self._version, self._phase, self._observed = observed.version, observed.phase, observed
+        if observed.urgent:
+            self._beat_at = now
 
     def _greeting(self) -> m.Hello:
         return replace(
@@ -384,12 +267,15 @@ class ProcessorMachine:
             incident=self.incident,
             resume=self.incarnation > 0,
             broken=self._broken.text if self._broken else "",
+            standbys=self._route.standbys,
+            takeover=self._route.takeover,
         )
 
     def _stream_down(self, now: float) -> None:
         self._welcomed = False
         if self._down_since is None:
             self._down_since = now
+        self._route.lost(now - self._down_since)
         m_ = self.manners
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2 ** min(self._attempts, 10))
         self._attempts += 1
@@ -414,7 +300,7 @@ class ProcessorMachine:
                 self._over.add((term, incident))
                 self._thaw()
             case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self.generation:
-                self._start(order)
+                self._start(order, now)
             case m.Release(_, _, _, exit_code, text):
                 self._report(m.Goodbye(self._hello.rank, m.GoodbyeReason.RELEASED, self._version))
                 self._exit(exit_code, text)
@@ -424,8 +310,24 @@ class ProcessorMachine:
             case m.Finished():
                 self._do(LetGo(rescued=True))
                 self.gone = True
+            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep():
+                self._serve(order)
             case _:
                 pass  # late: of an incident or a generation that is over
+
+    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep) -> None:
+        """What a rank does for others."""
+        match order:
+            case m.TakeStack():
+                self._do(TakeStack(order))
+            case m.Probe():
+                self._do(ProbeHost(order))
+            case m.StandBy():
+                self._do(StartStandby())
+            case m.Standbys(_, _, addresses):
+                self._route.announced(addresses)
+            case m.Keep():
+                self._do(KeepPage(order))
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
@@ -433,6 +335,7 @@ class ProcessorMachine:
         first = self.incarnation == 0
         self.term, self.incarnation = order.term, order.incarnation
         self._welcomed, self._attempts, self._down_since = True, 0, None
+        self._route.connected()
         self._beat_at = now + self.manners.heartbeat_s
         self._do(Joined(order.incarnation, first))
         if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
@@ -445,6 +348,9 @@ class ProcessorMachine:
     def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
         if code is m.RefusalCode.BUSY:
             return  # the stream ends; the next attempt asks again
+        if code is m.RefusalCode.MOVED:
+            self._route.moved()
+            return
         self.gone = True
         self._do(Rejected(code, text))
 
@@ -460,9 +366,12 @@ class ProcessorMachine:
         self._do(HoldLease(self._frozen_since + self.manners.rescue_s))
         self._do(CloseGate())
 
-    def _quiet(self, quiet: Quiet) -> None:
-        self._version, self._phase = quiet.version, quiet.phase
+    def _quiet(self, quiet: Quiet, now: float) -> None:
+        self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
         if not self.incident:
+            return
+        if self._redo_until is not None:
+            self._redone(quiet)
             return
         self._report(
             m.Frozen(
@@ -473,10 +382,14 @@ class ProcessorMachine:
                 final=quiet.phase is not m.Phase.UPDATING,
                 stuck=not (quiet.parked or self._broken or self._returned),
                 settled=quiet.settled,
+                has_gradient=quiet.has_gradient and not self._snapshot,
+                has_preimage=quiet.has_preimage and not self._snapshot,
+                digests=quiet.digests,
+                bad=quiet.bad,
             )
         )
 
-    def _start(self, order: m.Save | m.Commit) -> None:
+    def _start(self, order: m.Save | m.Commit, now: float) -> None:
         key, running = (type(order), order.generation), self._order
         if key in self._results:
             self._report(self._results[key])
@@ -487,17 +400,44 @@ class ProcessorMachine:
         self._order, self.generation = order, order.generation
         if isinstance(order, m.Commit):
             self._do(StartCommit(order))
-        elif order.order.shards and (order.version != self._version or self._phase in (m.Phase.TORN, m.Phase.UPDATING)):
+        elif not order.order.shards or self._holds(order):
+            self._do(StartSave(order))  # pages alone can be collected by anybody
+        elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
+            self._redo_until = now + self.manners.redo_s
+            self._do(Redo(order.version))
+        else:
             text = f"asked for version {order.version}, holds {self._version} ({self._phase.value})"
             self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
-        else:
-            self._do(StartSave(order))  # pages alone can be collected by anybody
+
+    def _holds(self, order: m.Save) -> bool:
+        """Whether the saver can write the version, by going back to it if that was asked for."""
+        torn = self._phase is m.Phase.TORN
+        if order.order.how is How.UNDO and self._preimage:
+            return order.version == (self._version if torn else self._version - 1)
+        return order.version == self._version and not torn and self._phase is not m.Phase.UPDATING
+
+    def _redone(self, quiet: Quiet) -> None:
+        """The training thread was let through: has it made the update?"""
+        order = self._order
+        if quiet.phase is m.Phase.UPDATING or not isinstance(order, m.Save) or quiet.version < order.version - 1:
+            return
+        if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
+            self._redo_until = None
+            self._do(StartSave(replace(order, order=replace(order.order, how=How.AS_IS))))
+        elif quiet.phase is not m.Phase.IDLE:
+            self._redo_failed(f"the update that was asked for ended {quiet.phase.value}")
+
+    def _redo_failed(self, text: str) -> None:
+        self._redo_until = None
+        if isinstance(self._order, m.Save):
+            failed = m.SaveFailed(self._hello.rank, self.incident, self._order.generation, text)
+            self._finish(self._order, failed)
 
     def _cancel(self) -> None:
         """Forget the order that is being carried out; a save is given up, a commit is harmless."""
         if isinstance(self._order, m.Save):
             self._do(CancelSave())
-        self._order = None
+        self._order = self._redo_until = None
 
     def _worked(self, event: PiecesWritten | WriteFailed | CommitDone | CommitBroken) -> None:
         kind = m.Save if isinstance(event, (PiecesWritten, WriteFailed)) else m.Commit
@@ -507,6 +447,8 @@ class ProcessorMachine:
         rank, incident, generation = self._hello.rank, event.incident, event.generation
         match event:
             case PiecesWritten(_, _, pieces):
+                if isinstance(order, m.Save) and order.order.how is How.UNDO and order.order.shards:
+                    self._version, self._phase, self._preimage = order.version, m.Phase.IDLE, False
                 self._finish(order, m.Saved(rank, incident, generation, pieces))
             case WriteFailed(_, _, text):
                 self._finish(order, m.SaveFailed(rank, incident, generation, text))

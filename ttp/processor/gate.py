@@ -40,7 +40,18 @@ class Gate:
             Must not block.
     """
 
-    __slots__ = ("_closed", "_done", "_lock", "_on_quiet", "_opened", "_parked", "_torn", "_updating", "version")
+    __slots__ = (
+        "_admitted",
+        "_closed",
+        "_done",
+        "_lock",
+        "_on_quiet",
+        "_opened",
+        "_parked",
+        "_torn",
+        "_updating",
+        "version",
+    )
 
     def __init__(self, on_quiet: Callable[[], None] = lambda: None) -> None:
         self.version = Version(0)
@@ -48,6 +59,7 @@ class Gate:
         self._opened = threading.Event()
         self._on_quiet = on_quiet
         self._closed = False
+        self._admitted = False
         self._updating = False
         self._torn = False
         self._parked = False
@@ -59,8 +71,8 @@ class Gate:
         """Pass the gate, or wait in front of it until it opens."""
         while True:
             with self._lock:
-                if not self._closed or self._updating:
-                    self._updating = True
+                if not self._closed or self._updating or self._admitted:
+                    self._updating, self._admitted = True, False
                     return
                 self._parked = True
                 self._opened.clear()
@@ -102,10 +114,19 @@ class Gate:
             self._closed = True
             return self._state()
 
+    def admit(self) -> bool:
+        """Let the training thread, if it stands at the closed gate, make one update. Whether it stands there."""
+        with self._lock:
+            if not (self._closed and self._parked) or self._torn:
+                return False
+            self._admitted = True
+            self._opened.set()
+            return True
+
     def open(self) -> None:
         """Let updates start again."""
         with self._lock:
-            self._closed = False
+            self._closed = self._admitted = False
             self._opened.set()
 
     def state(self) -> GateState:

@@ -1,7 +1,8 @@
 """The driver of ``ProcessorMachine`` inside a rank: one thread owns the machine, edges fill its inbox.
 
-Threads: the owner (``ttp-processor``), the stream's reader, one saver for slow disk work, short-lived connectors. None
-of them ever takes a lock that the training thread waits for, except for the two words of the gate.
+Threads: the owner (``ttp-processor``), the stream's reader, one that looks at the state of a closed gate, one saver for
+slow disk work (left behind for a fresh one if it hangs), short-lived ones for what others ask of this rank. None of
+them ever takes a lock that the training thread waits for, except for the two words of the gate.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import sys
 import threading
 import time
 import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from ttp._version import __version__
 from ttp.config import Config, RankEnv
@@ -26,10 +30,14 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.controller_process import ensure_controller, is_local
 from ttp.launch.leases import Leases
+from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor.gate import Gate, GateState
+from ttp.processor.lane import Lane
 from ttp.processor.page_dir import PageDirectory
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
+
+T = TypeVar("T")
 
 log = logging.getLogger("ttp.processor")
 
@@ -39,6 +47,17 @@ JOIN_PATIENCE_S = 60.0
 
 DEVICE_PATIENCE_S = 5.0
 """How long queued kernels may take after the gate is closed. Behind a collective that hangs they never run."""
+
+LOOK_S = 0.2
+"""A rank whose state takes longer to look at acknowledges a freeze first."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What was seen of the state, and during which closure of the gate."""
+
+    closure: int
+    quiet: pm.Quiet
 
 
 class Processor:
@@ -63,15 +82,25 @@ class Processor:
         self.gate = Gate(self._on_quiet)
         self.gate.set_version(Version(version))
         self.incarnation = 0
+        self.mark = 0
+        """Point of the step that the training thread has passed; see ``Heartbeat``."""
+        self.activity = ""
+        """What it does instead of training, on purpose."""
+        self.written = 0
+        """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
         self._machine = pm.ProcessorMachine(
             _hello(config, env, layout, source, save_dir, version), _manners(config, env), time.monotonic()
         )
-        self._inbox: queue.SimpleQueue[pm.Event] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[pm.Event | _Look] = queue.SimpleQueue()
         self._stream: Stream | None = None
         self._pages: PageDirectory | None = None
-        self._saver = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="ttp-saver")
+        self._saver = Lane("ttp-saver")
+        self._looker = Lane("ttp-looker")
+        self._closure = 0
+        self._look_s = 0.0
+        self._seen: tuple[tuple[Version, m.Phase], tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]] | None = None
         self._cancel: threading.Event = threading.Event()
         self._joined = threading.Event()
         self._problem: TtpError | None = None
@@ -142,6 +171,14 @@ class Processor:
         self.gate.mark_torn()
         self._inbox.put(pm.Raised(kind, text, detail))
 
+    def say(self) -> None:
+        """Tell the controller now, not with the next beat, what this rank does."""
+        self._inbox.put(replace(self._observed(), urgent=True))
+
+    def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
+        """Another process of this host has ended. May be called from any thread."""
+        self._inbox.put(pm.NeighbourDied(Rank(rank), nonce, text))
+
     def report_preemption(self, text: str) -> None:
         """A signal asked this process to end; unlike an exception it leaves a running update alone."""
         self._inbox.put(pm.Raised(m.FaultKind.PREEMPTED, text))
@@ -169,7 +206,8 @@ class Processor:
         self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
         if self._stream is not None:
             self._stream.finish(timeout_s=1.0)
-        self._saver.shutdown(wait=False)
+        self._saver.close()
+        self._looker.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
@@ -178,40 +216,49 @@ class Processor:
         while not (self._closed or self._machine.gone):
             try:
                 event = self._next_event()
+                if isinstance(event, _Look):
+                    if event.closure != self._closure:
+                        continue  # the gate was open in between
+                    event = event.quiet
                 for action in self._machine.on_event(event, time.monotonic()):
                     self._perform(action)
             except Exception:  # whatever happens here, training goes on
                 log.exception("the processor stumbled; training is not affected")
 
-    def _next_event(self) -> pm.Event:
+    def _next_event(self) -> pm.Event | _Look:
         deadline = self._machine.deadline()
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
             return self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            state = self.gate.state()
-            return pm.Observed(state.version, state.phase)
+            return self._observed()
+
+    def _observed(self) -> pm.Observed:
+        state = self.gate.state()
+        return pm.Observed(state.version, state.phase, self.mark, self.activity, self.written)
 
     def _perform(self, action: pm.Action) -> None:
         match action:
-            case pm.Connect(start_controller):
-                threading.Thread(
-                    target=self._connect, args=(start_controller,), name="ttp-connect", daemon=True
-                ).start()
+            case pm.Connect(start_controller, address):
+                self._aside("ttp-connect", lambda: self._connect(start_controller, address))
             case pm.Send(report):
                 if self._stream is not None:
                     self._stream.send(report)
             case pm.CloseGate():
                 self._answer_freeze()
             case pm.OpenGate():
+                self._closure += 1
+                self._seen = None
                 self.gate.open()
-            case pm.StartSave(order):
-                self._cancel = threading.Event()
-                self._saver.submit(self._save, order, self._cancel)
+            case pm.Redo(version):
+                self._redo(version)
+            case pm.StartSave(save):
+                self._cancel = cancel = threading.Event()
+                self._work(lambda: self._save(save, cancel))
             case pm.CancelSave():
                 self._cancel.set()
-            case pm.StartCommit(order):
-                self._saver.submit(self._commit, order)
+            case pm.StartCommit(commit):
+                self._work(lambda: self._commit(commit))
             case pm.HoldLease(until):
                 self._leases.grant(os.getpid(), until)
             case pm.DropLease():
@@ -227,6 +274,18 @@ class Processor:
                     self._let_go.set_result(rescued)
             case pm.Exit(code, text):
                 self._exit(code, text)
+            case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
+                self._serve(action)
+
+    def _work(self, job: Callable[[], None]) -> None:
+        """On the saver; one that still hangs in what was cancelled is left behind."""
+        if self._saver.busy:
+            self._saver.leave_behind()
+        self._saver.submit(job)
+
+    @staticmethod
+    def _aside(name: str, job: Callable[[], None]) -> None:
+        threading.Thread(target=job, name=name, daemon=True).start()
 
     def _answer_freeze(self) -> None:
         self._say_quiet(self.gate.close())
@@ -237,28 +296,60 @@ class Processor:
             self._say_quiet(self.gate.state())
 
     def _say_quiet(self, state: GateState) -> None:
-        if not self.source.on_device or state.phase in (m.Phase.UPDATING, m.Phase.TORN):
-            self._inbox.put(pm.Quiet(state.version, state.phase, state.parked, self._settled()))
-            return
-        self._inbox.put(pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False))
-        self._saver.submit(self._ask_device, state)
+        closure = self._closure
+        updating = state.phase is m.Phase.UPDATING
+        if updating or self.source.on_device or self._look_s > LOOK_S:  # the freeze is acknowledged, the answer follows
+            self._inbox.put(_Look(closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+        if not updating:
+            self._looker.submit(lambda: self._look(state, closure))
 
-    def _ask_device(self, state: GateState) -> None:
-        """The host is quiet; say what the device has finished."""
-        try:
-            version = self.source.device_version(state.version, DEVICE_PATIENCE_S)
-        except Exception:
-            log.exception("the device does not answer")
-            version = None
+    def _look(self, state: GateState, closure: int) -> None:
+        """The host is quiet; say what there is, on the device too."""
+        began = time.monotonic()
+        version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
-        self._inbox.put(pm.Quiet(state.version if version is None else version, phase, state.parked, self._settled()))
+        digests, bad = self._inspected(state, version, phase)
+        quiet = pm.Quiet(
+            version=state.version if version is None else version,
+            phase=phase,
+            parked=state.parked,
+            settled=self._asked(self.source.settled, False),
+            has_gradient=state.parked and self._asked(self.source.gradient_ready, False),
+            has_preimage=self._asked(lambda: self.source.has_preimage, False),
+            digests=digests,
+            bad=bad,
+        )
+        self._look_s = time.monotonic() - began
+        self._inbox.put(_Look(closure, quiet))
 
-    def _settled(self) -> bool:
+    def _device_version(self, state: GateState) -> Version | None:
+        if not self.source.on_device or state.phase is m.Phase.TORN:
+            return state.version
+        return self._asked(lambda: self.source.device_version(state.version, DEVICE_PATIENCE_S), None)
+
+    def _inspected(
+        self, state: GateState, version: Version | None, phase: m.Phase
+    ) -> tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]:
+        """Once for each version: under a closed gate nothing changes."""
+        if version is None or phase is m.Phase.TORN:
+            return (), ()
+        if self._seen is None or self._seen[0] != (version, phase):
+            self._seen = (version, phase), self._asked(lambda: self.source.inspect(version), ((), ()))
+        return self._seen[1]
+
+    @staticmethod
+    def _asked(question: Callable[[], T], otherwise: T) -> T:
+        """What the adapter says; an adapter that stumbles hurts nobody."""
         try:
-            return self.source.settled()
+            return question()
         except Exception:
-            log.exception("cannot tell whether the step is settled")
-            return False
+            log.exception("the adapter cannot tell how the state is")
+            return otherwise
+
+    def _redo(self, version: Version) -> None:
+        log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
+        if not self.gate.admit():
+            self._inbox.put(_Look(self._closure, pm.Quiet(version, m.Phase.TORN, False, False)))
 
     def _on_joined(self, incarnation: int, first: bool) -> None:
         self.incarnation = incarnation
@@ -279,7 +370,7 @@ class Processor:
 
     # ------------------------------------------------------------------------------------------------------ connecting
 
-    def _connect(self, start_controller: bool) -> None:
+    def _connect(self, start_controller: bool, address: str) -> None:
         try:
             if start_controller and self.config.port is not None and is_local(self.env.master_addr):
                 ensure_controller(
@@ -290,7 +381,7 @@ class Processor:
                     bind=self.config.bind,
                     patience_s=JOIN_PATIENCE_S,
                 )
-            self._open_stream()
+            self._open_stream(address)
         except ConfigError as problem:
             if not self._joined.is_set():
                 self._problem = problem
@@ -301,14 +392,16 @@ class Processor:
             log.debug("cannot connect", exc_info=True)
             self._inbox.put(pm.StreamDown(repr(problem)))
 
-    def _open_stream(self) -> None:
+    def _open_stream(self, address: str) -> None:
+        """To the controller at ``address`` (host:port), or to the one of the environment."""
         assert self.config.port is not None
+        host, _, port = address.rpartition(":") if address else (self.env.master_addr, "", str(self.config.port))
         previous = self._stream
         if previous is not None:
             previous.abort()
         self._stream = Stream(
-            self.env.master_addr,
-            self.config.port,
+            host.strip("[]"),
+            int(port),
             self.config.token,
             on_up=lambda: self._inbox.put(pm.StreamUp()),
             on_order=lambda order: self._inbox.put(pm.OrderReceived(order)),
@@ -325,12 +418,33 @@ class Processor:
             self._joined.set()
         self._inbox.put(pm.StreamDown(reason))
 
+    # ------------------------------------------------------------------------------------------------------ for others
+
+    def _serve(self, action: pm.ProbeHost | pm.StartStandby | pm.TakeStack | pm.KeepPage) -> None:
+        match action:
+            case pm.ProbeHost(order):
+                self._aside("ttp-probe", lambda: self._probe(order))
+            case pm.StartStandby():
+                self._aside("ttp-standby", self._start_standby)
+
+    def _probe(self, order: m.Probe) -> None:
+        found, text = reachable(order.address, self.config.port or 0)
+        self._inbox.put(pm.HostProbed(order.subject, found, text))
+
+    def _start_standby(self) -> None:
+        try:
+            address = start_standby(self.config, self.run_dir, own_address(self.config, self.env.master_addr))
+        except Exception as problem:
+            log.warning("no controller can stand by on this host: %s", problem)
+            address = ""
+        self._inbox.put(pm.StandbyStarted(address))
+
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def _save(self, order: m.Save, cancel: threading.Event) -> None:
         done: pm.Event
         try:
-            draft = self.save_dir / order.draft
+            draft = self.directory(order) / order.draft
             draft.mkdir(parents=True, exist_ok=True)
             pieces = self.source.write_pieces(
                 order=order.order,
@@ -346,6 +460,10 @@ class Processor:
             log.exception("saving version %s failed", order.version)
             done = pm.WriteFailed(order.incident, order.generation, _words(problem))
         self._inbox.put(done)
+
+    def directory(self, order: m.Save | m.Commit) -> Path:
+        """Where the checkpoint of this order goes."""
+        return Path(order.directory) if order.directory else self.save_dir
 
     def _commit(self, order: m.Commit) -> None:
         done: pm.Event
@@ -414,7 +532,7 @@ def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, sa
         world_size=env.world_size,
         layout_digest=layout.digest,
         groups=tuple(m.ShardGroup(shard, ranks) for shard, ranks in layout.groups.items()),
-        host=socket.gethostname(),
+        host=config.host or socket.gethostname(),
         pid=os.getpid(),
         local_rank=env.local_rank,
         save_dir=str(save_dir),
@@ -427,6 +545,8 @@ def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, sa
         released=False,
         resume=False,
         keep=config.keep,
+        address=own_address(config, env.master_addr),
+        fallback_dir=config.fallback_dir or "",
     )
 
 

@@ -1,0 +1,340 @@
+"""What happens to a processor, and what it wants done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUp:
+    """The stream is open; nothing was said yet."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamDown:
+    """The stream could not be opened, or ended."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class OrderReceived:
+    """The controller said something."""
+
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Quiet:
+    """The state under the closed gate became stable, or changed what can be said of it."""
+
+    version: Version
+    phase: m.Phase
+    parked: bool
+    settled: bool
+    has_gradient: bool = False
+    has_preimage: bool = False
+    digests: tuple[m.ShardDigest, ...] = ()
+    bad: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class PiecesWritten:
+    """A save ended well: everything is durable."""
+
+    incident: str
+    generation: int
+    pieces: tuple[m.Piece, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class WriteFailed:
+    """A save ended badly."""
+
+    incident: str
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CommitDone:
+    """The checkpoint exists."""
+
+    incident: str
+    generation: int
+    path: str
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class CommitBroken:
+    """The checkpoint could not be made to exist."""
+
+    incident: str
+    generation: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """This rank cannot train on: an exception, a SIGTERM."""
+
+    kind: m.FaultKind
+    text: str
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """train() has returned, or the user left it on purpose."""
+
+    reason: m.GoodbyeReason
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreWanted:
+    """restore() was called."""
+
+    candidates: tuple[m.Candidate, ...]
+    skipped: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Based:
+    """The state was set to ``version``: nothing newer has been trained in this process."""
+
+    version: Version
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Time has passed; this is where the rank stands."""
+
+    version: Version
+    phase: m.Phase
+    mark: int = 0
+    activity: str = ""
+    written: int = 0
+    urgent: bool = False  # to be said at once
+
+
+@dataclass(frozen=True, slots=True)
+class NeighbourDied:
+    """A process of this host has ended: seen here before anybody else can."""
+
+    rank: Rank
+    nonce: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StackSeen:
+    """The answer to ``TakeStack``."""
+
+    incident: str
+    subject: Rank
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class HostProbed:
+    """The answer to ``ProbeHost``."""
+
+    subject: Rank
+    reachable: bool
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class StandbyStarted:
+    """The answer to ``StartStandby``; an empty address: it could not be started."""
+
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class PageChanged:
+    """The page of this rank is to be kept elsewhere too."""
+
+    version: Version
+    final: bool
+    data: bytes
+
+
+Event = (
+    StreamUp
+    | StreamDown
+    | OrderReceived
+    | Quiet
+    | PiecesWritten
+    | WriteFailed
+    | CommitDone
+    | CommitBroken
+    | Raised
+    | Returned
+    | RestoreWanted
+    | Based
+    | Observed
+    | NeighbourDied
+    | StackSeen
+    | HostProbed
+    | StandbyStarted
+    | PageChanged
+)
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Connect:
+    """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
+
+    start_controller: bool  # nobody answers: start one if it may run here
+    address: str = ""  # of a standby controller (host:port); empty: where the job says
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put a report on the stream."""
+
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class CloseGate:
+    """Close the gate and say how the state is (``Quiet``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGate:
+    """Let the training go on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Redo:
+    """Let the training thread, which stands at the gate with the reduced gradient, make exactly one update."""
+
+    version: Version  # what that makes
+
+
+@dataclass(frozen=True, slots=True)
+class StartSave:
+    """Write pieces on the saver thread."""
+
+    order: m.Save
+
+
+@dataclass(frozen=True, slots=True)
+class CancelSave:
+    """Give up what the saver thread is doing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartCommit:
+    """Commit on the saver thread."""
+
+    order: m.Commit
+
+
+@dataclass(frozen=True, slots=True)
+class HoldLease:
+    """Ask the launcher not to stop this process before ``until``."""
+
+    until: float
+
+
+@dataclass(frozen=True, slots=True)
+class DropLease:
+    """Nothing has to be held back any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """The controller knows this rank."""
+
+    incarnation: int
+    first: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The controller does not want this process."""
+
+    code: m.RefusalCode
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """The answer to ``RestoreWanted``."""
+
+    decision: m.RestoreDecision
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """train() may return; ``rescued`` is false when a broken rank waits in vain and should raise its own error."""
+
+    rescued: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """Leave the process now."""
+
+    code: int
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TakeStack:
+    """Find out where the threads of a process of this host are."""
+
+    order: m.TakeStack
+
+
+@dataclass(frozen=True, slots=True)
+class ProbeHost:
+    """Find out whether another host answers."""
+
+    order: m.Probe
+
+
+@dataclass(frozen=True, slots=True)
+class StartStandby:
+    """Start a controller on this host that stands by."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeepPage:
+    """Keep the page of a rank of another host."""
+
+    order: m.Keep
+
+
+Action = (
+    Connect
+    | Send
+    | CloseGate
+    | OpenGate
+    | Redo
+    | StartSave
+    | CancelSave
+    | StartCommit
+    | HoldLease
+    | DropLease
+    | Joined
+    | Rejected
+    | Decided
+    | LetGo
+    | Exit
+    | TakeStack
+    | ProbeHost
+    | StartStandby
+    | KeepPage
+)

@@ -1,0 +1,82 @@
+"""Controllers that stand by on other hosts, and what a host needs to know of its place in the network."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+from pathlib import Path
+
+from ttp.config import Config
+from ttp.errors import TtpError
+from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
+from ttp.launch.presence import target
+
+PROBE_S = 1.0
+START_S = 20.0
+"""A controller needs a second to start; a host that is busy starting a job may need more."""
+ORPHAN_S = 15.0
+"""A controller that stands by outlives the rank that started it for so long: others may be on their way to it."""
+KEPT_S = 30 * 86400.0
+
+_HOST_ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
+
+
+def own_address(config: Config, master_addr: str) -> str:
+    """The address of this host on the way to the job's first node; ``TTP_ADDRESS`` overrides it."""
+    if config.address:
+        return config.address
+    try:
+        family, _, _, _, where = socket.getaddrinfo(master_addr, config.port or 1, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probing:
+            probing.connect(where)  # sends nothing: asks the routing table
+            return str(probing.getsockname()[0])
+    except OSError:
+        return ""
+
+
+def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:
+    """Whether a host answers at all: an open port and a refused connection both say that its kernel lives."""
+    try:
+        socket.create_connection((address, port), timeout_s).close()
+    except OSError as problem:
+        if problem.errno in _HOST_ANSWERS:
+            return True, f"{address} refuses port {port}: the host lives"
+        return False, f"{address} does not answer: {problem}"
+    return True, f"{address} answers on port {port}"
+
+
+def start_standby(config: Config, run_dir: Path, address: str) -> str:
+    """Start a controller on this host that waits to be spoken to; returns ``host:port``.
+
+    Raises:
+        TtpError: it does not start; the text says why.
+    """
+    if not address:
+        raise TtpError("this host does not know its own address: set TTP_ADDRESS")
+    port = _free_port(config.port)
+    child = start_controller(
+        port=port,
+        bind="",
+        run_dir=run_dir / "standby",
+        token=config.token,
+        owner_pid=os.getpid(),
+        abandoned_s=KEPT_S,
+        orphan_s=ORPHAN_S,
+    )
+    if not wait_until_serving(address, port, config.token, START_S):
+        stop_controller(child)
+        raise TtpError(f"it does not answer at {target(address, port)} within {START_S:g} s")
+    return target(address, port)
+
+
+def _free_port(wanted: int | None) -> int:
+    """The job's own port where it is free, as firewalls know it."""
+    for port in (wanted or 0, 0):
+        with socket.socket() as probing:
+            try:
+                probing.bind(("", port))
+                return int(probing.getsockname()[1])
+            except OSError:
+                continue
+    raise TtpError("no port is free on this host")
