@@ -45,6 +45,13 @@ def test_a_value_that_is_none(name: str, value: str) -> None:
     assert repr(value) in str(caught.value)
 
 
+def test_the_fallback_is_one_directory_for_all() -> None:
+    assert Config.from_env({"TTP_FALLBACK_DIR": "/mnt/other//ck/", "TTP_STALL_S": "5"}).fallback_dir == "/mnt/other/ck"
+    for value in ("ck", "./ck", "~/ck", "s3://bucket/ck"):
+        with pytest.raises(ConfigError, match=r"TTP_FALLBACK_DIR=.* an absolute path is wanted"):
+            Config.from_env({"TTP_FALLBACK_DIR": value})
+
+
 def test_every_setting_is_documented() -> None:
     documented = (ROOT / "docs" / "configuration.md").read_text()
     for setting in fields(Config):

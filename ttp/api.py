@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar, overload
 
 from ttp import session
+from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
 
@@ -117,12 +118,15 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
-    from ttp.store.writable import check_writable
+    from ttp.store.writable import check_places
 
     current = session.current()
     directory = current.config.save_dir or str(save_dir)
     adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler)
-    path = check_writable(directory) if current.enabled else Path(directory)
+    path = Path(directory)
+    if current.enabled:
+        restart = RankEnv.from_env().launch > 0
+        path = check_places(directory, current.config.fallback_dir, restart=restart)
     current.register(adapter, path.absolute(), layout)
     return optimizer
 

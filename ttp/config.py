@@ -13,6 +13,7 @@ from typing import Any
 from ttp.errors import ConfigError
 
 PREFIX = "TTP_"
+DIGEST_MODES = ("sample", "all", "off")
 
 
 def _port(text: str) -> int:
@@ -29,11 +30,33 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _seconds_or_off(text: str) -> float | None:
+    return None if text.strip().lower() in ("off", "0") else _seconds(text)
+
+
+def _switch(text: str) -> bool:
+    if text.strip().lower() not in ("on", "off", "1", "0"):
+        raise ValueError("on or off is wanted")
+    return text.strip().lower() in ("on", "1")
+
+
 def _count(text: str) -> int:
     value = int(text)
     if value < 1:
         raise ValueError("a whole number of at least 1 is wanted")
     return value
+
+
+def _absolute(text: str) -> str:
+    if not Path(text).is_absolute():
+        raise ValueError("an absolute path is wanted: every rank must mean the same directory")
+    return os.path.normpath(text)
+
+
+def _digest_mode(text: str) -> str:
+    if text not in DIGEST_MODES:
+        raise ValueError(f"one of {', '.join(DIGEST_MODES)} is wanted")
+    return text
 
 
 def _setting(env: str, parse: Callable[[str], Any], default: Any) -> Any:
@@ -62,6 +85,12 @@ class Config:
     heartbeat_s: float = _setting("TTP_HEARTBEAT_S", _seconds, 1.0)
     """Time between two reports of progress. Costs one message of 40 bytes per rank."""
 
+    hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
+    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never."""
+
+    stacks: bool = _setting("TTP_STACKS", _switch, True)
+    """Whether ranks answer a real-time signal with where their threads are, so that a hang can be explained."""
+
     abandoned_s: float = _setting("TTP_ABANDONED_S", _seconds, 120.0)
     """A controller that nobody speaks to for so long ends. Must outlast a restart: imports, rendezvous."""
 
@@ -74,6 +103,18 @@ class Config:
     save_dir: str | None = _setting("TTP_SAVE_DIR", str, None)
     """Overrides the ``save_dir`` argument of ``wrap_optimizer``."""
 
+    fallback_dir: str | None = _setting("TTP_FALLBACK_DIR", _absolute, None)
+    """Where to save when ``save_dir`` refuses or hangs. On other storage, and seen by every host that saves."""
+
+    stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
+    """A save or commit that writes nothing for so long counts as hanging. A slow disk that goes on is waited for."""
+
+    digest: str = _setting("TTP_DIGEST", _digest_mode, "sample")
+    """How much of its state a rank looks at when frozen, to find replicas that differ: sample, all or off."""
+
+    mirror: bool = _setting("TTP_MIRROR", _switch, False)
+    """Keep a copy of every rank-local page on another host: random streams then survive the loss of a host."""
+
     run_dir: str | None = _setting("TTP_RUN_DIR", str, None)
     """Where the processes of one host keep leases, logs and (without shared memory) pages."""
 
@@ -82,6 +123,12 @@ class Config:
 
     bind: str = _setting("TTP_BIND", str, "")
     """Address the controller binds to; empty: every address of the machine."""
+
+    host: str = _setting("TTP_HOST", str, "")
+    """Name of this host; empty: the machine's. Ranks of one host share memory, and are lost together."""
+
+    address: str = _setting("TTP_ADDRESS", str, "")
+    """Address of this host as other hosts reach it; empty: that of the interface towards MASTER_ADDR."""
 
     log_level: str = _setting("TTP_LOG", str, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

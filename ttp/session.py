@@ -147,24 +147,42 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
+        from ttp.core.agreement import is_fallback_note
         from ttp.store.choice import check_chosen, look_back
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        found, skipped, verified = look_back(self.save_dir)
-        for reason in skipped:
-            log.warning("restore skipped %s", reason)
-        chosen = self._agree(found, skipped)
+        found = look_back(self.save_dir, self.fallback_dir)
+        for reason in found.skipped:
+            log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
+        chosen = self._agree(found.candidates, found.skipped)
+        self._say_what_is_lost(found.candidates, chosen)
         version = Version(0)
         if chosen.name:
-            checkpoint = self.save_dir / chosen.name
-            check_chosen(checkpoint, chosen, already_verified=chosen in verified)
+            checkpoint = found.where.get(chosen, self.save_dir / chosen.name)
+            check_chosen(checkpoint, chosen, already_verified=chosen in found.verified)
             rank, world_size = self._place()
             version = self.adapter.load(checkpoint, rank, world_size, protected=self.processor is not None)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
         if self.processor is not None:
             self.processor.set_base_version(version)
         return int(version)
+
+    @property
+    def fallback_dir(self) -> Path | None:
+        """Where checkpoints go when ``save_dir`` refuses."""
+        return Path(self.config.fallback_dir) if self.config.fallback_dir else None
+
+    @staticmethod
+    def _say_what_is_lost(found: tuple[Candidate, ...], chosen: Candidate) -> None:
+        """Other ranks do not see what this one sees: the job goes back further than it would have to."""
+        if found and found[0].version > chosen.version:
+            log.warning(
+                "this rank found step %s whole, but not every rank did: the job goes back to step %s. Steps between "
+                "them are trained again; stop now and make that checkpoint visible to all hosts if that is too much",
+                found[0].version,
+                chosen.version,
+            )
 
     def _place(self) -> tuple[int, int]:
         """Rank and world size, as the launcher says them."""

@@ -48,6 +48,31 @@ def test_list_tells_a_missing_piece(ttp: Ttp, save_dir: SaveDir) -> None:
     assert ttp("list", save_dir.path, "--json").json[0]["whole"] is False
 
 
+def test_list_says_when_the_fallback_holds_something_newer(
+    ttp: Ttp, save_dir: SaveDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fallback = SaveDir(tmp_path / "fallback")
+    monkeypatch.setenv("TTP_FALLBACK_DIR", str(fallback.path))
+    for version in (8, 12):
+        save_dir.checkpoint(version)
+    fallback.checkpoint(12)
+    assert "newer" not in ttp("list", save_dir.path).out
+    fallback.draft(30)
+    damaged, newest = fallback.checkpoint(20), fallback.checkpoint(16)
+    (damaged / "job_0.msgpack").unlink()
+    expected = f"newer: step 16 is in TTP_FALLBACK_DIR, see `ttp list {fallback.path}`"
+    assert expected in ttp("list", save_dir.path).out
+    assert "newer" not in ttp("list", fallback.path).out
+    assert len(ttp("list", save_dir.path, "--json").json) == 2
+    assert ttp("verify", newest).code == ttp("inspect", newest).code == 0
+    shutil.rmtree(save_dir.path)
+    save_dir.path.mkdir()
+    said = ttp("list", save_dir.path).out
+    assert "there is no checkpoint" in said and expected in said
+    monkeypatch.setenv("TTP_FALLBACK_DIR", str(newest / "manifest.json"))
+    assert "TTP_FALLBACK_DIR: cannot list" in ttp("list", save_dir.path).out
+
+
 def test_list_of_nothing(ttp: Ttp, tmp_path: Path) -> None:
     assert ttp("list", tmp_path, "--json").json == []
     said = ttp("list", tmp_path)

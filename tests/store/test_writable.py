@@ -10,7 +10,7 @@ import pytest
 
 from ttp.errors import ConfigError
 from ttp.store.disk import Disk
-from ttp.store.writable import check_writable
+from ttp.store.writable import check_places, check_writable
 
 METHODS = ["make_directory", "write", "sync_directory", "rename"]
 
@@ -122,3 +122,56 @@ def test_each_refusal_says_path_reason_and_what_to_do(
         check_writable(str(tmp_path))
     assert f"save_dir {tmp_path} cannot hold checkpoints: {text}" in str(caught.value)
     assert list(tmp_path.iterdir()) == [], "the probe is gone"
+
+
+# ------------------------------------------------------------------------------------------------------------- fallback
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    """Something that can be no directory."""
+    (tmp_path / "file").touch()
+    return str(tmp_path / "file")
+
+
+def test_without_a_fallback_the_save_dir_must_work(tmp_path: Path, file: str) -> None:
+    assert check_places(str(tmp_path / "ck"), None) == tmp_path / "ck"
+    with pytest.raises(ConfigError, match="choose another save_dir"):
+        check_places(file, None, restart=True)
+
+
+def test_a_fallback_that_cannot_be_used_is_said_at_the_first_start(
+    tmp_path: Path, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ConfigError, match=rf"TTP_FALLBACK_DIR {file} .*choose another TTP_FALLBACK_DIR"):
+        check_places(str(tmp_path / "ck"), file)
+    assert check_places(str(tmp_path / "ck"), file, restart=True) == tmp_path / "ck"
+    assert "Checkpoints can only go to the save_dir" in caplog.text
+
+
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_broken_save_dir_is_what_the_fallback_is_for(
+    tmp_path: Path, file: str, restart: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert check_places(file, str(tmp_path / "other"), restart=restart) == tmp_path / "file"
+    assert f"save_dir {file} cannot hold checkpoints" in caplog.text
+    assert "Checkpoints can only go to the TTP_FALLBACK_DIR now" in caplog.text
+
+
+def test_two_broken_ones_are_both_said(file: str) -> None:
+    with pytest.raises(ConfigError, match=rf"save_dir {file} .*; TTP_FALLBACK_DIR {file}/b "):
+        check_places(file, f"{file}/b", restart=True)
+
+
+def test_a_fallback_on_the_same_storage_is_hardly_one(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(ConfigError, match="TTP_FALLBACK_DIR is the save_dir itself"):
+        check_places(str(tmp_path / "ck"), str(tmp_path / "ck"))
+    check_places(str(tmp_path / "ck"), str(tmp_path / "other"))
+    assert "when it is full, both are" in caplog.text
+
+
+def test_a_new_save_dir_is_there_after_a_power_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ttp.store.durable.sync_directory", lambda path: synced.append(Path(path)))
+    check_writable(str(tmp_path / "a" / "b"))
+    assert {tmp_path, tmp_path / "a"} <= set(synced)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,8 @@ from rich.text import Text
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.output import Json, print_json, say, screen, table
 from ttp.cli.wording import size_text, when_text
+from ttp.config import Config
+from ttp.errors import CheckpointError
 from ttp.store.catalog import Entry, scan
 
 All = Annotated[bool, typer.Option("--all", help="Also what ttp did not make.")]
@@ -19,7 +22,8 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
     """List the checkpoints of a job, newest first, with drafts that were never committed.
 
     Looks at names, manifests and sizes; `ttp verify` reads the contents. Kinds: checkpoint; draft (being written, or
-    left over: never restored); superseded (another checkpoint of that version took its name); foreign (not ttp's).
+    left over: never restored); superseded (another checkpoint of that version took its name); foreign (not ttp's). The
+    directory in TTP_FALLBACK_DIR is listed like any other; what is newer there is said in one line.
 
     JSON: a list with the keys name, path, kind, version (finished updates; null: unknown), whole, problem (null: none
     found), size (bytes), created_unix_s, incident, cause, reason, world_size, incarnation (null without a manifest).
@@ -32,6 +36,23 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
         screen().print(table(columns, map(_row, found), right=("version", "size", "ranks")))
     else:
         say(f"there is no checkpoint in {directory}")
+    if not json and (note := _newer_elsewhere(found, existing(directory))):
+        say(note)
+
+
+def _newer_elsewhere(found: list[Entry], directory: Path) -> str:
+    """What a restart would take from the fallback directory instead, in one line; empty for nothing."""
+    fallback = Config.from_env().fallback_dir
+    if fallback is None or Path(fallback) == directory:
+        return ""
+    try:
+        newest = next((e for e in scan(Path(fallback)) if e.kind == "checkpoint" and e.whole), None)
+    except CheckpointError as problem:
+        return f"TTP_FALLBACK_DIR: {problem}"
+    here = max((e.version for e in found if e.whole and e.version is not None), default=-1)
+    if newest is None or newest.version is None or newest.version <= here:
+        return ""
+    return f"newer: step {newest.version} is in TTP_FALLBACK_DIR, see `ttp list {fallback}`; a restart takes it"
 
 
 def describe(entry: Entry) -> dict[str, Any]:

@@ -7,6 +7,14 @@ from collections.abc import Iterable
 from ttp.core.layout import Version
 from ttp.core.messages import Candidate, RestoreView
 
+_IN_FALLBACK = "in the fallback directory "
+
+
+def fallback_note(directory: str, candidates: Iterable[Candidate]) -> str:
+    """What a rank adds to ``RestoreView.skipped`` when some of its candidates are not in ``save_dir``."""
+    versions = ", ".join(str(c.version) for c in candidates)
+    return f"{_IN_FALLBACK}{directory}: step {versions}"
+
 
 def agree(views: Iterable[RestoreView]) -> Candidate | str:
     """One checkpoint for all ranks, or an error in words.
@@ -21,10 +29,26 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
     if common:
         return max(common, key=lambda c: (c.version, c.manifest_digest))
     seen = "; ".join(_seen(view) for view in listed[:16])
-    return f"the ranks do not see one common checkpoint: {seen}. Is save_dir shared by all hosts?"
+    return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
+
+
+def is_fallback_note(text: str) -> bool:
+    """Whether ``text`` was made by ``fallback_note``: it tells of something found, not of something skipped."""
+    return text.startswith(_IN_FALLBACK)
 
 
 def _seen(view: RestoreView) -> str:
     found = ", ".join(f"step {c.version} ({c.manifest_digest[-8:]})" for c in view.candidates) or "nothing whole"
-    skipped = f" (skipped: {'; '.join(view.skipped)})" if view.skipped else ""
-    return f"rank {view.rank} found {found}{skipped}"
+    notes = [text for text in view.skipped if is_fallback_note(text)]
+    skipped = [text for text in view.skipped if not is_fallback_note(text)]
+    where = f", {'; '.join(notes)}" if notes else ""
+    return f"rank {view.rank} found {found}{where}" + (f" (skipped: {'; '.join(skipped)})" if skipped else "")
+
+
+def _advice(views: list[RestoreView]) -> str:
+    if any(is_fallback_note(text) for view in views for text in view.skipped):
+        return (
+            "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint from there to the "
+            "save_dir, or to the same path on every host"
+        )
+    return "Is save_dir shared by all hosts?"

@@ -1,31 +1,105 @@
-"""What one rank offers to restore, and the last check of what all ranks agreed on."""
+"""What one rank offers to restore, where it lies, and the last check of what all ranks agreed on."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from ttp.core.agreement import fallback_note
 from ttp.core.messages import Candidate
-from ttp.errors import RestoreError
+from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
 from ttp.store.manifest import manifest_digest
 from ttp.store.verify import verify_checkpoint
 
 
-def look_back(save_dir: Path) -> tuple[tuple[Candidate, ...], tuple[str, ...], tuple[Candidate, ...]]:
-    """Candidates newest first, what was skipped and why, and which candidates had every digest recomputed.
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What one rank can restore.
+
+    Args:
+        candidates: newest first.
+        skipped: what was not taken and why; also which candidates lie in the fallback directory.
+        verified: candidates of which every digest was recomputed.
+        where: the checkpoint of each candidate. Both directories use the same names.
+    """
+
+    candidates: tuple[Candidate, ...] = ()
+    skipped: tuple[str, ...] = ()
+    verified: frozenset[Candidate] = frozenset()
+    where: Mapping[Candidate, Path] = field(default_factory=dict)
+
+
+def look_back(save_dir: Path, fallback_dir: Path | None = None) -> Found:
+    """What is whole in ``save_dir`` and in the fallback directory; the newest wins, wherever it lies.
 
     Only the newest whole checkpoint is read in full; older ones, which are hardly ever chosen, are offered when their
     files have the promised sizes, and read in full if they are chosen after all.
 
+    A directory that cannot be listed is skipped, with the reason, when something whole lies in the other one: that is
+    what a fallback is for.
+
     Raises:
-        CheckpointError: ``save_dir`` cannot be listed.
+        CheckpointError: a directory cannot be listed, and nothing whole is known.
     """
-    verified, skipped = find_whole(save_dir, enough=1)
-    if not verified:
-        return (), tuple(skipped), ()
-    older, _ = find_whole(save_dir, deep=False)
-    older = [c for c in older if c.version < verified[0].version]
-    return (*verified, *older), tuple(skipped), tuple(verified)
+    search = _Search()
+    for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
+        search.look(directory)
+    search.read_newest()
+    if search.newest is None:
+        if search.unlisted:
+            raise search.unlisted[0]
+        return Found(skipped=tuple(search.skipped))
+    where = search.places()
+    candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
+    in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
+    notes = [fallback_note(str(fallback_dir), in_fallback)] if in_fallback else []
+    return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where)
+
+
+@dataclass(slots=True)
+class _Search:
+    """Of several directories, the first of which is preferred."""
+
+    offers: dict[Path, list[Candidate]] = field(default_factory=dict)
+    skipped: list[str] = field(default_factory=list)
+    verified: list[Candidate] = field(default_factory=list)
+    unlisted: list[CheckpointError] = field(default_factory=list)
+
+    @property
+    def newest(self) -> Candidate | None:
+        return max(self.verified, key=lambda c: c.version, default=None)
+
+    def look(self, directory: Path) -> None:
+        """Look at names and sizes."""
+        try:
+            self.offers[directory], _ = find_whole(directory, deep=False)
+        except CheckpointError as problem:
+            self.unlisted.append(problem)
+            self.skipped.append(str(problem))
+
+    def read_newest(self) -> None:
+        """Read what may be the newest whole one; go on as long as a newer one may lie elsewhere."""
+        for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
+            if self.newest is not None and self.newest.version >= _version(offered):
+                continue
+            whole, reasons = find_whole(directory, enough=1)
+            self.skipped += reasons
+            self.verified += whole
+            self.offers[directory] = [*whole, *(c for c in offered if whole and c.version < whole[0].version)]
+
+    def places(self) -> dict[Candidate, Path]:
+        """Where the offers lie; what is in two places is taken from the preferred one."""
+        places: dict[Candidate, Path] = {}
+        for directory, offered in self.offers.items():
+            for candidate in offered:
+                places.setdefault(candidate, directory / candidate.name)
+        return places
+
+
+def _version(offered: list[Candidate]) -> int:
+    return offered[0].version if offered else -1
 
 
 def check_chosen(checkpoint: Path, chosen: Candidate, *, already_verified: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -25,9 +26,23 @@ def write_durably(path: Path, data: bytes) -> None:
             os.fsync(file.fileno())
         draft.replace(path)
     except OSError:
-        draft.unlink(missing_ok=True)
+        with suppress(OSError):  # what was refused first says more
+            draft.unlink(missing_ok=True)
         raise
     sync_directory(path.parent)
+
+
+def make_directory(path: Path) -> None:
+    """Make ``path`` and its missing parents; on return their names are on the disk. It may exist.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    path = Path(path)
+    missing = [place for place in (path, *path.parents) if not place.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for made in missing:
+        sync_directory(made.parent)
 
 
 def sync_directory(path: Path) -> None:

@@ -3,63 +3,118 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 import uuid
+from contextlib import suppress
 from pathlib import Path
 
 from ttp.errors import ConfigError
-from ttp.store import names
+from ttp.store import durable, names
 from ttp.store.disk import Disk
+
+_log = logging.getLogger("ttp.store")
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
 _HINTS = {
-    errno.EACCES: "give this user write permission, or choose another save_dir",
-    errno.EPERM: "give this user write permission, or choose another save_dir",
-    errno.EROFS: "the file system is mounted read-only; choose another save_dir",
-    errno.ENOSPC: "the disk is full; free some space, or choose another save_dir",
-    errno.EDQUOT: "your quota is used up; free some space, or choose another save_dir",
-    errno.ENOTDIR: "a file is in the way; choose another save_dir",
-    errno.EEXIST: "a file is in the way; choose another save_dir",
-    errno.ENAMETOOLONG: "the path is too long; choose another save_dir",
+    errno.EACCES: "give this user write permission, or choose another {what}",
+    errno.EPERM: "give this user write permission, or choose another {what}",
+    errno.EROFS: "the file system is mounted read-only; choose another {what}",
+    errno.ENOSPC: "the disk is full; free some space, or choose another {what}",
+    errno.EDQUOT: "your quota is used up; free some space, or choose another {what}",
+    errno.ENOTDIR: "a file is in the way; choose another {what}",
+    errno.EEXIST: "a file is in the way; choose another {what}",
+    errno.ENAMETOOLONG: "the path is too long; choose another {what}",
+    errno.ENOTCONN: "the mount has lost its server; mount it again, or choose another {what}",
+    errno.ESTALE: "the mount has lost its server; mount it again, or choose another {what}",
 }
 
+FALLBACK = "TTP_FALLBACK_DIR"
 
-def check_writable(save_dir: str) -> Path:
+
+def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = False) -> Path:
+    """``check_writable`` for the ``save_dir`` and, where there is one, the fallback. Returns the ``save_dir``'s path.
+
+    One of the two is enough to go on with: a job that was saved to its fallback has to start again while the
+    ``save_dir`` is broken. What is broken is said in the log. At the first start a fallback must work, though: it is
+    hardly ever written to, and a mistake would be found when it is needed.
+
+    Args:
+        save_dir: as ``check_writable``.
+        fallback_dir: absolute path, or None.
+        restart: the job was launched before with the same settings.
+
+    Raises:
+        ConfigError: nothing can be saved anywhere; the fallback cannot be used and this is no restart; or both are one
+            directory.
+    """
+    if fallback_dir is None:
+        return check_writable(save_dir)
+    path = _as_path(save_dir)
+    if path == Path(fallback_dir):
+        raise ConfigError(f"{FALLBACK} is the save_dir itself, {path}; give a directory on other storage, or none")
+    broken = [(what, text) for what, place in (("save_dir", save_dir), (FALLBACK, fallback_dir))
+              if (text := _problem(place, what))]  # fmt: skip
+    if len(broken) == 2:
+        raise ConfigError("; ".join(text for _, text in broken))
+    if broken and broken[0][0] == FALLBACK and not restart:
+        raise ConfigError(broken[0][1])
+    for what, text in broken:
+        _log.error("%s. Checkpoints can only go to the %s", text, "save_dir" if what == FALLBACK else f"{FALLBACK} now")
+    if not broken and path.stat().st_dev == Path(fallback_dir).stat().st_dev:
+        _log.warning("%s %s is on the file system of the save_dir: when it is full, both are", FALLBACK, fallback_dir)
+    return path
+
+
+def _problem(place: str, what: str) -> str:
+    try:
+        check_writable(place, what)
+    except ConfigError as problem:
+        return str(problem)
+    return ""
+
+
+def check_writable(save_dir: str, what: str = "save_dir") -> Path:
     """Make ``save_dir`` and do there once, in small, what a commit does. Returns its absolute path.
 
     Every rank may call it at the same time.
 
+    Args:
+        save_dir: a path, relative to the working directory or absolute.
+        what: its name in messages.
+
     Raises:
         ConfigError: it is no path of a mounted file system, or something of this is refused; says what to do.
     """
-    path = _as_path(save_dir)
+    path = _as_path(save_dir, what)
     probe = path / f"{names.PROBE_PREFIX}{uuid.uuid4().hex}"
     disk = Disk()
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        durable.make_directory(path)
         try:
             _rehearse(disk, probe)
         finally:
             for left in (probe, _renamed(probe)):
-                disk.remove_tree(left)
+                with suppress(OSError):  # what was refused above says more
+                    disk.remove_tree(left)
     except OSError as problem:
         name = errno.errorcode.get(problem.errno or 0, "unknown error")
-        hint = _HINTS.get(problem.errno or 0, "check the file system, or choose another save_dir")
+        hint = _HINTS.get(problem.errno or 0, "check the file system, or choose another {what}").format(what=what)
         raise ConfigError(
-            f"save_dir {path} cannot hold checkpoints: {problem.strerror or problem} ({name}); {hint}"
+            f"{what} {path} cannot hold checkpoints: {problem.strerror or problem} ({name}); {hint}"
         ) from problem
     return path
 
 
-def _as_path(save_dir: str) -> Path:
+def _as_path(save_dir: str, what: str = "save_dir") -> Path:
     text = os.fspath(save_dir)
     if not text.strip():
-        raise ConfigError("save_dir is empty; give the directory where checkpoints shall be kept")
+        raise ConfigError(f"{what} is empty; give the directory where checkpoints shall be kept")
     if _URL.match(text):
         raise ConfigError(
-            f"save_dir {text!r} is a URL; ttp writes to mounted file systems only: mount the storage and give its path"
+            f"{what} {text!r} is a URL; ttp writes to mounted file systems only: mount the storage and give its path"
         )
     return Path(os.path.abspath(Path(text).expanduser()))  # noqa: PTH100 - resolve() would follow links of the user's
 

@@ -1,0 +1,51 @@
+"""Which checkpoint all ranks restore, and what is said when they see different ones."""
+
+from __future__ import annotations
+
+from ttp.core.agreement import agree, fallback_note, is_fallback_note
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Candidate, RestoreView
+
+
+def candidate(version: int, digest: str = "d") -> Candidate:
+    return Candidate(Version(version), f"xxh3_128:{digest * 32}", f"tft_saved_checkpoints-step_{version}")
+
+
+def view(rank: int, *found: Candidate, skipped: tuple[str, ...] = ()) -> RestoreView:
+    return RestoreView(Rank(rank), found, skipped)
+
+
+def test_the_newest_that_all_have() -> None:
+    assert agree([view(0, candidate(12), candidate(8)), view(1, candidate(8), candidate(4))]) == candidate(8)
+
+
+def test_nothing_anywhere_is_a_start_from_nothing() -> None:
+    assert agree([view(0, skipped=("a draft",)), view(1)]) == Candidate(Version(0), "", "")
+
+
+def test_of_two_at_one_version_all_take_the_same() -> None:
+    one, other = candidate(12, "a"), candidate(12, "b")
+    assert agree([view(0, one, other), view(1, other, one)]) == other
+    assert agree([view(0, one, other), view(1, one)]) == one
+
+
+def test_nothing_in_common_says_who_saw_what() -> None:
+    verdict = agree([view(1, skipped=("step_4: a piece is missing",)), view(0, candidate(12))])
+    assert isinstance(verdict, str)
+    assert "rank 0 found step 12 (dddddddd); rank 1 found nothing whole (skipped: step_4: a piece" in verdict
+    assert verdict.endswith("Is save_dir shared by all hosts?")
+
+
+def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:
+    note = fallback_note("/mnt/ck", [candidate(12), candidate(8)])
+    verdict = agree([view(0, candidate(12), candidate(8), skipped=(note,)), view(1)])
+    assert isinstance(verdict, str)
+    found = "rank 0 found step 12 (dddddddd), step 8 (dddddddd), in the fallback directory /mnt/ck: step 12, 8; rank 1"
+    assert found in verdict
+    assert "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint" in verdict
+    assert "skipped" not in verdict
+
+
+def test_notes_and_reasons_are_told_apart() -> None:
+    assert is_fallback_note(fallback_note("/x", [candidate(1)]))
+    assert not is_fallback_note("tft_saved_checkpoints-step_4: in the fallback directory")

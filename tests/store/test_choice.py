@@ -1,0 +1,123 @@
+"""What a rank offers to restore when there are two places to look at."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ttp.errors import CheckpointError, RestoreError
+from ttp.store import verify
+from ttp.store.choice import Found, check_chosen, look_back
+from ttp.store.digest import Progress, digest_file
+
+if TYPE_CHECKING:
+    from tests.store.conftest import World
+
+
+@pytest.fixture
+def other(world: World) -> Iterator[World]:
+    """The fallback directory, filled as ``world`` is."""
+    yield type(world)(world.save_dir.with_name("fallback"))
+
+
+def versions(found: Found) -> list[int]:
+    return [c.version for c in found.candidates]
+
+
+def spoil(path: Path) -> Path:
+    """Damage that only reading finds."""
+    piece = path / "__0_1.distcp"
+    data = bytearray(piece.read_bytes())
+    data[5] ^= 1
+    piece.write_bytes(data)
+    return path
+
+
+def places(found: Found) -> dict[int, str]:
+    return {c.version: path.parent.name for c, path in found.where.items()}
+
+
+def test_the_newest_wins_wherever_it_lies(world: World, other: World) -> None:
+    world.make(8), world.make(4), other.make(12), other.make(6)
+    found = look_back(world.save_dir, other.save_dir)
+    assert versions(found) == [12, 8, 6, 4]
+    assert places(found) == {12: "fallback", 8: "checkpoints", 6: "fallback", 4: "checkpoints"}
+    assert [c.version for c in found.verified] == [12]
+    assert found.skipped == (f"in the fallback directory {other.save_dir}: step 12, 6",)
+    world.make(16)
+    found = look_back(world.save_dir, other.save_dir)
+    assert (versions(found), [c.version for c in found.verified]) == ([16, 12, 8, 6, 4], [16])
+
+
+def test_without_a_fallback_nothing_is_said_of_one(world: World) -> None:
+    world.make(8)
+    found = look_back(world.save_dir)
+    assert (versions(found), found.skipped) == ([8], ())
+    assert look_back(world.save_dir.with_name("absent")) == Found()
+
+
+def test_damage_in_one_is_made_good_by_the_other(world: World, other: World) -> None:
+    world.make(4), world.make(8), other.make(6)
+    bad = spoil(world.make(12))
+    found = look_back(world.save_dir, other.save_dir)
+    assert versions(found) == [8, 6, 4]
+    assert found.skipped[0].startswith(f"{bad.name}: piece __0_1.distcp is damaged")
+    spoil(world.save_dir / "tft_saved_checkpoints-step_8")
+    found = look_back(world.save_dir, other.save_dir)
+    assert (versions(found), found.where[found.candidates[0]].parent) == ([6, 4], other.save_dir)
+
+
+def test_only_what_may_be_the_newest_is_read(world: World, other: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.make(12), other.make(8)
+    read: list[Path] = []
+
+    def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
+        read.append(path)
+        return digest_file(path, progress)
+
+    monkeypatch.setattr(verify, "digest_file", spy)
+    look_back(world.save_dir, other.save_dir)
+    assert read and all(path.is_relative_to(world.save_dir) for path in read)
+
+
+def test_two_of_one_version_are_both_offered(world: World, other: World) -> None:
+    """A commit that hung in save_dir may have happened after all: ranks must find something in common."""
+    world.make(12), other.make(12, "second")
+    found = look_back(world.save_dir, other.save_dir)
+    assert versions(found) == [12, 12]
+    assert len(set(found.where.values())) == 2
+    spoil(world.save_dir / "tft_saved_checkpoints-step_12")
+    found = look_back(world.save_dir, other.save_dir)
+    assert [path.parent for path in found.where.values()] == [other.save_dir]
+
+
+def test_a_copy_is_one_candidate_and_save_dir_is_preferred(world: World, other: World) -> None:
+    shutil.copytree(world.make(12), other.save_dir / "tft_saved_checkpoints-step_12")
+    found = look_back(world.save_dir, other.save_dir)
+    assert (versions(found), places(found), found.skipped) == ([12], {12: "checkpoints"}, ())
+
+
+def test_a_directory_that_cannot_be_listed_is_no_start_from_nothing(world: World, other: World) -> None:
+    world.save_dir.write_text("a file in its place")
+    with pytest.raises(CheckpointError, match=f"cannot list {world.save_dir}"):
+        look_back(world.save_dir, other.save_dir)
+    other.make(8)
+    found = look_back(world.save_dir, other.save_dir)
+    assert versions(found) == [8]
+    assert f"cannot list {world.save_dir}: Not a directory" in found.skipped
+    with pytest.raises(CheckpointError, match="cannot list"):
+        look_back(world.save_dir.with_name("absent"), world.save_dir)
+
+
+def test_what_was_agreed_on_is_looked_at_where_it_lies(world: World, other: World) -> None:
+    world.make(12), other.make(8)
+    found = look_back(world.save_dir, other.save_dir)
+    chosen = found.candidates[1]
+    check_chosen(found.where[chosen], chosen, already_verified=chosen in found.verified)
+    spoil(found.where[chosen])
+    with pytest.raises(RestoreError, match=r"not whole here: piece __0_1.distcp is damaged"):
+        check_chosen(found.where[chosen], chosen, already_verified=False)
