@@ -12,7 +12,6 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
 from pathlib import Path
 
 from ttp.config import RankEnv
@@ -40,7 +39,7 @@ class PageDirectory:
         remove_abandoned(shared_memory)
         key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}".encode()).hexdigest()[:12]
         self._lock = -1
-        for path in (shared_memory / f"{_prefix()}{key}", run_dir / "pages"):
+        for path in (shared_memory / f"{_prefix()}{key}", _fallback(run_dir)):
             if self._claim(path):
                 self.path = path
                 return
@@ -75,10 +74,25 @@ class PageDirectory:
 
 def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
     """Remove this user's page directories that no process holds any more. Returns them."""
-    found: Iterable[Path] = ()
+    return [path for path in _in_memory(shared_memory) if _remove_if_abandoned(path)]
+
+
+def page_directories(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Where ranks of this user may have put pages: the directories of all jobs of this host, and that in ``run_dir``.
+
+    Whoever looks for a rank of another job than its own must recognise it by what the files say.
+    """
+    return [*_in_memory(shared_memory), _fallback(run_dir)]
+
+
+def _in_memory(shared_memory: Path) -> list[Path]:
     with contextlib.suppress(OSError):
-        found = [p for p in shared_memory.glob(f"{_prefix()}*") if p.is_dir() and not p.is_symlink()]
-    return [path for path in found if _remove_if_abandoned(path)]
+        return [p for p in shared_memory.glob(f"{_prefix()}*") if p.is_dir() and not p.is_symlink()]
+    return []
+
+
+def _fallback(run_dir: Path) -> Path:
+    return run_dir / "pages"
 
 
 def _remove_if_abandoned(path: Path) -> bool:

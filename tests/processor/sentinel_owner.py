@@ -1,0 +1,105 @@
+"""A process that holds a sentinel and does what it is told on standard input.
+
+python sentinel_owner.py DIRECTORY RANK INCARNATION [watch]
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from ttp.processor.neighbours import Neighbours
+from ttp.processor.sentinel import Sentinel
+
+PATIENCE_S = 30.0
+
+
+def say(*words: object) -> None:
+    sys.stdout.write(" ".join(map(str, words)) + "\n")
+    sys.stdout.flush()
+
+
+def fork(sentinel: Sentinel, closes: bool) -> None:
+    child = os.fork()
+    if child == 0:
+        if closes:
+            sentinel.close()
+            os._exit(0)
+        signal.pause()
+    if closes:
+        os.waitpid(child, 0)
+    say(child)
+
+
+def main(directory: Path, rank: int, incarnation: int, watches: bool) -> None:
+    sentinel = Sentinel(directory, rank, f"nonce-{rank}-{os.getpid()}", incarnation)
+    if watches:
+        Neighbours(directory, rank, incarnation, lambda r, nonce, _: say("died", r, nonce), look_s=0.05).start()
+    say("placed" if sentinel.wait_placed(PATIENCE_S) else "not placed")
+    for line in sys.stdin:
+        match line.strip():
+            case "leave":
+                sentinel.close()
+                say("left")
+            case "fork":
+                fork(sentinel, closes=False)
+            case "fork and close":
+                fork(sentinel, closes=True)
+            case "spawn":
+                subprocess.run(["true"], check=True)
+                say("spawned")
+            case "exec":
+                os.execvp("sleep", ["sleep", "60"])
+            case "raise":
+                raise SystemExit(1)
+
+
+class Owner:
+    """The same, seen from a test."""
+
+    def __init__(self, directory: Path, rank: int, incarnation: int = 7, watches: bool = False) -> None:
+        command = [sys.executable, __file__, str(directory), str(rank), str(incarnation), *["watch"] * watches]
+        self.rank = rank
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=without_settings()
+        )
+        assert self.hear() == "placed"
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def nonce(self) -> str:
+        return f"nonce-{self.rank}-{self.pid}"
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().strip()
+
+    def tell(self, what: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+
+    def ask(self, what: str) -> str:
+        self.tell(what)
+        return self.hear()
+
+    def kill(self) -> None:
+        self.process.kill()
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+def without_settings() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if not key.startswith("TTP_")}
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "watch" in sys.argv[4:])

@@ -1,0 +1,206 @@
+"""Ranks of a host watch each other in a ring, whoever comes, leaves and dies."""
+
+from __future__ import annotations
+
+import logging
+import queue
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.controller.conftest import until
+from tests.processor.sentinel_owner import Owner
+from ttp.processor import neighbours as subject
+from ttp.processor.futex import DIED, WAITERS
+from ttp.processor.lookout import REASON
+from ttp.processor.neighbours import Neighbours
+from ttp.processor.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
+
+LONG_S = 20.0
+ME, INCARNATION = 1, 7
+Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
+    owners: list[Owner] = []
+
+    def begin(rank: int, **kwargs: int) -> Owner:
+        owners.append(Owner(tmp_path, rank, **kwargs))
+        return owners[-1]
+
+    yield begin
+    for owner in owners:
+        owner.end()
+
+
+class Watching:
+    """``Neighbours`` of rank 1, in this process, and what they said."""
+
+    def __init__(self, directory: Path, look_s: float = 0.02) -> None:
+        self.told: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
+        self.ring = Neighbours(directory, ME, INCARNATION, lambda *words: self.told.put(words), look_s)
+        self.ring.start()
+
+    def hear(self) -> tuple[int, str, str]:
+        return self.told.get(timeout=LONG_S)
+
+    def wait_for(self, rank: int | None) -> None:
+        until(lambda: self.ring.watched == rank)
+
+    def end(self) -> None:
+        self.ring.close()
+        self.ring._thread.join(LONG_S)
+        assert not self.ring._thread.is_alive()
+
+
+@pytest.fixture
+def watching(tmp_path: Path) -> Iterator[Watching]:
+    ring = Watching(tmp_path)
+    yield ring
+    ring.end()
+    assert ring.told.empty()  # whatever a test did not ask for must not have been said
+
+
+def word_of(owner: Owner) -> tuple[int, str, str]:
+    return owner.rank, owner.nonce, REASON
+
+
+def test_one_death_after_the_other_round_the_ring(start: Start, watching: Watching) -> None:
+    before, after, last = start(0), start(2), start(3)
+    watching.wait_for(2)
+    after.kill()
+    assert watching.hear() == word_of(after)
+    watching.wait_for(3)
+    last.kill()
+    assert watching.hear() == word_of(last)
+    watching.wait_for(0)
+    before.kill()
+    assert watching.hear() == word_of(before)
+    watching.wait_for(None)
+
+
+def test_woken_not_found_by_chance(start: Start, tmp_path: Path) -> None:
+    """It looks around only once in a long while; the kernel tells it nevertheless."""
+    owner, ring = start(2), Watching(tmp_path, look_s=4 * LONG_S)
+    ring.wait_for(2)
+    owner.kill()
+    assert ring.hear() == word_of(owner)
+    ring.ring.close()
+
+
+def test_three_die_together_and_one_is_left_to_tell(start: Start) -> None:
+    """A real ring: 4 watches 0, which watches 1, and so on. None of those who watched the dead is left, but 4 is."""
+    owners = {rank: start(rank, watches=1) for rank in (0, 1, 2, 4)}
+    for rank in (1, 0, 2):
+        owners[rank].kill()
+    told = {owners[4].hear() for _ in range(3)}
+    assert told == {f"died {rank} {owners[rank].nonce}" for rank in (0, 1, 2)}
+
+
+def test_who_leaves_is_followed_by_the_next(start: Start, watching: Watching) -> None:
+    leaver, after = start(2), start(3)
+    watching.wait_for(2)
+    assert leaver.ask("leave") == "left"
+    leaver.end()
+    watching.wait_for(3)
+    after.kill()
+    assert watching.hear() == word_of(after)
+
+
+def test_who_comes_later_and_nearer_is_found(start: Start, watching: Watching) -> None:
+    start(3)
+    watching.wait_for(3)
+    late = start(2)
+    watching.wait_for(2)
+    late.kill()
+    assert watching.hear() == word_of(late)
+    watching.wait_for(3)
+    again = start(2)  # launched again: the same name, another process
+    watching.wait_for(2)
+    again.kill()
+    assert watching.hear() == word_of(again)
+
+
+def test_who_died_before_anybody_looked_is_told_of(start: Start, tmp_path: Path) -> None:
+    owner = start(2)
+    owner.end()
+    ring = Watching(tmp_path)
+    assert ring.hear() == word_of(owner)
+    ring.end()
+
+
+def test_another_incarnation_is_nobodys_neighbour(start: Start, watching: Watching) -> None:
+    start(2, incarnation=6).end()
+    start(3, incarnation=8).end()
+    last = start(4)
+    watching.wait_for(4)
+    last.kill()
+    assert watching.hear() == word_of(last)
+
+
+def test_nothing_is_said_after_close(start: Start, watching: Watching) -> None:
+    owner = start(2)
+    watching.wait_for(2)
+    watching.end()
+    owner.end()
+
+
+def put(directory: Path, rank: int, word: int) -> None:
+    content = bytearray(pack_header(rank, 1234, 5, INCARNATION, f"forged-{rank}").ljust(FILE_BYTES, b"\0"))
+    for seat in range(SEATS):
+        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
+    (directory / sentinel_name(rank)).write_bytes(content)
+    (directory / sentinel_name(rank)).chmod(0o600)
+
+
+def test_bad_files_are_passed_by_and_noted_once(start: Start, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "ttp.processor")
+    (tmp_path / sentinel_name(2)).write_bytes(b"garbage")
+    put(tmp_path, 3, DIED | 1)
+    last = start(4)
+    ring = Watching(tmp_path)
+    ring.wait_for(4)
+    put(tmp_path, 2, DIED | 2)
+    until(lambda: len(caplog.records) == 3)
+    last.kill()
+    assert ring.hear() == word_of(last)
+    ring.end()
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        f"rank {rank} is not watched by this one" for rank in (2, 3, 2)
+    ]
+
+
+def test_a_file_that_goes_bad_while_it_is_watched(start: Start, tmp_path: Path, watching: Watching) -> None:
+    put(tmp_path, 2, WAITERS | 1234)
+    last = start(3)
+    watching.wait_for(2)
+    with (tmp_path / sentinel_name(2)).open("r+b") as file:
+        file.seek(word_at(0))
+        file.write(b"\1\2\3\4")
+    watching.wait_for(3)
+    last.kill()
+    assert watching.hear() == word_of(last)
+
+
+def test_without_a_directory_there_is_nobody(tmp_path: Path) -> None:
+    ring = Watching(tmp_path / "gone")
+    assert ring.ring._thread.is_alive()
+    ring.end()
+    assert ring.ring.watched is None and ring.told.empty()
+
+
+def test_whatever_fails_is_one_line_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    caplog.set_level(logging.DEBUG, "ttp.processor")
+    monkeypatch.setattr(subject, "ranks_in", broken)
+    ring = Watching(tmp_path)
+    ring.ring._thread.join(LONG_S)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG and "a defect" in record.getMessage()

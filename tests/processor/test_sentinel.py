@@ -1,0 +1,333 @@
+"""A sentinel shows death as death, leaving as leaving, and nothing else as either."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.processor.sentinel_owner import Owner, without_settings
+from ttp.config import RankEnv
+from ttp.processor import futex
+from ttp.processor.futex import DIED, WAITERS, Mapping
+from ttp.processor.lookout import BadSentinelError, Lookout, State, look, ranks_in
+from ttp.processor.page_dir import PageDirectory
+from ttp.processor.sentinel import (
+    FILE_BYTES,
+    NONCE_BYTES,
+    SEATS,
+    Seat,
+    Sentinel,
+    pack_header,
+    process_start,
+    sentinel_name,
+    word_at,
+)
+
+LONG_S = 20.0
+Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
+    owners: list[Owner] = []
+
+    def begin(rank: int = 3, directory: Path = tmp_path, **kwargs: bool) -> Owner:
+        owners.append(Owner(directory, rank, **kwargs))
+        return owners[-1]
+
+    yield begin
+    for owner in owners:
+        owner.end()
+
+
+def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> Lookout:
+    lookout = look(directory, rank, seat)
+    assert isinstance(lookout, Lookout), lookout
+    return lookout
+
+
+def test_it_says_whose_it_is(tmp_path: Path, start: Start) -> None:
+    owner = start()
+    lookout = seen(tmp_path)
+    assert (lookout.owner.rank, lookout.owner.pid, lookout.owner.incarnation) == (3, owner.pid, 7)
+    assert lookout.owner.nonce == owner.nonce
+    assert lookout.owner.start == process_start(owner.pid) != process_start(os.getpid())
+    assert lookout.wait(0.0) is State.ALIVE
+    assert ranks_in(tmp_path) == [3] and [p.name for p in tmp_path.iterdir()] == ["alive_3"]  # no draft is left
+
+
+@pytest.mark.parametrize("seat", range(SEATS))
+def test_the_kernel_wakes_who_waits_in_any_seat(tmp_path: Path, start: Start, seat: int) -> None:
+    owner = start()
+    fd = os.open(tmp_path / sentinel_name(3), os.O_RDONLY)
+    mapping = Mapping(fd, FILE_BYTES, writable=False)
+    os.close(fd)
+    word = mapping.word(word_at(seat))
+    assert word > WAITERS
+    waiting = threading.Timer(0.1, owner.kill)
+    waiting.start()
+    assert mapping.wait(word_at(seat), word, LONG_S)  # woken; the end of the time would be False
+    assert mapping.word(word_at(seat)) == DIED
+    mapping.close()
+
+
+def test_everybody_in_one_seat_is_woken(tmp_path: Path, start: Start) -> None:
+    """The kernel wakes one; without a word from that one the others would sleep for the rest of their time."""
+    owner = start()
+    states: list[State] = []
+    watchers = [threading.Thread(target=lambda: states.append(seen(tmp_path).wait(4 * LONG_S))) for _ in range(4)]
+    for watcher in watchers:
+        watcher.start()
+    owner.kill()
+    for watcher in watchers:
+        watcher.join(LONG_S)
+    assert states == [State.DIED] * 4
+
+
+def test_who_looks_later_sees_it_too(tmp_path: Path, start: Start) -> None:
+    start().end()
+    assert seen(tmp_path).state() is State.DIED
+
+
+def test_leaving_is_not_dying(tmp_path: Path, start: Start) -> None:
+    owner = start()
+    lookout = seen(tmp_path)
+    watcher = threading.Thread(target=lookout.wait, args=(4 * LONG_S,))
+    watcher.start()
+    assert owner.ask("leave") == "left"
+    watcher.join(LONG_S)
+    assert not watcher.is_alive()  # woken
+    owner.end()
+    assert lookout.state() is State.LEFT
+
+
+@pytest.mark.parametrize("end", ["exec", "raise"])
+def test_a_process_that_ends_without_a_word_has_died(tmp_path: Path, start: Start, end: str) -> None:
+    owner = start()
+    lookout = seen(tmp_path)
+    owner.tell(end)
+    assert lookout.wait(LONG_S) is State.DIED
+
+
+def test_children_neither_prolong_nor_end_it(tmp_path: Path, start: Start) -> None:
+    owner = start()
+    lookout = seen(tmp_path)
+    first, second = int(owner.ask("fork")), int(owner.ask("fork"))
+    owner.ask("fork and close")
+    assert owner.ask("spawn") == "spawned"
+    os.kill(first, signal.SIGKILL)
+    assert lookout.wait(0.1) is State.ALIVE
+    try:
+        owner.kill()
+        assert lookout.wait(LONG_S) is State.DIED
+        os.kill(second, 0)  # lives all the while
+    finally:
+        os.kill(second, signal.SIGKILL)
+
+
+def test_a_thread_that_ends_with_its_list_put_back_leaves_no_trace(tmp_path: Path) -> None:
+    """And the process can place another one, under the same name."""
+    for nonce in ("one", "two"):
+        sentinel = Sentinel(tmp_path, 3, nonce, 7)
+        assert sentinel.wait_placed(LONG_S)
+        lookout = seen(tmp_path)
+        assert lookout.owner.nonce == nonce and lookout.state() is State.ALIVE
+        sentinel.close()
+        sentinel.close()
+        assert lookout.state() is State.LEFT
+
+
+# --------------------------------------------------------------------------------------------------- no shared memory
+
+
+def fails_quietly(directory: Path, caplog: pytest.LogCaptureFixture, nonce: str = "n") -> str:
+    with caplog.at_level(logging.DEBUG, "ttp.processor"):
+        sentinel = Sentinel(directory, 3, nonce, 7)
+        sentinel.close()
+    assert not sentinel.wait_placed(0)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    return record.getMessage()
+
+
+def test_without_a_directory(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "No such file" in fails_quietly(tmp_path / "gone", caplog)
+
+
+def test_a_directory_that_others_may_write_to_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "open").mkdir()
+    (tmp_path / "open").chmod(0o777)
+    assert "others may write" in fails_quietly(tmp_path / "open", caplog)
+    assert list((tmp_path / "open").iterdir()) == []
+
+
+def test_a_nonce_that_does_not_fit(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    assert "64 bytes at most" in fails_quietly(tmp_path, caplog, "n" * (NONCE_BYTES + 1))
+
+
+def test_a_platform_without_futexes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unknown() -> None:
+        raise OSError(errno.ENOSYS, "robust futexes are not known to ttp on plan9")
+
+    monkeypatch.setattr(futex, "_numbers", unknown)
+    assert "plan9" in fails_quietly(tmp_path, caplog)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_kernel_that_refuses_robust_lists(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    numbers = futex._numbers()
+    monkeypatch.setattr(futex, "_numbers", lambda: numbers._replace(set_robust_list=100_000))
+    assert os.strerror(errno.ENOSYS) in fails_quietly(tmp_path, caplog)
+    assert list(tmp_path.iterdir()) == []
+
+
+NO_ROOM = """
+import resource, sys
+from pathlib import Path
+from ttp.processor.sentinel import Sentinel
+
+if sys.argv[2] == "limit":
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+sentinel = Sentinel(Path(sys.argv[1]), 3, "n", 7)
+sentinel._thread.join(20)
+print(sentinel.wait_placed(0))
+"""
+
+
+def try_without_room(directory: Path, how: str) -> None:
+    command = [sys.executable, "-c", NO_ROOM, str(directory), how]
+    done = subprocess.run(command, capture_output=True, text=True, env=without_settings(), timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip(), done.stderr) == (0, "False", "")  # no SIGBUS above all
+    assert ranks_in(directory) == [] and not list(directory.glob(".alive*"))
+
+
+def test_no_room_for_a_page(tmp_path: Path) -> None:
+    try_without_room(tmp_path, "limit")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounts a file system")
+def test_full_shared_memory(tmp_path: Path) -> None:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=16k,mode=0700", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        with pytest.raises(OSError, match="No space"):
+            (tmp_path / "ballast").write_bytes(b"x" * 20_000)
+        try_without_room(tmp_path, "full")
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="run", launch=0)
+
+
+def test_nothing_is_left_when_all_are_killed(tmp_path: Path, start: Start) -> None:
+    pages = PageDirectory(tmp_path / "run", ENV, 1, tmp_path)
+    owners = [start(rank, pages.path) for rank in (0, 1)]
+    for owner in owners:
+        owner.end()
+    pages.close()  # as the kernel does it for a process that dies
+    assert not pages.path.exists()
+
+
+# ---------------------------------------------------------------------------------------------------------- bad files
+
+
+def put(directory: Path, content: bytes, mode: int = 0o600) -> None:
+    path = directory / sentinel_name(3)
+    path.write_bytes(content)
+    path.chmod(mode)
+
+
+def good(word: int = WAITERS | 1234) -> bytearray:
+    content = bytearray(pack_header(3, 1234, 5, 7, "n").ljust(FILE_BYTES, b"\0"))
+    for seat in range(SEATS):
+        content[word_at(seat) : word_at(seat) + 4] = word.to_bytes(4, "little")
+    return content
+
+
+def changed(at: int, to: bytes) -> bytes:
+    content = good()
+    content[at : at + len(to)] = to
+    return bytes(content)
+
+
+def refused(directory: Path) -> str:
+    reason = look(directory, 3, Seat.NEIGHBOUR)
+    assert isinstance(reason, str)
+    return reason
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b"", "0 bytes"),
+        (bytes(good())[:-1], "4095 bytes"),
+        (bytes(good()) + b"\0", "4097 bytes"),
+        (bytes(FILE_BYTES), "not of this version"),
+        (changed(7, b"\x02"), "not of this version"),
+        (changed(16, b"\x04"), "digest is wrong"),
+        (pack_header(4, 1234, 5, 7, "n").ljust(FILE_BYTES, b"\0"), "belongs to rank 4"),
+    ],
+)
+def test_a_file_that_is_no_sentinel(tmp_path: Path, content: bytes, reason: str) -> None:
+    put(tmp_path, content)
+    assert reason in refused(tmp_path)
+
+
+def test_files_that_somebody_else_may_have_put_there(tmp_path: Path) -> None:
+    put(tmp_path, bytes(good()), mode=0o666)
+    assert "others may write" in refused(tmp_path)
+    (tmp_path / sentinel_name(3)).rename(tmp_path / "elsewhere")
+    (tmp_path / sentinel_name(3)).symlink_to(tmp_path / "elsewhere")
+    assert "cannot be used" in refused(tmp_path)
+    (tmp_path / sentinel_name(3)).unlink()
+    os.mkfifo(tmp_path / sentinel_name(3))
+    assert "not a plain file" in refused(tmp_path)
+    tmp_path.chmod(0o777)
+    assert "a directory that others may write to" in refused(tmp_path)
+
+
+@pytest.mark.parametrize("word", [1, WAITERS, DIED | 1234, DIED & ~WAITERS, 0xFFFFFFFF])
+def test_a_word_that_makes_no_sense_is_neither_life_nor_death(tmp_path: Path, word: int) -> None:
+    put(tmp_path, bytes(good(word)))
+    lookout = seen(tmp_path)
+    with pytest.raises(BadSentinelError, match="its word is"):
+        lookout.wait(LONG_S)
+    lookout.close()
+
+
+@given(st.integers(0, 127), st.integers(1, 255))
+def test_no_flipped_byte_of_the_header_is_believed(
+    tmp_path_factory: pytest.TempPathFactory, at: int, flip: int
+) -> None:
+    directory = tmp_path_factory.mktemp("flipped")
+    put(directory, changed(at % 112, bytes([good()[at % 112] ^ flip])))
+    assert isinstance(look(directory, 3, Seat.NEIGHBOUR), str)
+
+
+def test_names_that_are_no_ranks(tmp_path: Path) -> None:
+    for name in ("alive_2", "alive_10", "alive_", "alive_x", "alive_-1", "alive_1.5", ".alive_4.99", "rank_1.page"):
+        (tmp_path / name).touch()
+    assert ranks_in(tmp_path) == [2, 10]
+    assert ranks_in(tmp_path / "gone") == []
+
+
+def test_a_process_that_is_gone_started_never() -> None:
+    assert process_start(2**22 + 1) == 0

@@ -1,0 +1,187 @@
+"""Robust futexes, spoken to the kernel directly: the end of the thread that holds one wakes whoever waits for it.
+
+A thread gives the kernel a list of words that hold its id. When the thread ends, however it ends, the kernel writes
+"owner died" into them and wakes one waiter each, *before* it frees the memory and closes the sockets of the process:
+a killed process of any size is known to be dead at once. See ``set_robust_list(2)``, ``futex(2)``.
+
+Robust mutexes of the C library are made of the same words. They are not used here because a watcher would have to
+write: lock, mark, unlock, and thereby trust bytes of another process (the library aborts on some), stand in the way of
+other watchers, and be taken for the dead owner when it dies itself. A word can be waited for through a mapping that is
+read-only; nothing that a watcher does or meets can then hurt anybody.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from functools import cache
+from types import TracebackType
+from typing import Any, NamedTuple
+
+WAITERS = 0x80000000
+"""Somebody may wait. Always set by owners here, so that watchers need not set it."""
+OWNER_DIED = 0x40000000
+TID_MASK = 0x3FFFFFFF
+DIED = WAITERS | OWNER_DIED
+"""Exactly what the kernel leaves of a word whose owner has ended."""
+
+_WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
+_PAGE = 4096
+_NODE_BYTES = 64
+_FIRST_NODE = 64
+_HEAD_BYTES = 24  # next node, distance from a node to its word, the operation under way
+
+
+class _Numbers(NamedTuple):
+    futex: int
+    set_robust_list: int
+    get_robust_list: int
+
+
+_NUMBERS = {"x86_64": _Numbers(202, 273, 274), "aarch64": _Numbers(98, 99, 100)}
+
+
+class _Timespec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+class Mapping:
+    """A file in memory, shared with everybody who maps it. Addresses stay valid until ``close``.
+
+    Not ``mmap.mmap``: Python takes those away while it shuts down, before the process has ended; and it gives no
+    address of a read-only one.
+
+    Args:
+        fd: of the file; -1 for memory of this process alone. May be closed afterwards.
+        size: bytes; the file must have that many, or touching what is missing ends the process.
+        writable: else any store through it ends the process.
+
+    Raises:
+        OSError: it cannot be mapped, or this platform is not known.
+    """
+
+    def __init__(self, fd: int, size: int, writable: bool) -> None:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        kind = mmap.MAP_SHARED if fd >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = _libc().mmap(None, size, protection, kind, fd, 0)
+        if address in (None, ctypes.c_void_p(-1).value):
+            raise _problem("mmap")
+        self.address, self._size = int(address), size
+
+    def word(self, offset: int) -> int:
+        """The 32-bit word there."""
+        return int(ctypes.c_uint32.from_address(self.address + offset).value)
+
+    def set_word(self, offset: int, value: int) -> None:
+        """Store a 32-bit word at once."""
+        ctypes.c_uint32.from_address(self.address + offset).value = value
+
+    def wait(self, offset: int, expected: int, timeout_s: float) -> bool:
+        """Sleep while the word is ``expected``; without the interpreter lock. May return early for no reason.
+
+        Returns:
+            False when the time is over.
+
+        Raises:
+            OSError: futexes are not to be had here.
+        """
+        timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
+        failed = _syscall(
+            _numbers().futex,
+            ctypes.c_void_p(self.address + offset),
+            ctypes.c_int(_WAIT),
+            ctypes.c_uint32(expected),
+            ctypes.byref(timeout),
+        )
+        if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+            raise _problem("futex wait")
+        return not (failed and ctypes.get_errno() == errno.ETIMEDOUT)
+
+    def wake(self, offset: int) -> None:
+        """Wake everybody who waits for the word, in any process."""
+        where = ctypes.c_void_p(self.address + offset)
+        _syscall(_numbers().futex, where, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY))
+
+    def close(self) -> None:
+        """Give the addresses back."""
+        _libc().munmap(ctypes.c_void_p(self.address), ctypes.c_size_t(self._size))
+
+
+class RobustList:
+    """While it is open: the end of the thread that opened it marks some words as died and wakes who waits for them.
+
+    The thread must hold no robust mutex of the C library meanwhile; its list is put aside. The words must hold the
+    thread's id already.
+
+    Args:
+        words: their addresses, 64 bytes apart.
+
+    Raises:
+        OSError: this kernel or sandbox has no robust futexes.
+    """
+
+    def __init__(self, words: Sequence[int]) -> None:
+        self._words = words
+        self._before = ctypes.c_void_p()
+        self._memory: Mapping | None = None
+
+    def __enter__(self) -> RobustList:
+        size = ctypes.c_size_t()
+        where = (ctypes.byref(self._before), ctypes.byref(size))
+        if _syscall(_numbers().get_robust_list, ctypes.c_int(0), *where) or size.value != _HEAD_BYTES:
+            raise _problem("get_robust_list")
+        self._memory = Mapping(-1, _PAGE, writable=True)  # the kernel reads it at the very end of the process
+        _set_robust_list(_link(self._memory.address, self._words))
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, at: TracebackType | None) -> None:
+        _set_robust_list(self._before.value or 0)
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _link(head: int, words: Sequence[int]) -> int:
+    """Write the list to ``head``: a ring of nodes as far apart as the words are, with their distance. Returns it."""
+    nodes = [head + _FIRST_NODE + i * _NODE_BYTES for i in range(len(words))]
+    for node, following in zip([head, *nodes], [*nodes, head], strict=True):
+        ctypes.c_uint64.from_address(node).value = following
+    ctypes.c_int64.from_address(head + 8).value = words[0] - nodes[0]
+    return head
+
+
+def _set_robust_list(head: int) -> None:
+    if _syscall(_numbers().set_robust_list, ctypes.c_void_p(head), ctypes.c_size_t(_HEAD_BYTES)):
+        raise _problem("set_robust_list")
+
+
+@cache
+def _libc() -> Any:
+    _numbers()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    libc.syscall.restype = ctypes.c_long
+    return libc
+
+
+@cache
+def _numbers() -> _Numbers:
+    machine = platform.machine()
+    if not sys.platform.startswith("linux") or machine not in _NUMBERS or ctypes.sizeof(ctypes.c_void_p) != 8:
+        raise OSError(errno.ENOSYS, f"robust futexes are not known to ttp on {sys.platform} {machine}")
+    return _NUMBERS[machine]
+
+
+def _syscall(number: int, *arguments: Any) -> bool:
+    """Whether it failed; then ``ctypes.get_errno()`` says why."""
+    return bool(_libc().syscall(ctypes.c_long(number), *arguments) == -1)
+
+
+def _problem(call: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{call}: {os.strerror(number)}")
