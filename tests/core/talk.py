@@ -27,7 +27,7 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
 
 PATIENCE = Patience(
-    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2
+    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2, stall_s=1000
 )
 
 
@@ -69,7 +69,7 @@ class Talk:
     def __init__(self, layout: Layout | None = None, *, formed: bool = True) -> None:
         self.layout = layout or grid(1, 3)
         self.now = 0.0
-        self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0)
+        self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0, host="h")
         self.said: list[Action] = []
         self.streams = {r: r + 1 for r in range(self.layout.world_size)}
         for r in range(self.layout.world_size if formed else 0):

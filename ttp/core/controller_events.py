@@ -19,8 +19,24 @@ class Patience:
     freeze_s: float = 30.0
     grace_s: float = 1.0
     rescue_s: float = 360.0
-    gather_s: float = 5.0
+    gather_s: float = 2.0
     """After a takeover: how long ranks have to say hello again."""
+    silent_s: float = 3.0
+    """A rank that said nothing for so long before its stream ended is on a host that may be cut off, not dead."""
+    partition_s: float = 10.0
+    """How long a rank may take to come back whose host a second witness still reaches."""
+    stall_s: float = 60.0
+    """How long a save or commit may go without writing a byte."""
+    second_look_s: float = 5.0
+    """How long ranks that are suspected to hang have to show that they do not, while nobody trains."""
+    hope_s: float = 2.0
+    """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
+    hang_s: float | None = None
+    """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
+    heartbeat_s: float = 1.0
+    """Time between two heartbeats of a rank."""
+    standbys: int = 2
+    """Controllers that stand by on other hosts."""
     exit_s: float = 10.0
     """After a release: how long ranks have to leave."""
     abandoned_s: float = 120.0

@@ -26,7 +26,13 @@ and nothing is broken, the world is thawed. While ranks are still coming back no
 Cost: constant time per event, O(world size) per stage of an incident.
 
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
-plan into a checkpoint, ``restoring`` makes all ranks restore the same one. This file ties them to events.
+plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
+``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
+``mirrors`` passes pages on to other hosts. This file ties them to events.
+
+Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
+stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come
+to, none of them frozen, sends them on as well: the others are elsewhere, and a healthy job must not be called broken.
 """
 
 from __future__ import annotations
@@ -46,12 +52,19 @@ from ttp.core.controller_events import (
     StreamEnded,
     Tick,
 )
+from ttp.core.hangs import HangWatch
 from ttp.core.incident import Incident, Stage
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.membership import Member, Membership, Refusal
+from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
 from ttp.core.rescue import OUTSIDER, Rescue
 from ttp.core.restoring import Restoring
+from ttp.core.standby import Standby
+from ttp.core.witnesses import Witnesses
+
+STACKS_MAX = 8
+"""Suspects whose stacks are asked for."""
 
 
 class ControllerMachine:
@@ -61,16 +74,21 @@ class ControllerMachine:
         patience: see ``Patience``.
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
+        host: where it runs, as ranks name their hosts.
     """
 
-    def __init__(self, patience: Patience, new_id: Callable[[int], str], now: float) -> None:
+    def __init__(self, patience: Patience, new_id: Callable[[int], str], now: float, host: str = "") -> None:
         self.patience = patience
         self.job = Membership()
         self.finished_at: float | None = None
         self.stopped = False
         self._outbox = Outbox(self.job)
-        self._rescue = Rescue(self.job, self._outbox, patience, new_id)
+        self._mirrors = Mirrors(self.job, self._outbox)
+        self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
         self._restoring = Restoring(self.job, self._outbox)
+        self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
+        self._witnesses = Witnesses(self.job, self._outbox, patience, host)
+        self._standby = Standby(self.job, self._outbox, host, patience.standbys)
         self._quiet_since = now
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -92,7 +110,7 @@ class ControllerMachine:
             case SaveRequested():
                 self._rescue.request(event, now)
             case Tick():
-                pass
+                self._look_for_hangs(now)
         self._expire(now)
         self._rescue.advance(now)
         self._maybe_finished(now)
@@ -112,6 +130,10 @@ class ControllerMachine:
             yield self.job.gather_until
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
+        if self.incident is None and self.stage == "training":
+            due = self._hangs.deadline()
+            if due is not None:
+                yield due
         yield from self._rescue.deadlines()
 
     # --------------------------------------------------------------------------------------------------- what is known
@@ -135,6 +157,16 @@ class ControllerMachine:
     def incidents_total(self) -> int:
         """Incidents since this controller started."""
         return self._rescue.total
+
+    @property
+    def false_alarms(self) -> int:
+        """Incidents that ended with a thaw, as nothing was broken."""
+        return self._rescue.false_alarms
+
+    @property
+    def standbys(self) -> tuple[str, ...]:
+        """Controllers that stand by (host:port)."""
+        return self._standby.addresses
 
     @property
     def base_version(self) -> Version:
@@ -165,14 +197,16 @@ class ControllerMachine:
     # ----------------------------------------------------------------------------------------------------- membership
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        refusal = self.job.refusal(hello) or self._busy(hello)
+        if hello.takeover and hello.term_seen > self.term and self.job.layout is not None:
+            self._abdicate()
+        refusal = self._elsewhere(hello) or self.job.refusal(hello) or self._busy(hello)
         if refusal is not None:
             code, text = refusal
             self._outbox.send(connection, m.Refused(hello.rank, code, text))
             self._outbox.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
             return
         if self.job.starts_incarnation(hello):
-            self._new_incarnation(hello)
+            self._new_incarnation(hello, now)
         known = self.job.members.get(hello.rank)
         if known is not None and known.connection is not None and connection < known.connection:
             return  # it came late: the rank has opened another stream since
@@ -183,12 +217,15 @@ class ControllerMachine:
         first = hello.rank not in self.job.members
         self.job.join(connection, hello, now)
         self._outbox.send(connection, m.Welcome(hello.rank, self.term, self.job.incarnation, hello.ttp_version))
+        self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
+        self._standby.tell(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         if self.job.complete:
             self.job.gather_until = None
             if first:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
+                self._standby.recruit()
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
         self._joined(hello, now)
@@ -209,15 +246,37 @@ class ControllerMachine:
             return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
         return None
 
-    def _new_incarnation(self, hello: m.Hello) -> None:
+    def _elsewhere(self, hello: m.Hello) -> Refusal | None:
+        """This controller is new and the rank's job is not: there are others who are to take over."""
+        if self.job.layout is None and hello.resume and hello.standbys and not hello.takeover:
+            text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
+            return m.RefusalCode.MOVED, text
+        return None
+
+    def _abdicate(self) -> None:
+        """Another controller has led the job meanwhile: what this one knows is of the past."""
+        self._outbox.record("abdicated", term=self.term)
+        self._rescue.close()
+        for connection in sorted(self.job.by_connection):
+            self._outbox.send(connection, m.Refused(Rank(-1), m.RefusalCode.MOVED, "another controller leads this job"))
+        self.job.abdicate()
+        self._forget_incarnation()
+
+    def _forget_incarnation(self) -> None:
+        self._restoring.reset()
+        self._standby.reset()
+        self._mirrors.reset()
+        self.finished_at = None
+
+    def _new_incarnation(self, hello: m.Hello, now: float) -> None:
         self._rescue.close()
         for rank in sorted(self.job.live):
             text = "a new incarnation of the job has started"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
         self.job.start_incarnation(hello)
-        self._restoring.reset()
+        self._forget_incarnation()
+        self._hangs.reset(now)
         self._rescue.base_version, self._rescue.saving.last_commit = hello.base_version, None
-        self.finished_at = None
         self._outbox.record(
             "incarnation",
             incarnation=self.job.incarnation,
@@ -237,11 +296,41 @@ class ControllerMachine:
                 self.job.forget(rank)
                 self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
             else:
-                self.job.lose(rank, now)
-                text = f"{member.name} was lost: its stream ended without a goodbye"
-                self._rescue.fault(rank, m.FaultKind.LOST, text, now)
+                self._stream_lost(member, now)
         if not self.job.live:
             self._quiet_since = now
+
+    def _stream_lost(self, member: Member, now: float) -> None:
+        rank, silent_s = member.hello.rank, now - member.last_seen
+        first_of_host = all(self.job.members[r].hello.host != member.hello.host for r in self.job.suspects)
+        self.job.lose(rank, now)
+        self._hangs.forget(rank)
+        text = f"{member.name} was lost: its stream ended without a goodbye"
+        cut_off = silent_s > self.patience.silent_s
+        if cut_off:
+            text += f", after {silent_s:.1f} s of silence"
+        self._rescue.fault(rank, m.FaultKind.LOST, text, now)
+        if cut_off and first_of_host:
+            self._witnesses.ask(rank)
+
+    def _look_for_hangs(self, now: float) -> None:
+        if self.incident is not None or self.stage != "training":
+            return
+        suspicion = self._hangs.check(now, self.job.live)
+        if suspicion is None:
+            return
+        for rank in suspicion.subjects or (OUTSIDER,):
+            self._rescue.fault(rank, suspicion.kind, suspicion.text, now)
+        for rank in suspicion.subjects[:STACKS_MAX]:
+            self._ask_for_stack(rank)
+
+    def _ask_for_stack(self, subject: Rank) -> None:
+        """Of another rank of its host, which runs for sure; of itself if there is none."""
+        hello = self.job.members[subject].hello
+        others = (r for r in self.job.live if r != subject and self.job.members[r].hello.host == hello.host)
+        witness = min(others, default=subject)
+        incident = self.incident.id if self.incident is not None else ""
+        self._outbox.send_to(witness, m.TakeStack(witness, self.term, incident, subject, hello.pid))
 
     def _accused(self, event: Accused, now: float) -> None:
         for index, rank in enumerate(event.ranks):
@@ -252,16 +341,22 @@ class ControllerMachine:
                 continue  # an earlier process of this rank
             text = f"{member.name}: {event.reason}"
             if event.kind is m.FaultKind.EXITED:
-                refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
-                self._outbox.send_to(rank, refused)  # should it be alive after all
-                self._rescue.lost(rank)
-                self.job.lose(rank, now)
-                self.job.fence(rank, text)
+                self._exited(member, text, now)
             else:
                 self.job.condemn(rank, text)
             self._rescue.fault(rank, event.kind, text, now, witness=OUTSIDER)
         if not self.job.live:
             self._quiet_since = now
+
+    def _exited(self, member: Member, text: str, now: float) -> None:
+        """Somebody who knows says that the process has ended: no grace, and no way back."""
+        rank = member.hello.rank
+        refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
+        self._outbox.send_to(rank, refused)  # should it be alive after all
+        self._rescue.lost(rank)
+        self.job.lose(rank, now)
+        self.job.fence(rank, text)
+        self._hangs.forget(rank)
 
     # -------------------------------------------------------------------------------------------------------- reports
 
@@ -274,6 +369,10 @@ class ControllerMachine:
         member = self._member(connection, beat.rank)
         if member is not None:
             member.last_seen, member.version, member.phase = now, beat.version, beat.phase
+            member.mark, member.activity = beat.mark, beat.activity
+            self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
+            if self.incident is not None:
+                self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
 
     def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
         member = self._member(connection, report.rank)
@@ -290,6 +389,14 @@ class ControllerMachine:
                 self._viewed(report)
             case m.Goodbye():
                 self._goodbye(member, report)
+            case m.StackTaken(_, incident, subject, text):
+                self._outbox.record("stack", rank=subject, witness=report.rank, text=text, of=incident)
+            case m.Probed():
+                self._witnesses.said(report, now)
+            case m.StandbyUp():
+                self._standby.answered(report)
+            case m.Mirror():
+                self._mirrors.pass_on(report)
             case _ if self.incident is not None:
                 self._saving_reported(self.incident, report, now)
 
@@ -311,6 +418,11 @@ class ControllerMachine:
             return
         if report.subject == report.rank:
             self.job.condemn(report.subject, report.text)
+        elif report.kind is m.FaultKind.EXITED:
+            witness = self.job.members[report.rank]
+            if not report.nonce or witness.hello.host != subject.hello.host or subject.left or not self.job.formed:
+                return  # only a neighbour can know, and it knows which process it was
+            self._exited(subject, report.text, now)
         self._rescue.fault(report.subject, report.kind, report.text, now, detail=report.detail, witness=report.rank)
 
     def _viewed(self, view: m.RestoreView) -> None:
@@ -346,6 +458,9 @@ class ControllerMachine:
             self.job.gather_until = now + self.patience.gather_s
             return
         self.job.gather_until = None
+        if self.incident is None and 2 * len(self.job.live) < self.job.layout.world_size:
+            self._abdicate()  # a minority, and nobody is frozen: the others have a controller
+            return
         for rank in range(self.job.layout.world_size):
             if rank not in self.job.members:
                 text = f"rank {rank} did not come back to the new controller"

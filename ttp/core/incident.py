@@ -10,6 +10,8 @@ from ttp.core import messages as m
 from ttp.core.decide import Plan
 from ttp.core.layout import Layout, Rank, Shard, Version
 
+OVER = float("-inf")
+
 
 class Stage(enum.Enum):
     """Where an incident is; see the theory of operation in ``ttp.core.controller_machine``."""
@@ -27,6 +29,7 @@ _EXPLAINS = (
     m.FaultKind.LOST,
     m.FaultKind.OUTSIDE,
     m.FaultKind.PREEMPTED,
+    m.FaultKind.HUNG,
     m.FaultKind.SILENT,
     m.FaultKind.COLLECTIVE,
     m.FaultKind.SNAPSHOT,
@@ -67,6 +70,16 @@ class Incident:
     layout: Layout
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
+    reign: str = ""
+    """Differs between controllers that have the same incident: two of them never write into one draft."""
+    directory: str = ""
+    """Where it is saved instead of the job's own directory; empty: there."""
+    irreversible: bool = False
+    """A rank was told to go to another version: its training thread cannot go on from there."""
+    progress: dict[Rank, tuple[int, float]] = field(default_factory=dict)
+    """Bytes that whoever saves or commits has written, and since when it is so many."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """What is waited for before it ends, and until when; once that is over the time is in the past."""
     stage: Stage = Stage.FREEZING
     evidence: dict[tuple[Rank, m.FaultKind], Evidence] = field(default_factory=dict)
     retracted: list[Evidence] = field(default_factory=list)
@@ -115,16 +128,30 @@ class Incident:
     def draft(self) -> str:
         """Directory name under which the planned checkpoint is written."""
         assert self.plan is not None
-        return f".draft-step_{self.plan.version}-{self.id}"
+        return f".draft-step_{self.plan.version}-{self.id}{self.reign}"
+
+    def waits(self, what: str, seconds: float, now: float) -> bool:
+        """Whether ``seconds`` have not passed since this was asked for the first time."""
+        return now < self.pauses.setdefault(what, now + seconds)
+
+    def end_pauses(self, now: float) -> None:
+        """Those that are over are no reason to look at the clock any more."""
+        for what, until in self.pauses.items():
+            if until <= now:
+                self.pauses[what] = OVER
 
     # ------------------------------------------------------------------------------------------------------- evidence
 
     def accuse(self, evidence: Evidence) -> bool:
         """Take evidence; false when it was known."""
         key = (evidence.subject, evidence.kind)
-        if key in self.evidence:
+        known = self.evidence.get(key)
+        if known is None:
+            self.evidence[key] = evidence
+            return True
+        if evidence.kind is not m.FaultKind.EXITED or evidence.text == known.text:
             return False
-        self.evidence[key] = evidence
+        known.text = evidence.text  # a neighbour saw it first, the launcher knows the signal
         return True
 
     def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
@@ -157,6 +184,16 @@ class Incident:
         """The rank could not do what it was told to: others have to."""
         self.failures[rank] = text
         self._discount(rank)
+
+    def forgive(self) -> None:
+        """Everybody who failed may try again, somewhere else: nothing of what is written counts there."""
+        failed, self.failures = list(self.failures), {}
+        self.tasks, self.pending, self.dropped, self.committer, self.progress = [], {}, [], None, {}
+        self.plan = None
+        for rank in failed:
+            answer = self.answers.get(rank)
+            if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
+                self._count(rank, answer.version)
 
     def answered(self, rank: Rank) -> bool:
         """Whether the rank has given its final answer."""

@@ -22,6 +22,8 @@ class Member:
     phase: m.Phase
     last_seen: float
     lost_at: float | None = None
+    mark: int = 0
+    activity: str = ""
     broken: str = ""  # confirmed reason for which it cannot train on
     fenced: bool = False  # given up: refused when it comes back
     done: bool = False
@@ -68,6 +70,13 @@ class Membership:
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     # ------------------------------------------------------------------------------------------------------- changes
+
+    def abdicate(self) -> None:
+        """Another controller has spoken to the job since: what is known here is of no use."""
+        self.layout, self.run_id = None, ""
+        self.members, self.by_connection, self.suspects = {}, {}, {}
+        self.live, self.broken, self.done = set(), set(), set()
+        self.formed, self.ended, self.gather_until = False, True, None
 
     def start_incarnation(self, hello: m.Hello) -> None:
         """Forget the old incarnation; ``hello`` defines the new one.
@@ -126,6 +135,18 @@ class Membership:
         member.lost_at = now if member.lost_at is None else member.lost_at
         if not (member.fenced or member.left):
             self.suspects.setdefault(rank, now)
+
+    def wait_longer(self, rank: Rank, since: float) -> None:
+        """The grace of a suspect begins at ``since``, which is later than that of every other."""
+        if self.suspects.pop(rank, None) is not None:
+            self.suspects[rank] = since
+
+    def hosts(self) -> dict[str, list[Rank]]:
+        """Ranks by host, both in ascending order."""
+        found: dict[str, list[Rank]] = {}
+        for rank in sorted(self.members):
+            found.setdefault(self.members[rank].hello.host, []).append(rank)
+        return dict(sorted(found.items()))
 
     def condemn(self, rank: Rank, reason: str) -> None:
         """The rank is known not to train on, whether it can be spoken to or not."""

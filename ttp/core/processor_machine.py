@@ -370,9 +370,8 @@ class ProcessorMachine:
         self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
         if not self.incident:
             return
-        if self._redo_until is not None:
-            self._redone(quiet)
-            return
+        if self._redo_until is not None and not self._redone(quiet):
+            return  # the update is still being made
         self._report(
             m.Frozen(
                 rank=self._hello.rank,
@@ -400,8 +399,9 @@ class ProcessorMachine:
         self._order, self.generation = order, order.generation
         if isinstance(order, m.Commit):
             self._do(StartCommit(order))
-        elif not order.order.shards or self._holds(order):
-            self._do(StartSave(order))  # pages alone can be collected by anybody
+        elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
+            undo = order.order.how is How.UNDO and self._preimage
+            self._do(StartSave(order if undo else _as_it_is(order)))
         elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
             self._redo_until = now + self.manners.redo_s
             self._do(Redo(order.version))
@@ -416,16 +416,18 @@ class ProcessorMachine:
             return order.version == (self._version if torn else self._version - 1)
         return order.version == self._version and not torn and self._phase is not m.Phase.UPDATING
 
-    def _redone(self, quiet: Quiet) -> None:
-        """The training thread was let through: has it made the update?"""
+    def _redone(self, quiet: Quiet) -> bool:
+        """The update was asked for: is it over, for good or bad?"""
         order = self._order
-        if quiet.phase is m.Phase.UPDATING or not isinstance(order, m.Save) or quiet.version < order.version - 1:
-            return
+        assert isinstance(order, m.Save)
         if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
             self._redo_until = None
-            self._do(StartSave(replace(order, order=replace(order.order, how=How.AS_IS))))
-        elif quiet.phase is not m.Phase.IDLE:
+            self._do(StartSave(_as_it_is(order)))
+        elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
+            return False
+        else:
             self._redo_failed(f"the update that was asked for ended {quiet.phase.value}")
+        return True
 
     def _redo_failed(self, text: str) -> None:
         self._redo_until = None
@@ -497,3 +499,10 @@ class ProcessorMachine:
 
     def _do(self, action: Action) -> None:
         self._actions.append(action)
+
+
+def _as_it_is(order: m.Save) -> m.Save:
+    """The rank holds the version now, whatever it took."""
+    if order.order.how is How.AS_IS:
+        return order
+    return replace(order, order=replace(order.order, how=How.AS_IS))

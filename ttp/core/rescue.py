@@ -10,10 +10,11 @@ from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller_events import AnswerSave, Patience, SaveRequested
-from ttp.core.decide import Answer, NoPlan, Plan, decide
-from ttp.core.incident import Evidence, Incident, Stage
+from ttp.core.decide import NO_DIGESTS, Answer, NoPlan, Plan, decide
+from ttp.core.incident import OVER, Evidence, Incident, Stage
 from ttp.core.layout import Rank, Version
 from ttp.core.membership import Membership
+from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
 from ttp.core.saving import Saving
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
@@ -30,14 +31,18 @@ class Rescue:
         outbox: takes orders and records.
         patience: see ``Patience``.
         new_id: makes an incident's id from its number.
+        mirrors: who keeps the pages of lost hosts.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, patience: Patience, new_id: Callable[[int], str]) -> None:
+    def __init__(
+        self, job: Membership, outbox: Outbox, patience: Patience, new_id: Callable[[int], str], mirrors: Mirrors
+    ) -> None:
         self.incident: Incident | None = None
         self.last: Incident | None = None
         self.total = 0
+        self.false_alarms = 0
         self.base_version = Version(0)
-        self.saving = Saving(job, outbox)
+        self.saving = Saving(job, outbox, mirrors)
         self._job = job
         self._outbox = outbox
         self._patience = patience
@@ -75,9 +80,9 @@ class Rescue:
     def _open(self, now: float, cause: str, *, snapshot: bool = False, recovered_id: str = "") -> Incident:
         assert self._job.layout is not None
         self.total += 1
-        incident = Incident(
-            recovered_id or self._new_id(self.total), now, snapshot, self._job.layout, recovered=bool(recovered_id)
-        )
+        fresh_id = self._new_id(self.total)
+        incident = Incident(recovered_id or fresh_id, now, snapshot, self._job.layout, recovered=bool(recovered_id))
+        incident.reign = f"-{fresh_id}" if recovered_id else ""
         self.incident, self._outbox.incident = incident, incident.id
         self._outbox.record(
             "opened",
@@ -157,6 +162,8 @@ class Rescue:
             self._outbox.send_to(answer.rank, order)
         if incident is None or answer.incident != incident.id or incident.stage is Stage.RELEASED:
             return
+        if not answer.stuck:
+            self._retract(incident, answer.rank, m.FaultKind.HUNG)  # it came to the gate after all
         if incident.answered(answer.rank) and not answer.final:
             return  # said again: it stands still since its final answer
         incident.accept(answer)
@@ -168,6 +175,7 @@ class Rescue:
             phase=answer.phase.value,
             stuck=answer.stuck,
             settled=answer.settled,
+            bad=list(answer.bad),
             after_ms=round((now - incident.frozen_at.get(answer.rank, now)) * 1e3, 3),
         )
         if self._improves(incident, answer):
@@ -193,6 +201,10 @@ class Rescue:
             return
         if incident.stage is not Stage.SAVED:
             yield incident.opened_at + p.rescue_s
+        since = self.saving.stall_since(incident)
+        if since is not None:
+            yield since + p.stall_s
+        yield from (until for until in incident.pauses.values() if until != OVER)
         if incident.waiting:
             yield incident.expire_check_at
 
@@ -203,8 +215,10 @@ class Rescue:
             return
         if incident.waiting and now >= incident.expire_check_at:
             self._expire_answers(incident, now)
+        incident.end_pauses(now)
+        self.saving.stalled(incident, p.stall_s, now)
         if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
-            self._give_up(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
+            self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 
     def _expire_answers(self, incident: Incident, now: float) -> None:
         dues: list[float] = []
@@ -249,25 +263,51 @@ class Rescue:
         verdict = self._decide(incident)
         if isinstance(verdict, Plan):
             self._start(incident, verdict, now)
-        elif not job.suspects:  # a suspect that comes back may complete the picture
+        elif not (job.suspects or self._hopes(incident, now)):  # a suspect that comes back may complete the picture
             self._give_up(incident, verdict.reason, now)
 
-    def _decide(self, incident: Incident) -> Plan | NoPlan:
-        able = (a for r, a in incident.answers.items() if incident.able(r))
-        return decide(incident.layout, (self._answer(a) for a in able), incident.written())
+    def _hopes(self, incident: Incident, now: float) -> bool:
+        """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment."""
+        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        newest = max((a.version for a in idle), default=Version(0))
+        if all(a.version == newest or a.has_gradient for a in idle):
+            return False
+        return incident.waits("hope", self._patience.hope_s, now)
 
-    def _answer(self, frozen: m.Frozen) -> Answer:
+    def _decide(self, incident: Incident) -> Plan | NoPlan:
+        """With updates made or unmade only where a version that somebody has finished is not whole otherwise."""
+        plain = self._decided(incident, with_offers=False)
+        offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
+        if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
+            return plain
+        full = self._decided(incident, with_offers=True)
+        better = isinstance(full, Plan) and (isinstance(plain, NoPlan) or full.version > plain.version)
+        return full if better else plain
+
+    def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
+        answers = (self._answer(incident, a, with_offers) for a in incident.answers.values() if a.final)
+        return decide(incident.layout, answers, incident.written())
+
+    def _newest_finished(self, incident: Incident) -> Version:
+        """By anybody, the dead included, as far as it was heard."""
+        answered = (a.version for a in incident.answers.values())
+        return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
+
+    def _answer(self, incident: Incident, frozen: m.Frozen, with_offers: bool) -> Answer:
         member = self._job.members[frozen.rank]
         return Answer(
             rank=frozen.rank,
             version=frozen.version,
             torn=frozen.phase is m.Phase.TORN,
-            has_gradient=frozen.has_gradient,
-            has_preimage=frozen.has_preimage,
+            has_gradient=frozen.has_gradient and with_offers,
+            has_preimage=frozen.has_preimage and with_offers,
             stuck=frozen.stuck or bool(member.broken),
             settled=frozen.settled,
             host=member.hello.host,
             incarnation=self._job.incarnation,
+            digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,
+            bad=bool(frozen.bad),
+            can_save=frozen.rank not in incident.failures,
         )
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:
@@ -284,7 +324,7 @@ class Rescue:
         self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
 
     def _check_savers(self, incident: Incident, now: float) -> None:
-        self.saving.check(incident)
+        self.saving.check(incident, now)
         if self.saving.stranded(incident):
             self._give_up(incident, "nobody is left to commit the checkpoint", now)
 
@@ -294,15 +334,27 @@ class Rescue:
         if incident.snapshot:
             self._thaw(incident, "the checkpoint is written")
             return
-        if self._job.suspects:
+        if self._job.suspects or self._looks_again(incident, now):
             return  # is it a false alarm? The grace will tell
-        if not (incident.faulty or self._job.broken):
+        if not (incident.faulty or self._job.broken or incident.irreversible):
             self._thaw(incident, "nothing is broken after all")
         elif not incident.waiting or incident.newest_is_known():
             text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
             self._release(incident, EXIT_SAVED, text, now)
 
+    def _looks_again(self, incident: Incident, now: float) -> bool:
+        """Whether all that is known is that ranks seem to hang: slow ones come to the gate in a moment."""
+        kinds = {kind for _, kind in incident.evidence} - {m.FaultKind.SNAPSHOT}
+        if self._job.broken or kinds != {m.FaultKind.HUNG}:
+            return False
+        if not incident.waiting and all(not a.stuck for a in incident.answers.values()):
+            for evidence in list(incident.evidence.values()):
+                self._retract(incident, evidence.subject, evidence.kind)  # everybody came to the gate
+            return False
+        return incident.waits("second look", self._patience.second_look_s, now)
+
     def _thaw(self, incident: Incident, reason: str) -> None:
+        self.false_alarms += not incident.snapshot
         for rank in sorted(self._job.live):
             self._outbox.send_to(rank, m.Thaw(rank, self._job.term, incident.id, reason))
         incident.outcome = incident.outcome or reason
@@ -310,14 +362,31 @@ class Rescue:
         self.close()
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
-        """Nothing can be saved. When nothing is broken either, training goes on."""
+        """Nothing can be saved here; perhaps elsewhere."""
+        if not self._elsewhere(incident, now):
+            self._end_without(incident, reason, now)
+
+    def _end_without(self, incident: Incident, reason: str, now: float) -> None:
+        """Nothing is saved. When nothing is broken either, training goes on."""
         failures = [f"rank {rank}: {text}" for rank, text in sorted(incident.failures.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
-        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.suspects):
+        whole = not (incident.faulty or self._job.broken or self._job.suspects or incident.irreversible)
+        if incident.snapshot or whole:
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
             self._release(incident, EXIT_NOT_SAVED, text, now)
+
+    def _elsewhere(self, incident: Incident, now: float) -> bool:
+        """The job's directory refuses: everything once more, into the fallback."""
+        fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
+        if not (fallback and incident.failures) or incident.directory:
+            return False
+        self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
+        incident.directory, incident.stage = fallback, Stage.FREEZING
+        incident.forgive()
+        self._maybe_plan(incident, now)
+        return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         incident.stage, incident.exit_code, incident.release_text = Stage.RELEASED, exit_code, text

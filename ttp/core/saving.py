@@ -15,6 +15,7 @@ from ttp.core.decide import Assignment, How, Plan
 from ttp.core.incident import Incident, Stage, Task
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.membership import Membership
+from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
 
 GENERATIONS_PER_TERM = 1 << 16
@@ -27,10 +28,12 @@ class Saving:
     Args:
         job: who can be spoken to.
         outbox: takes the orders.
+        mirrors: who keeps the pages of lost hosts.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox) -> None:
+    def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
+        self._mirrors = mirrors
         self._job = job
         self._outbox = outbox
 
@@ -42,6 +45,7 @@ class Saving:
             incident.tasks, incident.pending = [], {}
         incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
         incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
+        incident.irreversible |= any(a.how is not How.AS_IS for a in plan.assignments)
         orders = self._orders(incident, plan)
         for order in orders:
             merged = incident.pending.pop(order.rank, None)
@@ -59,9 +63,13 @@ class Saving:
             savers={a.shard: a.rank for a in incident.plan.assignments},
             how={a.shard: a.how.value for a in incident.plan.assignments if a.how is not How.AS_IS},
             draft=incident.draft,
+            directory=incident.directory,
+            disputed=list(plan.disputed),
+            odd=list(plan.odd),
             after_ms=_ms(incident, now),
         )
         for order in orders:
+            incident.progress[order.rank] = (-1, now)
             self._send_save(incident, order.rank)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
@@ -98,14 +106,32 @@ class Saving:
             able = [r for r in ranks if incident.able(r)]
             if missing and able:
                 pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = missing
+            elif missing:
+                self._ask_buddies(incident, missing, pages)
         return pages
+
+    def _ask_buddies(self, incident: Incident, ranks: Iterable[Rank], pages: dict[Rank, tuple[Rank, ...]]) -> None:
+        """Their host is lost: what was kept elsewhere is all there is."""
+        for rank in ranks:
+            buddy = self._mirrors.kept.get(rank)
+            if buddy is not None and incident.able(buddy):
+                pages[buddy] = (*pages.get(buddy, ()), rank)
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
         assert plan is not None
         self._outbox.send_to(
             rank,
-            m.Save(rank, self._job.term, incident.id, task.generation, plan.version, incident.draft, task.order),
+            m.Save(
+                rank,
+                self._job.term,
+                incident.id,
+                task.generation,
+                plan.version,
+                incident.draft,
+                task.order,
+                incident.directory,
+            ),
         )
 
     def resend(self, incident: Incident, rank: Rank) -> None:
@@ -134,6 +160,34 @@ class Saving:
         self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
         self.drop(incident, report.rank)
 
+    def written(self, incident: Incident, rank: Rank, size: int, now: float) -> None:
+        """A rank says how many bytes its saver has written by now."""
+        known = incident.progress.get(rank)
+        if known is not None and known[0] != size:
+            incident.progress[rank] = (size, now)
+
+    def stalled(self, incident: Incident, patience_s: float, now: float) -> None:
+        """Storage that takes no byte for too long has failed, whether it says so or not."""
+        text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
+        for rank in self._writing(incident):
+            if now < incident.progress.get(rank, (0, now))[1] + patience_s:
+                continue
+            generation = incident.generation
+            if incident.stage is Stage.COMMITTING:
+                self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text))
+            else:
+                self.save_failed(incident, m.SaveFailed(rank, incident.id, incident.pending[rank].generation, text))
+
+    def stall_since(self, incident: Incident) -> float | None:
+        """Since when the slowest of those that write has written nothing; None: nobody writes."""
+        return min((incident.progress[r][1] for r in self._writing(incident) if r in incident.progress), default=None)
+
+    @staticmethod
+    def _writing(incident: Incident) -> list[Rank]:
+        if incident.stage is Stage.COMMITTING:
+            return [] if incident.committer is None else [incident.committer]
+        return list(incident.pending) if incident.stage is Stage.SAVING else []
+
     def drop(self, incident: Incident, rank: Rank) -> None:
         """Whatever ``rank`` was writing will not come, or cannot be trusted."""
         task = incident.pending.pop(rank, None)
@@ -141,17 +195,17 @@ class Saving:
             incident.tasks.remove(task)
             incident.dropped.append(rank)
 
-    def check(self, incident: Incident) -> None:
+    def check(self, incident: Incident, now: float) -> None:
         """Go on to the commit when all is durable; have the plan made again when savers are gone."""
         if incident.dropped:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
             incident.stage, incident.dropped = Stage.FREEZING, []
         elif not incident.pending:
-            self._start_commit(incident)
+            self._start_commit(incident, now)
 
     # --------------------------------------------------------------------------------------------------------- commit
 
-    def _start_commit(self, incident: Incident) -> None:
+    def _start_commit(self, incident: Incident, now: float) -> None:
         """Ask a writer, else anybody. When nobody is able the incident stays; see ``stranded``."""
         writers = {task.order.rank for task in incident.tasks}
         able = [r for r in incident.answers if incident.able(r)]
@@ -159,6 +213,7 @@ class Saving:
             return
         incident.stage = Stage.COMMITTING
         incident.committer = min(able, key=lambda r: (r not in writers, r))
+        incident.progress[incident.committer] = (-1, now)
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
@@ -188,6 +243,8 @@ class Saving:
                 keep=self._job.members[incident.committer].hello.keep,
                 pieces=tuple(p for t in sorted(incident.tasks, key=_by_rank) for p in t.pieces or ()),
                 missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
+                directory=incident.directory,
+                disputed=incident.plan.disputed,
             ),
         )
 

@@ -52,6 +52,11 @@ LOOK_S = 0.2
 """A rank whose state takes longer to look at acknowledges a freeze first."""
 
 
+Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
+"""Digests of the shards, and tensors with NaN or Inf."""
+NOTHING_SEEN: Seen = ((), ())
+
+
 @dataclass(frozen=True, slots=True)
 class _Look:
     """What was seen of the state, and during which closure of the gate."""
@@ -100,7 +105,7 @@ class Processor:
         self._looker = Lane("ttp-looker")
         self._closure = 0
         self._look_s = 0.0
-        self._seen: tuple[tuple[Version, m.Phase], tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]] | None = None
+        self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
         self._cancel: threading.Event = threading.Event()
         self._joined = threading.Event()
         self._problem: TtpError | None = None
@@ -308,7 +313,7 @@ class Processor:
         began = time.monotonic()
         version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
-        digests, bad = self._inspected(state, version, phase)
+        digests, bad = self._inspected(version, phase)
         quiet = pm.Quiet(
             version=state.version if version is None else version,
             phase=phase,
@@ -327,14 +332,12 @@ class Processor:
             return state.version
         return self._asked(lambda: self.source.device_version(state.version, DEVICE_PATIENCE_S), None)
 
-    def _inspected(
-        self, state: GateState, version: Version | None, phase: m.Phase
-    ) -> tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]:
+    def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
         """Once for each version: under a closed gate nothing changes."""
         if version is None or phase is m.Phase.TORN:
-            return (), ()
+            return NOTHING_SEEN
         if self._seen is None or self._seen[0] != (version, phase):
-            self._seen = (version, phase), self._asked(lambda: self.source.inspect(version), ((), ()))
+            self._seen = (version, phase), self._asked(lambda: self.source.inspect(version), NOTHING_SEEN)
         return self._seen[1]
 
     @staticmethod

@@ -1,0 +1,244 @@
+"""Hangs: nothing moves any more, and nothing says why. No I/O, no clock, no threads.
+
+Theory of operation
+-------------------
+A training job is synchronous: when one rank stops, all others stop within a step, because they wait for it. So a hang
+is seen on the job, not on a rank: for longer than the job's patience no rank has moved. A rank has *moved* when its
+*place* changes: its version, whether it updates, and its mark, which counts the points of a step that it has passed.
+
+The patience is learnt. Heartbeats tell places about once a second; the longest wait between two moves of the job is
+kept, and ``FACTOR`` times that is normal. It is never less than a floor, and an old wait is forgotten after some hours.
+An alarm that turned out to be false teaches as well: the wait that raised it is known once the job moves again.
+
+Nothing is looked for until the job has shown its pace: the first versions of an incarnation (compilation, warm caches,
+a jump of the version by ``restore()``) neither teach nor alarm. Nor while a rank says that it does something else on
+purpose, or has left its loop. When nobody at all is heard, it is the listener who was away, and the clock starts again.
+
+Who is it? Ranks that do not even beat while others do are stopped, or something holds their interpreter lock; they are
+the suspects, whatever their last place was, as no rescue can count on them. Otherwise those with the least progress,
+when most others are further: their peers wait for them. Otherwise nobody is named: it is a collective or a device.
+
+Cost: constant per heartbeat; proportional to the world when something is suspected.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.messages import FaultKind, Phase
+
+FACTOR = 3.0
+"""A wait of so many times the longest one that is known is no longer normal."""
+
+UNSETTLED_VERSIONS = 3
+"""The first versions teach nothing: they compile, allocate, fill caches."""
+
+LEARNT_VERSIONS = 10
+"""So many versions into an incarnation its pace is known."""
+
+LEARNT_BEATS = 3
+"""At least so many heartbeats have to have passed then."""
+
+SILENT_BEATS = 3
+"""A rank that missed so many heartbeats is silent."""
+
+PATIENT_BEATS = 4
+"""The patience is at least so many heartbeats: a silent rank is known as such before anybody is named."""
+
+MEMORY_S = 6 * 3600.0
+"""The longest wait is that of the last one to two of these: an outage is forgotten, an evaluation is not."""
+
+Place = tuple[int, bool, int]
+"""Version, whether the rank is updating, mark: how far it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suspicion:
+    """The job hangs.
+
+    Args:
+        subjects: the ranks that the others wait for; empty when none can be singled out.
+        text: what was seen, for the operator.
+        kind: of evidence.
+    """
+
+    subjects: tuple[Rank, ...]
+    text: str
+    kind: FaultKind = FaultKind.HUNG
+
+
+@dataclass(slots=True)
+class _Seen:
+    """The last word of one rank."""
+
+    place: Place
+    heard_at: float
+
+
+class HangWatch:
+    """Watches the progress of one incarnation.
+
+    Args:
+        floor_s: seconds without any progress that are never too long; None: hangs are not looked for.
+        heartbeat_s: time between two heartbeats of a rank.
+    """
+
+    def __init__(self, floor_s: float | None, heartbeat_s: float = 1.0) -> None:
+        self._floor_s = floor_s
+        self._beat_s = heartbeat_s
+        self.reset(0.0)
+
+    # ------------------------------------------------------------------------------------------------- what is told
+
+    def reset(self, now: float) -> None:
+        """A new incarnation begins: everything is learnt anew."""
+        self._seen: dict[Rank, _Seen] = {}
+        self._pausing: set[Rank] = set()
+        self._ending = False
+        self._front: int | None = None  # the newest version of any rank
+        self._first: int | None = None  # the front after it moved for the first time: a restore moves it too
+        self._learning_since: float | None = None
+        self._longest_s = self._longest_before_s = 0.0
+        self._turned_at = now
+        self._heard_at = now
+        self.restart(now)
+
+    def restart(self, now: float) -> None:
+        """Something else than training went on until now (an incident): the clock starts again, nothing is learnt."""
+        self.moved_at = now
+        """When a rank moved last: after a suspicion it tells whether the job goes on after all."""
+        self._told = False
+        self._excused_until = now
+
+    def observed(self, rank: Rank, version: Version, mark: int, phase: Phase, activity: str, now: float) -> None:
+        """A rank said where it is: it joined, or its heart beats."""
+        if self._floor_s is None:
+            return
+        if now - self._heard_at > SILENT_BEATS * self._beat_s:
+            self.restart(now)  # nobody was heard: we were away, not they
+        self._heard_at = now
+        self._note_activity(rank, activity, now)
+        self._ending = self._ending or phase is Phase.DONE
+        place, seen = (int(version), phase is Phase.UPDATING, mark), self._seen.get(rank)
+        if seen is None:
+            self._seen[rank] = _Seen(place, now)
+        else:
+            moved, seen.place, seen.heard_at = seen.place != place, place, now
+            if moved:
+                self._moved(now)
+        self._follow_front(int(version), now)
+
+    def forget(self, rank: Rank) -> None:
+        """The rank is gone."""
+        self._seen.pop(rank, None)
+        self._pausing.discard(rank)
+
+    # ---------------------------------------------------------------------------------------------- what is concluded
+
+    @property
+    def patience_s(self) -> float | None:
+        """How long the job may stand still; None: not known yet, or not looked for."""
+        if self._floor_s is None or not self._learnt():
+            return None
+        longest_s = max(self._longest_s, self._longest_before_s)
+        return max(self._floor_s, FACTOR * longest_s, PATIENT_BEATS * self._beat_s)
+
+    def deadline(self) -> float | None:
+        """When ``check`` is due; None: not before the next word of a rank."""
+        patience_s = self.patience_s
+        if patience_s is None or self._told or self._ending:
+            return None
+        return max(self.moved_at + patience_s, self._excused_until)
+
+    def check(self, now: float, live: Collection[Rank]) -> Suspicion | None:
+        """Whether the job hangs. Said once; again only after it has moved, or the clock was started again.
+
+        Args:
+            now: the time, in seconds of the clock that ``observed`` is given.
+            live: the ranks that can be spoken to.
+        """
+        due = self.deadline()
+        if due is None or now < due:
+            return None
+        speaking = {rank for rank in live if rank in self._seen and not self._silent(rank, now)}
+        if not speaking or not speaking.isdisjoint(self._pausing):
+            self._excused_until = now + SILENT_BEATS * self._beat_s
+            return None
+        self._told = True
+        return self._suspicion(now, [rank for rank in live if rank in self._seen])
+
+    # ------------------------------------------------------------------------------------------------------- learning
+
+    def _note_activity(self, rank: Rank, activity: str, now: float) -> None:
+        if activity:
+            self._pausing.add(rank)
+        elif rank in self._pausing:
+            self._pausing.discard(rank)
+            self.restart(now)
+
+    def _moved(self, now: float) -> None:
+        if self._learning_since is not None and not self._pausing:
+            self._learn(now - self.moved_at, now)
+        self.moved_at, self._told = now, False
+
+    def _learn(self, wait_s: float, now: float) -> None:
+        if now - self._turned_at > MEMORY_S:
+            self._turned_at, self._longest_before_s, self._longest_s = now, self._longest_s, 0.0
+        self._longest_s = max(self._longest_s, wait_s)
+
+    def _follow_front(self, version: int, now: float) -> None:
+        if self._front is None:
+            self._front = version
+        if version <= self._front:
+            return
+        self._front = version
+        if self._first is None:
+            self._first = version
+        elif self._learning_since is None and version >= self._first + UNSETTLED_VERSIONS:
+            self._learning_since = now
+
+    def _learnt(self) -> bool:
+        if self._front is None or self._first is None or self._learning_since is None:
+            return False
+        versions = self._front - self._first
+        beats = (self._heard_at - self._learning_since) / self._beat_s
+        return versions >= LEARNT_VERSIONS and beats >= LEARNT_BEATS
+
+    # ------------------------------------------------------------------------------------------------------- suspects
+
+    def _silent(self, rank: Rank, now: float) -> bool:
+        return now - self._seen[rank].heard_at > SILENT_BEATS * self._beat_s
+
+    def _suspicion(self, now: float, ranks: list[Rank]) -> Suspicion:
+        stood = f"no rank has moved for {now - self.moved_at:.3g} s"
+        known = f"the longest wait of this job so far was {max(self._longest_s, self._longest_before_s):.2g} s"
+        silent = tuple(sorted(rank for rank in ranks if self._silent(rank, now)))
+        if silent:
+            quiet_s = max(now - self._seen[rank].heard_at for rank in silent)
+            state = "stopped, or something holds the interpreter lock"
+            text = f"{_ranks(silent)} said nothing for {quiet_s:.3g} s ({state}), and {stood}; {known}"
+            return Suspicion(silent, text)
+        last = min(self._seen[rank].place for rank in ranks)
+        behind = tuple(sorted(rank for rank in ranks if self._seen[rank].place == last))
+        further = [rank for rank in ranks if self._seen[rank].place != last]
+        if not further:
+            where = f"all are at the same place ({_words(last)})"
+            return Suspicion((), f"{stood} and {where}: a collective or a device does not finish; {known}")
+        places = sorted({self._seen[rank].place for rank in further})
+        where = _words(places[0]) if len(places) == 1 else f"{_words(places[0])} and further"
+        text = f"{stood}: {_ranks(behind)} at {_words(last)}, {_ranks(further)} at {where}; {known}"
+        if len(behind) > len(further):
+            return Suspicion((), f"{text}. Most are behind, so nobody is singled out")
+        return Suspicion(behind, text)
+
+
+def _ranks(ranks: Iterable[Rank]) -> str:
+    several = tuple(ranks)
+    return f"rank{'s' if len(several) > 1 else ''} {compact_ranks(several)}"
+
+
+def _words(place: Place) -> str:
+    version, updating, mark = place
+    return f"step {version + 1}, {'in the update' if updating else f'point {mark}'}"

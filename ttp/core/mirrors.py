@@ -1,0 +1,53 @@
+"""Pages of ranks kept on another host: who keeps whose.
+
+What only one rank has lies in the memory of its host and is lost with it. Switched on (``TTP_MIRROR``), every rank
+sends its page with each update, the controller passes it on to a rank of the next host, and that one can add it to a
+checkpoint. The controller keeps nothing.
+"""
+
+from __future__ import annotations
+
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.core.membership import Membership
+from ttp.core.outbox import Outbox
+
+
+class Mirrors:
+    """Passes pages on. Buddies are chosen once all ranks are known, and stay.
+
+    Args:
+        job: the ranks.
+        outbox: takes the pages.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox) -> None:
+        self._job, self._outbox = job, outbox
+        self._buddies: dict[Rank, Rank] = {}
+        self.kept: dict[Rank, Rank] = {}
+        """Whose page has been passed on, and to whom."""
+
+    def reset(self) -> None:
+        """A new incarnation begins."""
+        self._buddies, self.kept = {}, {}
+
+    def pass_on(self, page: m.Mirror) -> None:
+        """To the buddy of its rank; a job on one host has no buddies."""
+        if not self._buddies and self._job.complete:
+            self._choose()
+        buddy = self._buddies.get(page.rank)
+        if buddy is None or page.incarnation != self._job.incarnation:
+            return
+        self.kept[page.rank] = buddy
+        self._outbox.send_to(
+            buddy, m.Keep(buddy, self._job.term, page.rank, page.version, page.final, page.incarnation, page.data)
+        )
+
+    def _choose(self) -> None:
+        hosts = list(self._job.hosts().values())
+        if len(hosts) < 2:
+            return
+        for index, ranks in enumerate(hosts):
+            following = hosts[(index + 1) % len(hosts)]
+            for place, rank in enumerate(ranks):
+                self._buddies[rank] = following[place % len(following)]
