@@ -16,6 +16,9 @@ from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
 
 log = logging.getLogger("ttp")
 
+UNDO_WAYS = ("preimage", None)
+"""What ``wrap_optimizer(undo=...)`` may be."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -99,6 +102,7 @@ def wrap_optimizer(
     extra_state: Any = None,
     scaler: Any = None,
     layout: Layout | None = None,
+    undo: str | None = None,
 ) -> Any:
     """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
 
@@ -112,6 +116,9 @@ def wrap_optimizer(
             when a checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
         layout: replica groups, where they cannot be told from the objects.
+        undo: ``"preimage"`` keeps a copy of parameters and optimizer state from before each update, so that a rank can
+            go back to it when others could not make that update, or when its own was left half done. Costs exactly one
+            more copy of them in memory, and the time to make it in every step. None: nothing is kept.
 
     Raises:
         ConfigError: the settings or the save_dir are unusable; said now rather than at the failure.
@@ -122,7 +129,7 @@ def wrap_optimizer(
 
     current = session.current()
     directory = current.config.save_dir or str(save_dir)
-    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler)
+    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo)
     path = Path(directory)
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
@@ -131,7 +138,11 @@ def wrap_optimizer(
     return optimizer
 
 
-def _adapter_for(optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any) -> session.Adapter:
+def _adapter_for(
+    optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any, undo: str | None
+) -> session.Adapter:
+    if undo not in UNDO_WAYS:
+        raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
     families = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
@@ -139,7 +150,7 @@ def _adapter_for(optimizer: Any, model: Any, scheduler: Any, extra_state: Any, s
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         extra: Mapping[str, Any] | Any = extra_state
-        return TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra, scaler=scaler)
+        return TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra, scaler=scaler, undo=undo)
     raise UsageError(
         f"wrap_optimizer() knows torch.optim.Optimizer; {type(optimizer).__module__}.{type(optimizer).__qualname__} is "
         "none of its kind"

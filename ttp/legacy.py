@@ -18,7 +18,7 @@ from typing import Any
 from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, Piece, SaverOrder
+from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
 from ttp.errors import TtpError, UsageError
 from ttp.launch.controller_process import ensure_controller
 
@@ -39,12 +39,24 @@ class CallbackSource:
 
     framework = "callbacks"
     on_device = False
+    has_preimage = False
 
     def __init__(self) -> None:
         self.save: SaveHandler | None = None
         self.rename: RenameHandler | None = None
         self.args: Any = None
         self.group: tuple[Rank, ...] = ()
+
+    def gradient_ready(self) -> bool:
+        """Nothing is known of the program's gradients."""
+        return False
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        """Nothing is known of the program's state."""
+        return (), ()
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """There are no pages."""
 
     def settled(self) -> bool:
         """The program says itself when an update is finished."""

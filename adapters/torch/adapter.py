@@ -13,16 +13,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
-from ttp.adapters.torch.device import Fence
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
 from ttp.adapters.torch.local_piece import read_local_state
 from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import read_values
 from ttp.adapters.torch.restore import Restored, restore_into
-from ttp.adapters.torch.source import TorchSource
+from ttp.adapters.torch.source import TorchSource, runtime_of
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail
 from ttp.core.agreement import agree
@@ -46,6 +47,7 @@ class TorchAdapter:
         scheduler: its LR scheduler, or None.
         extra_state: see ``ttp.wrap_optimizer``.
         scaler: a GradScaler, or None.
+        undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
 
     Raises:
         ConfigError: the optimizer holds parameters that the model does not name.
@@ -53,14 +55,23 @@ class TorchAdapter:
     """
 
     def __init__(
-        self, optimizer: Optimizer, *, model: nn.Module, scheduler: Any, extra_state: Any, scaler: Any
+        self,
+        optimizer: Optimizer,
+        *,
+        model: nn.Module,
+        scheduler: Any,
+        extra_state: Any,
+        scaler: Any,
+        undo: str | None = None,
     ) -> None:
         self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
+        self._undo = undo
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
         names = ModelNames(model, optimizer)
-        self._source = TorchSource(names, optimizer, self._capture, self._extra, device)
+        self._device = device
+        self._source = TorchSource(model, names, optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._tail: Tail | None = None
@@ -82,7 +93,13 @@ class TorchAdapter:
         ddp = find_ddp(self._model)
         buckets = BucketWatch(ddp) if ddp is not None else None
         self._source.tail, self._source.buckets = self._tail, buckets
-        reporter = _DeviceReporter(processor, self._source.begun) if self._source.on_device else processor
+        if self._undo is not None:
+            modules = self._extra.modules.values()
+            self._source.preimage = PreImage(self._optimizer, modules, runtime_of(self._device))
+        barrier = None
+        if needs_barrier(processor.layout, self._undo):
+            barrier = UpdateBarrier(processor.env.world_size, self._device)
+        reporter = _DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             self._optimizer,
             self._model,
@@ -91,6 +108,8 @@ class TorchAdapter:
             tail=self._tail,
             fence=self._source.finished,
             version=lambda: processor.gate.version,
+            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
             after_update=buckets.update_finished if buckets is not None else lambda: None,
         )
         self._source.connect(processor, self._attachment)
@@ -143,6 +162,8 @@ class TorchAdapter:
             self._tail.restored(restored.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
+        if self._source.preimage is not None:
+            self._source.preimage.forget()
         if protected:
             self._capture.capture(restored.version, final=True)
         return Version(restored.version)
@@ -182,13 +203,14 @@ class TorchAdapter:
 
 
 class _DeviceReporter:
-    """Marks on the device where an update begins, so that one that has not begun there can be told from a torn one."""
+    """Marks on the device where a gradient is reduced and where an update begins, to tell what has happened there."""
 
-    def __init__(self, processor: Processor, begun: Fence) -> None:
-        self._processor, self._begun = processor, begun
+    def __init__(self, processor: Processor, source: TorchSource) -> None:
+        self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
 
     def begin_update(self) -> None:
         """See ``UpdateReporter``."""
+        self._reduced.record(self._processor.gate.version + 1)
         self._processor.begin_update()
         self._begun.record(self._processor.gate.version + 1)
 

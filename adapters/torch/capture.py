@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import msgpack
@@ -21,7 +21,7 @@ from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.rng import RngState
 from ttp.adapters.torch.staging import ArrivalWriter, DeviceBuffers, Staged
 from ttp.errors import CheckpointError
-from ttp.processor.pages import Buffer, PageWriter
+from ttp.processor.pages import Buffer, Kept, PageWriter
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -74,6 +74,8 @@ class LocalCapture:
         self._arrivals: ArrivalWriter | None = None
         self._description: tuple[int, bytes] = (-1, b"")
         self._given_up: dict[str, str] = {}
+        self.on_written: Callable[[int, bool], None] | None = None
+        """Called with version and final when a page was written, on the thread that wrote it; may not raise."""
 
     # ------------------------------------------------------------------------------------------------ steady state
 
@@ -99,7 +101,7 @@ class LocalCapture:
                 self._stage(self._device, version, final, [lengths, *rng, *extra])
                 return
             parts, kept = self._host.capture() if self._host is not None else ([], [])
-            page.write(version, final, [*self._head(), lengths, *rng, *extra, *parts], kept)
+            self._write(page, version, final, [*self._head(), lengths, *rng, *extra, *parts], kept)
         except Exception as problem:
             self._host = self._device = None
             self._give_up("buffers", "the model's buffers", problem)
@@ -143,7 +145,12 @@ class LocalCapture:
     def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
         page = self._page
         if page is not None:
-            page.write(version, final, [head, *staged.parts], staged.kept)
+            self._write(page, version, final, [head, *staged.parts], staged.kept)
+
+    def _write(self, page: PageWriter, version: int, final: bool, parts: list[Buffer], kept: list[Kept]) -> None:
+        written = page.write(version, final, parts, kept)
+        if written and self.on_written is not None:
+            self.on_written(version, final)
 
     def _give_up(self, part: str, what: str, problem: Exception) -> None:
         if part not in self._given_up:

@@ -100,6 +100,8 @@ class BucketWatch:
     def __init__(self, ddp: Ddp) -> None:
         self._ddp = ddp
         self._layout: str | None = None
+        self.previous: str | None = self.layout
+        """What ``layout`` was before the last update: for a version that is gone back to."""
         self._order: dict[int, None] = {}
         self._backwards_to_skip = 1 if ddp.static_graph else 0
         self._polls_left = 0 if ddp.find_unused_parameters and not ddp.static_graph else _POLLS_MAX
@@ -118,6 +120,7 @@ class BucketWatch:
 
     def update_finished(self) -> None:
         """Call it on the training thread after every update."""
+        self.previous = self.layout
         if self._polls_left:
             self._polls_left -= 1
             self._look()

@@ -152,7 +152,7 @@ class DeviceFence:
 
     def wait(self, version: int, timeout_s: float) -> bool:
         """See ``Fence``."""
-        return _poll(lambda: self.finished_version() >= version, timeout_s)
+        return poll(lambda: self.finished_version() >= version, timeout_s)
 
 
 def make_fence(device: torch.device, runtime: Runtime | None = None, base: int = 0) -> Fence:
@@ -162,7 +162,7 @@ def make_fence(device: torch.device, runtime: Runtime | None = None, base: int =
     return DeviceFence(runtime or CudaRuntime(device), base)
 
 
-def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
+def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     """Ask again and again: a wait inside the driver could not be given up."""
     deadline = time.monotonic() + timeout_s
     while not done():
@@ -240,7 +240,7 @@ class HostCopier:
 
     def _land(self, flight: _Flight) -> Iterator[Tensor]:
         if flight.event is not None:
-            if not _poll(flight.event.query, self._timeout_s):
+            if not poll(flight.event.query, self._timeout_s):
                 raise TimeoutError(f"{flight.target.numel()} bytes did not leave the device in {self._timeout_s:g} s")
             flight.target.copy_(flight.staged)
         if flight.completes is not None:

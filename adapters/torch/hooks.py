@@ -4,7 +4,7 @@
 
     forward        the tail of the last update is through
     backward       provisional capture for n + 1, before this rank's last gradient can leave it
-    step, before   provisional capture again; the gate
+    step, before   provisional capture again; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the
@@ -53,6 +53,8 @@ def attach(
     tail: Tail,
     fence: Fence,
     version: Callable[[], int],
+    before_gate: Callable[[], None] = lambda: None,
+    before_update: Callable[[int], None] = lambda _version: None,
     after_update: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Report every update of ``optimizers``, and capture what belongs to it.
@@ -65,6 +67,8 @@ def attach(
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
+        before_gate: called when the gradient is reduced; may block, and raise like any collective.
+        before_update: called behind the gate with the number of finished updates; may not raise.
         after_update: called on the training thread after each update; may not block.
 
     Returns:
@@ -78,6 +82,8 @@ def attach(
         tail=tail,
         fence=fence,
         version=version,
+        before_gate=before_gate,
+        before_update=before_update,
         after_update=after_update,
     )
     attachment.connect(many, model)
@@ -100,6 +106,8 @@ class Attachment:
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
+        before_gate: Callable[[], None],
+        before_update: Callable[[int], None],
         after_update: Callable[[], None],
     ) -> None:
         self._reporter = reporter
@@ -107,7 +115,9 @@ class Attachment:
         self._tail = tail
         self._fence = fence
         self._version = version
-        self._after_update = after_update
+        self._before_gate, self._before_update, self._after_update = before_gate, before_update, after_update
+        self.redoable = False
+        """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
         self._depth = 0
         self._begun = False
         self._by_hand = by_hand  # the user says when a step is done
@@ -161,14 +171,19 @@ class Attachment:
             self._task = task
             self._capture.capture(self._version() + 1, final=False)
 
-    def _before_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._begun:
+            self._begin(has_closure=any(value is not None for value in (*args[1:], *kwargs.values())))
         self._depth += 1
-        if self._begun:
-            return
+
+    def _begin(self, has_closure: bool) -> None:
         self._safely(self._tail.at_gate)
         self._capture.capture(self._version() + 1, final=False)
+        self._before_gate()
+        self.redoable = not (has_closure or self._by_hand)
         self._reporter.begin_update()
         self._begun = True
+        self._before_update(self._version())
 
     def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._depth -= 1

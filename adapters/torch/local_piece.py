@@ -12,7 +12,7 @@ from ttp.adapters.torch.capture import LocalCapture, LocalState
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
-from ttp.processor.page_reader import read_page
+from ttp.processor.mirror import read_page_or_kept
 from ttp.store.digest import digest_bytes
 from ttp.store.durable import write_durably
 from ttp.store.encoding import EncodingError, decode, encode
@@ -38,12 +38,12 @@ class Pages:
 
 
 def collect(page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: int) -> Pages:
-    """Read the pages of these ranks, alive or dead."""
+    """Read the pages of these ranks, alive or dead, of this host or kept for another one."""
     data: dict[Rank, bytes] = {}
     provisional: list[Rank] = []
     missing: dict[Rank, str] = {}
     for rank in ranks:
-        page = read_page(page_dir, rank, version, incarnation)
+        page = read_page_or_kept(page_dir, rank, version, incarnation)
         if isinstance(page, str):
             missing[rank] = page
             log.warning("the rank-local state of rank %s cannot be saved: %s", rank, page)

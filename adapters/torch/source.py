@@ -17,20 +17,24 @@ from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.hooks import Attachment
+from ttp.adapters.torch.inspection import Inspector, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.local_piece import Pages, collect, write_local_piece
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.state import checkpoint_state
 from ttp.adapters.torch.tail import Tail
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Commit, Piece, SaverOrder
+from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.processor.pages import PageWriter
 from ttp.processor.source import Cancelled
 from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes
+from ttp.store.disk import Disk
 from ttp.store.durable import sync_directory, write_durably
 
 if TYPE_CHECKING:
@@ -47,7 +51,8 @@ class TorchSource:
     """What one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
 
     Args:
-        names: of the registered model.
+        model: the registered one.
+        names: of it.
         optimizer: the registered optimizer.
         capture: of rank-local state.
         extra: the user's objects.
@@ -57,25 +62,36 @@ class TorchSource:
     framework = "torch"
 
     def __init__(
-        self, names: ModelNames, optimizer: Optimizer, capture: LocalCapture, extra: ExtraState, device: torch.device
+        self,
+        model: nn.Module,
+        names: ModelNames,
+        optimizer: Optimizer,
+        capture: LocalCapture,
+        extra: ExtraState,
+        device: torch.device,
     ) -> None:
-        self._names, self._optimizer, self._capture, self._extra = names, optimizer, capture, extra
+        self._model, self._names, self._optimizer, self._capture, self._extra = model, names, optimizer, capture, extra
         self.on_device = device.type == "cuda"
         self.begun: Fence = make_fence(device)
         self.finished: Fence = make_fence(device)
+        self.reduced: Fence = make_fence(device)  # the gradient of that version is
         self._device = device
         self._copier: HostCopier | None = None
+        self._inspector: Inspector | None = None
+        self.preimage: PreImage | None = None
         self.tail: Tail | None = None
         self.buckets: BucketWatch | None = None
         self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
-        self._detach: Callable[[], None] = lambda: None
+        self._attachment: Attachment | None = None
 
-    def connect(self, processor: Processor, detach: Callable[[], None]) -> None:
-        """The hooks are attached; ``detach`` takes them away."""
-        self._processor, self._detach = processor, detach
-        self._copier = HostCopier(_runtime(self._device))  # pinned buffers now: at the failure it would be too late
+    def connect(self, processor: Processor, attachment: Attachment) -> None:
+        """The hooks are attached. Memory is set aside now: at the failure it would be too late."""
+        self._processor, self._attachment = processor, attachment
+        self._copier = HostCopier(runtime_of(self._device))
+        if processor.config.digest != "off":
+            self._inspector = Inspector(processor.config.digest, runtime_of(self._device))
 
     # ------------------------------------------------------------------------------------------------ StateSource
 
@@ -99,6 +115,44 @@ class TorchSource:
         self._page_dir, self._incarnation = page_dir, incarnation
         self._capture.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
 
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """See ``StateSource``."""
+        self._capture.on_written = changed
+
+    def gradient_ready(self) -> bool:
+        """See ``StateSource``."""
+        processor, attachment = self._processor, self._attachment
+        if processor is None or attachment is None or not attachment.redoable:
+            return False
+        state = processor.gate.state()
+        return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
+
+    @property
+    def has_preimage(self) -> bool:
+        """See ``StateSource``."""
+        if self._processor is None or self.preimage is None:
+            return False
+        state = self._processor.gate.state()
+        if state.phase is Phase.UPDATING:
+            return False
+        if state.phase is Phase.TORN:
+            return self.preimage.version == state.version
+        finished = self.finished.finished_version()  # the host may be ahead of it
+        whole = not self.on_device or self.begun.finished_version() <= finished
+        return whole and self.preimage.version == finished - 1
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        """See ``StateSource``. A rank of several shards cannot tell which tensor belongs to which: no digest then."""
+        if self._processor is None or self._inspector is None:
+            return (), ()
+        shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
+        try:
+            found = self._inspector.look(replicated(self._names, self._optimizer, self._model), version)
+        except Exception as problem:
+            log.warning("version %s was not compared with other replicas: %s", version, problem)
+            return tuple(ShardDigest(shard, "") for shard in shards), ()
+        return tuple(ShardDigest(shard, found.digest if len(shards) == 1 else "") for shard in shards), found.bad
+
     def write_pieces(
         self,
         *,
@@ -109,12 +163,13 @@ class TorchSource:
         cancelled: Callable[[], bool],
     ) -> list[Piece]:
         """See ``StateSource``."""
-        if order.how is not How.AS_IS:
-            raise CheckpointError(f"this layout keeps nothing to {order.how.value} an update with")
-        self._wait_settled(cancelled)
+        image = self._image(order.how, version)
+        if image is None:
+            self._wait_settled(cancelled)
         pages = self._pages(order, version)
         job = self._job_state(version)
-        pieces = [self._write_shard(draft, shard, pages, job, order, generation, cancelled) for shard in order.shards]
+        state = self._state(pages, job, image) if order.shards else {}
+        pieces = [self._write_shard(draft, shard, state, order, generation, cancelled) for shard in order.shards]
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, pages, order.rank))
@@ -128,24 +183,38 @@ class TorchSource:
         processor = self._processor
         assert processor is not None
         path, size = commit(
-            processor.save_dir,
+            processor.directory(order),
             order,
             run_id=processor.env.run_id,
             world_size=processor.env.world_size,
             groups=processor.layout.groups,
             framework=self.framework,
             finalise=lambda draft: finalise(draft, order.pieces, writer=order.rank),
+            disk=Disk(self._wrote),
         )
         return str(path), size
 
     def close(self) -> None:
         """See ``StateSource``."""
-        self._detach()
+        if self._attachment is not None:
+            self._attachment()
         if self.buckets is not None:
             self.buckets.close()
         self._capture.close(unlink=True)
 
     # ----------------------------------------------------------------------------------------------------- details
+
+    def _image(self, how: How, version: Version) -> Image | None:
+        """What was kept of ``version``, where the order is to undo an update; None: the live state is of it.
+
+        Raises:
+            CheckpointError: the update cannot be undone.
+        """
+        if how is not How.UNDO:
+            return None
+        if self.preimage is None:
+            raise CheckpointError('an update cannot be undone: wrap_optimizer() was not given undo="preimage"')
+        return self.preimage.image(version)
 
     def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
         """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""
@@ -171,16 +240,21 @@ class TorchSource:
             scaler=job.scaler,
             scheduler_pending=job.scheduler_pending,
             scaler_pending=job.scaler_pending,
-            ddp_buckets=self.buckets.layout if self.buckets is not None else None,
+            ddp_buckets=self._bucket_layout(version),
             extra=job.extra,
         )
+
+    def _bucket_layout(self, version: Version) -> str | None:
+        assert self._processor is not None
+        if self.buckets is None:
+            return None
+        return self.buckets.previous if version < self._processor.gate.version else self.buckets.layout
 
     def _write_shard(
         self,
         draft: Path,
         shard: Shard,
-        pages: Pages,
-        job: JobState,
+        state: dict[str, Any],
         order: SaverOrder,
         generation: int,
         cancelled: Callable[[], bool],
@@ -190,33 +264,45 @@ class TorchSource:
         return write_shard(
             draft,
             f"__{index}_{generation}.distcp",
-            self._state(pages, job),
+            state,
             shard=shard,
             writer=order.rank,
             to_host=self._to_host,
             cancelled=cancelled,
+            progress=self._wrote,
         )
 
-    def _state(self, pages: Pages, job: JobState) -> dict[str, Any]:
-        """References to the live tensors; buffers as they were when the version was finished.
+    def _wrote(self, count: int) -> None:
+        """The storage goes on: it may be slow, but it does not hang."""
+        assert self._processor is not None
+        self._processor.written += count
+
+    def _state(self, pages: Pages, job: JobState, image: Image | None) -> dict[str, Any]:
+        """References to the live tensors, or to those of ``image``; buffers as they were when the version was finished.
 
         The buffers of the lowest rank are taken: DistributedDataParallel broadcasts those of rank 0.
         """
         captured: dict[str, Tensor] = {}
         if pages.data:
             captured = dict(LocalCapture.decode(pages.data[min(pages.data)]).buffers)
-        state = checkpoint_state(self._names, self._optimizer, captured, job)
+        state = checkpoint_state(self._names, self._optimizer, captured, job, image)
         assert self.tail is not None
         for group, kept in zip(state["optim"]["param_groups"], self.tail.param_groups(job.version)[0], strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules
         if modules:
-            state["extra"] = {name: module.state_dict() for name, module in modules.items()}
+            state["extra"] = {name: _module_state(module, image) for name, module in modules.items()}
         return state
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         assert self._copier is not None
         return next(self._copier.copy_to_host([tensor]))
+
+
+def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
+    if image is None:
+        return module.state_dict()
+    return {key: image.of(value) for key, value in module.state_dict(keep_vars=True).items()}
 
 
 def _write_job(draft: Path, file: str, job: JobState, writer: Rank) -> Piece:
@@ -225,7 +311,8 @@ def _write_job(draft: Path, file: str, job: JobState, writer: Rank) -> Piece:
     return Piece(file, len(data), digest_bytes(data), JOB_KIND, "", writer)
 
 
-def _runtime(device: torch.device) -> Any:
+def runtime_of(device: torch.device) -> Any:
+    """The device as ``HostCopier`` and others want it; None for the host."""
     if device.type != "cuda":
         return None
     from ttp.adapters.torch.device import CudaRuntime

@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.preimage import Image
 
 
 def checkpoint_state(
-    names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState
+    names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState, image: Image | None = None
 ) -> dict[str, Any]:
     """The state of one shard, ready for ``write_shard``.
 
@@ -25,10 +26,14 @@ def checkpoint_state(
         optimizer: the registered optimizer.
         captured: buffers of the version being saved; see ``model_state``.
         job: the job-wide scalars.
+        image: what was kept of the version before, when that one is saved; None: the live state is.
     """
+    model = model_state(names, captured)
+    if image is not None:
+        model = {name: image.of(value) for name, value in model.items()}
     state: dict[str, Any] = {
-        "model": model_state(names, captured),
-        "optim": optimizer_state(names, optimizer),
+        "model": model,
+        "optim": optimizer_state(names, optimizer, None if image is None else image.state),
         "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
     }
     if job.scheduler is not None:
@@ -53,10 +58,13 @@ def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any
     return state
 
 
-def optimizer_state(names: ModelNames, optimizer: Optimizer) -> dict[str, Any]:
-    """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy."""
+def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy.
+
+    ``kept`` takes the place of ``optimizer.state``.
+    """
     state: dict[str, Any] = {}
-    for owner, values in list(optimizer.state.items()):
+    for owner, values in list((optimizer.state if kept is None else kept).items()):
         state[names.of(owner) if isinstance(owner, Tensor) else str(owner)] = values
     groups = [
         {key: value for key, value in group.items() if key != "params"}

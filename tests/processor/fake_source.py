@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Commit, Piece, SaverOrder
+from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
 
 
 class FakeSource:
@@ -14,6 +14,16 @@ class FakeSource:
 
     framework = "fake"
     on_device = False
+    has_preimage = False
+
+    def gradient_ready(self) -> bool:
+        return False
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        return (), ()
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        pass
 
     def settled(self) -> bool:
         return True

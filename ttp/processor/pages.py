@@ -284,13 +284,20 @@ class PageWriter:
         if arena is not None:
             os.close(arena.fd)
 
+    def in_place(self) -> bool:
+        """Whether readers that look for this rank find the file that is written here."""
+        arena = self._arena
+        with contextlib.suppress(OSError):
+            return arena is not None and os.path.samestat(os.fstat(arena.fd), os.lstat(self.path))
+        return False
+
     def close(self, unlink: bool) -> None:
         """Stop writing. With ``unlink`` the file goes too, if it is still the one made here."""
         arena = self._arena
         if arena is None:
             return
         with contextlib.suppress(OSError):
-            if unlink and self._pid == os.getpid() and os.path.samestat(os.fstat(arena.fd), os.lstat(self.path)):
+            if unlink and self._pid == os.getpid() and self.in_place():
                 self.path.unlink()
         self._release()
 

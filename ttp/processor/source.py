@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Commit, Piece, SaverOrder
+from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
 
 
 class Cancelled(Exception):  # noqa: N818 - it is not an error
@@ -20,6 +20,22 @@ class StateSource(Protocol):
     framework: str
     on_device: bool
     """Whether a version that the host has finished may still be queued on an accelerator."""
+
+    @property
+    def has_preimage(self) -> bool:
+        """Whether the last update, torn or finished, can be undone. Asked when the state is quiet."""
+
+    def gradient_ready(self) -> bool:
+        """Whether the training thread stands at the gate with all that the next update needs. Does not wait."""
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        """What this copy of ``version`` looks like: a digest per shard held, and names of tensors with NaN or Inf.
+
+        Asked on the saver's thread while the state is quiet under the closed gate. Never raises.
+        """
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """Call ``changed(version, final)`` whenever this rank's page was written, on the thread that wrote it."""
 
     def settled(self) -> bool:
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
@@ -40,6 +56,8 @@ class StateSource(Protocol):
         cancelled: Callable[[], bool],
     ) -> list[Piece]:
         """Write what ``order`` asks for into ``draft``, durably. The gate is closed; the version is the planned one.
+
+        With ``How.UNDO`` it is the one before; the live state is not written to. An update to be redone has been made.
 
         Raises:
             Cancelled: ``cancelled()`` became true.

@@ -1,0 +1,225 @@
+"""Whether replicas still agree: a digest of what must be equal on them, and tensors that hold NaN or Inf.
+
+Looked at are parameters and the optimizer's tensors. Left out is what may differ between healthy replicas: buffers
+(BatchNorm statistics, until the next forward pass broadcasts them), parameters that DistributedDataParallel was told
+to ignore, plain numbers and param groups (a schedule may have been stepped on one rank and not yet on another), and,
+where the state is on a device, tensors on the host (they may be an update ahead of the device).
+
+By default a sample is looked at: everything where that is little, else evenly spaced blocks of every tensor. Which
+ones depends on the version, so that damage that is missed today is seen at another save. Digests can be compared at
+the same version and in the same mode only.
+
+Memory of the host is read where it lies. On a device the pieces are packed on the side stream into memory that was set
+aside at start, because the training's stream may hang and an allocation would queue behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device import Runtime, poll
+from ttp.adapters.torch.leaves import leaves
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.state import optimizer_state
+
+SAMPLE_BYTES = 32 << 20
+"""What is looked at in all. Reading it twice, for the digest and for NaN, takes a core about 10 ms."""
+_SHARE_MIN = 1 << 10
+"""Bytes of every tensor that are looked at, however large the others are."""
+_BLOCK_BYTES = 16 << 10
+_PACK_HOST = 1 << 20  # the second look finds it in the cache
+_PACK_DEVICE = 8 << 20
+_PATIENCE_S = 1.0
+"""How long a device may take for one pack. Behind a collective that hangs the side stream still moves."""
+_BAD_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One tensor that must be equal on all replicas.
+
+    Args:
+        name: as in the checkpoint.
+        tensor: the live one.
+        trained: NaN and Inf in it are bad; a frozen mask may hold them on purpose.
+    """
+
+    name: str
+    tensor: Tensor
+    trained: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was seen.
+
+    Args:
+        digest: equal on replicas that are equal, at one version and in one mode.
+        bad: names of tensors that hold NaN or Inf, at most eight.
+    """
+
+    digest: str
+    bad: tuple[str, ...]
+
+
+def replicated(names: ModelNames, optimizer: Optimizer, model: nn.Module) -> list[Leaf]:
+    """The tensors to look at, each once, by name; see the module's text for what is left out."""
+    ignored = set(_ignored(model))
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    others = {names.of(p) for p in list(optimizer.state) if isinstance(p, Tensor) and id(p) in ignored}
+    state = {name: values for name, values in optimizer_state(names, optimizer)["state"].items() if name not in others}
+    found: dict[int, Leaf] = {}
+    for name, parameter in sorted(names.parameters.items()):
+        if id(parameter) not in ignored:
+            found.setdefault(id(parameter), Leaf(f"model.{name}", parameter, id(parameter) in trained))
+    for path, _, value in leaves({"optim": {"state": state}}):
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), Leaf(".".join(map(str, path)), value, True))
+    return list(found.values())
+
+
+def _ignored(model: nn.Module) -> Iterator[int]:
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            ignored = set(getattr(module, "parameters_to_ignore", ()))
+            yield from (id(p) for name, p in module.module.named_parameters() if name in ignored)
+
+
+class Inspector:
+    """Looks at tensors; not for several threads at once.
+
+    Args:
+        mode: ``sample`` or ``all``.
+        runtime: the device of the state, of which 8 MiB are set aside here and now; None: the host.
+    """
+
+    def __init__(self, mode: str = "sample", runtime: Runtime | None = None) -> None:
+        self._mode = mode
+        self._runtime = runtime
+        self._limit = _PACK_HOST if runtime is None else _PACK_DEVICE
+        self._packed = None if runtime is None else runtime.on_device(_PACK_DEVICE)
+        self._pinned = None if runtime is None else runtime.pinned(_PACK_DEVICE)
+
+    @torch.no_grad()
+    def look(self, leaves: Iterable[Leaf], version: int) -> Findings:
+        """Look at the state of ``version``. Nobody changes it meanwhile.
+
+        Raises:
+            TimeoutError: the device does not answer.
+            RuntimeError: the device is broken.
+        """
+        digest, bad = xxhash.xxh3_128(), dict[str, None]()
+        known = sorted(leaves, key=lambda leaf: (str(leaf.tensor.dtype), leaf.name))
+        known = [leaf for leaf in known if self._runtime is None or self._runtime.holds(leaf.tensor)]
+        described = [(leaf.name, str(leaf.tensor.dtype), list(leaf.tensor.shape)) for leaf in known]
+        digest.update(json.dumps(described).encode())
+        for pack in self._packs(known, version):
+            data, parts = self._bring(pack)
+            for row in _rows(data):
+                digest.update(row)
+            if not _finite(data):
+                wrong = (leaf.name for (leaf, _), part in zip(pack, parts, strict=True) if not _finite(part))
+                trained = {leaf.name for leaf, _ in pack if leaf.trained}
+                bad.update((name, None) for name in wrong if name in trained)
+        return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
+
+    def _packs(self, known: Sequence[Leaf], version: int) -> Iterator[list[tuple[Leaf, Tensor]]]:
+        """Pieces of one dtype, up to the limit together."""
+        pack: list[tuple[Leaf, Tensor]] = []
+        size = 0
+        for leaf, piece in self._pieces(known, version):
+            if pack and (size + piece.nbytes > self._limit or piece.dtype != pack[0][1].dtype):
+                yield pack
+                pack, size = [], 0
+            pack.append((leaf, piece))
+            size += piece.nbytes
+        if pack:
+            yield pack
+
+    def _pieces(self, known: Sequence[Leaf], version: int) -> Iterator[tuple[Leaf, Tensor]]:
+        flat = [(leaf, memory) for leaf in known if (memory := _memory(leaf.tensor, self._runtime)) is not None]
+        total = sum(memory.nbytes for _, memory in flat)
+        whole = self._mode == "all" or total <= SAMPLE_BYTES
+        for leaf, memory in flat:
+            share = memory.nbytes if whole else max(_SHARE_MIN, memory.nbytes * SAMPLE_BYTES // total)
+            sample = _sample(memory, share, version)
+            row = sample[0].nbytes if sample.dim() == 2 else sample.element_size()
+            for piece in torch.split(sample, max(1, self._limit // row)):
+                yield leaf, piece
+
+    def _bring(self, pack: list[tuple[Leaf, Tensor]]) -> tuple[Tensor, list[Tensor]]:
+        """The pack on the host, joined and piece by piece."""
+        pieces = [piece for _, piece in pack]
+        if self._runtime is not None:
+            joined = self._from_device(self._runtime, pieces)
+        elif len(pieces) == 1:
+            return pieces[0], pieces
+        else:
+            joined = torch.cat([piece.reshape(-1) for piece in pieces])
+        return joined, list(torch.split(joined, [piece.numel() for piece in pieces]))
+
+    def _from_device(self, runtime: Runtime, pieces: list[Tensor]) -> Tensor:
+        assert self._packed is not None and self._pinned is not None
+        size = sum(piece.nbytes for piece in pieces)
+        packed = self._packed[:size].view(pieces[0].dtype)
+        with runtime.on_side():
+            for slot, piece in zip(torch.split(packed, [p.numel() for p in pieces]), pieces, strict=True):
+                slot.view(piece.shape).copy_(piece)
+            self._pinned[:size].copy_(self._packed[:size], non_blocking=True)
+        event = runtime.mark(side=True)
+        if not poll(event.query, _PATIENCE_S):
+            raise TimeoutError(f"{size} bytes did not leave the device in {_PATIENCE_S:g} s")
+        return self._pinned[:size].view(pieces[0].dtype)
+
+
+def _memory(tensor: Tensor, runtime: Runtime | None) -> Tensor | None:
+    """The elements of a tensor in the order of its memory, as a vector; None where that says nothing."""
+    tensor = tensor.detach()
+    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+        return None
+    ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not ordered.is_contiguous():
+        if runtime is not None:
+            return None  # a dense copy would have to be allocated on the device
+        ordered = ordered.contiguous()
+    return ordered.reshape(-1)
+
+
+def _sample(memory: Tensor, share: int, version: int) -> Tensor:
+    """All of it, or a block per row, evenly spaced: about ``share`` bytes."""
+    if memory.nbytes <= share:
+        return memory
+    block = min(_BLOCK_BYTES, share) // memory.element_size()
+    count = max(1, share // (block * memory.element_size()))
+    pitch = memory.numel() // count
+    start = version * 40_503 % (pitch - block + 1)
+    return memory.as_strided((count, block), (pitch, 1), memory.storage_offset() + start)
+
+
+def _rows(data: Tensor) -> Any:
+    """Its bytes, a contiguous stretch at a time, without a copy."""
+    rows: Any = data.view(torch.uint8).numpy()
+    return rows if data.dim() == 2 else (rows,)
+
+
+def _finite(data: Tensor) -> bool:
+    """Whether there is no NaN and no Inf in it."""
+    if not (data.is_floating_point() or data.is_complex()):
+        return True
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    elif data.element_size() == 1:
+        data = data.float()
+    low, high = torch.aminmax(data)
+    return math.isfinite(low.item()) and math.isfinite(high.item())
