@@ -1,10 +1,11 @@
 """A process that holds a sentinel and does what it is told on standard input.
 
-python sentinel_owner.py DIRECTORY RANK INCARNATION [watch]
+python sentinel_owner.py DIRECTORY RANK INCARNATION LOOK_S      looks for other ranks every LOOK_S; 0: does not watch
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
@@ -34,16 +35,20 @@ def fork(sentinel: Sentinel, closes: bool) -> None:
     say(child)
 
 
-def main(directory: Path, rank: int, incarnation: int, watches: bool) -> None:
+def main(directory: Path, rank: int, incarnation: int, look_s: float) -> None:
     sentinel = Sentinel(directory, rank, f"nonce-{rank}-{os.getpid()}", incarnation)
-    if watches:
-        Neighbours(directory, rank, incarnation, lambda r, nonce, _: say("died", r, nonce), look_s=0.05).start()
+    ring = Neighbours(directory, rank, incarnation, lambda r, nonce, _: say("died", r, nonce), look_s)
+    if look_s:
+        ring.start()
     say("placed" if sentinel.wait_placed(PATIENCE_S) else "not placed")
     for line in sys.stdin:
         match line.strip():
             case "leave":
                 sentinel.close()
                 say("left")
+            case "come again":
+                sentinel = Sentinel(directory, rank, f"another-{rank}-{os.getpid()}", incarnation)
+                say("placed" if sentinel.wait_placed(PATIENCE_S) else "not placed")
             case "fork":
                 fork(sentinel, closes=False)
             case "fork and close":
@@ -51,6 +56,11 @@ def main(directory: Path, rank: int, incarnation: int, watches: bool) -> None:
             case "spawn":
                 subprocess.run(["true"], check=True)
                 say("spawned")
+            case "whom":
+                say(ring.watched)
+            case "hold the interpreter lock":
+                say("holding it")
+                ctypes.PyDLL(None).sleep(60)
             case "exec":
                 os.execvp("sleep", ["sleep", "60"])
             case "raise":
@@ -60,8 +70,8 @@ def main(directory: Path, rank: int, incarnation: int, watches: bool) -> None:
 class Owner:
     """The same, seen from a test."""
 
-    def __init__(self, directory: Path, rank: int, incarnation: int = 7, watches: bool = False) -> None:
-        command = [sys.executable, __file__, str(directory), str(rank), str(incarnation), *["watch"] * watches]
+    def __init__(self, directory: Path, rank: int, incarnation: int = 7, look_s: float = 0) -> None:
+        command = [sys.executable, __file__, str(directory), str(rank), str(incarnation), str(look_s)]
         self.rank = rank
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=without_settings()
@@ -102,4 +112,4 @@ def without_settings() -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), "watch" in sys.argv[4:])
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))

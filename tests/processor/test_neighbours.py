@@ -27,8 +27,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
     owners: list[Owner] = []
 
-    def begin(rank: int, **kwargs: int) -> Owner:
-        owners.append(Owner(tmp_path, rank, **kwargs))
+    def begin(rank: int, incarnation: int = INCARNATION, look_s: float = 0) -> Owner:
+        owners.append(Owner(tmp_path, rank, incarnation, look_s))
         return owners[-1]
 
     yield begin
@@ -93,7 +93,7 @@ def test_woken_not_found_by_chance(start: Start, tmp_path: Path) -> None:
 
 def test_three_die_together_and_one_is_left_to_tell(start: Start) -> None:
     """A real ring: 4 watches 0, which watches 1, and so on. None of those who watched the dead is left, but 4 is."""
-    owners = {rank: start(rank, watches=1) for rank in (0, 1, 2, 4)}
+    owners = {rank: start(rank, look_s=0.05) for rank in (0, 1, 2, 4)}
     for rank in (1, 0, 2):
         owners[rank].kill()
     told = {owners[4].hear() for _ in range(3)}

@@ -43,8 +43,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """``start(rank, ...)``: a process that holds a sentinel in ``tmp_path``."""
     owners: list[Owner] = []
 
-    def begin(rank: int = 3, directory: Path = tmp_path, **kwargs: bool) -> Owner:
-        owners.append(Owner(directory, rank, **kwargs))
+    def begin(rank: int = 3, directory: Path = tmp_path) -> Owner:
+        owners.append(Owner(directory, rank))
         return owners[-1]
 
     yield begin

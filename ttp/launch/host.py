@@ -19,7 +19,9 @@ from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
 from ttp.launch.leases import Leases
 from ttp.launch.presence import job_is_busy
+from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.worker_watch import WorkerWatch
+from ttp.processor.lookout import REASON
 
 logger = logging.getLogger("ttp.launch")
 
@@ -45,6 +47,7 @@ class Host:
         self._keeper = ControllerKeeper(config, run_dir)
         self._keeps = False
         self._watch = WorkerWatch()
+        self._sentinels = SentinelWatch(run_dir)
         self._reporter: FaultReporter | None = None
         self._address = ""
         self._leases.sweep()
@@ -75,6 +78,7 @@ class Host:
             self._reporter.close()
         self._reporter = FaultReporter(self._address, self._config.port, self._config.token)
         self._watch.watch(workers, self._reporter)
+        self._sentinels.watch({rank: worker.pid for rank, worker in workers.items()}, self._on_death)
 
     def hold(self, workers: Workers) -> None:
         """A worker failed, or the group is to be restarted: return when the survivors may be stopped.
@@ -110,6 +114,7 @@ class Host:
     def close(self, several_nodes: bool) -> None:
         """The job is over here. With several nodes the controller outlives us until nobody needs it."""
         self._watch.close()
+        self._sentinels.close()
         if self._reporter is not None:
             self._reporter.close()
         try:
@@ -118,6 +123,11 @@ class Host:
         finally:
             self._keeper.stop()
             self._leases.sweep()
+
+    def _on_death(self, rank: int, pid: int) -> None:
+        """Called before the kernel has freed its memory; how it died ``WorkerWatch`` will say."""
+        if self._reporter is not None and not self._watch.expects(pid):
+            self._reporter.exited(rank, pid, REASON)
 
     def _wait(self, workers: Workers, hold: Hold) -> Verdict:
         waiting = False

@@ -48,6 +48,11 @@ class WorkerWatch:
         with self._lock:
             self._expected.update(pids)
 
+    def expects(self, pid: int) -> bool:
+        """Whether the launcher stops this one."""
+        with self._lock:
+            return pid in self._expected
+
     def close(self) -> None:
         """End the thread."""
         self._over.set()
@@ -74,9 +79,7 @@ class WorkerWatch:
         watch.close()
 
     def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
-        with self._lock:
-            expected = pid in self._expected
-        if code in ORDERLY_EXITS or expected:
+        if code in ORDERLY_EXITS or self.expects(pid):
             return
         reason = describe_exit(code)
         reporter.exited(rank, pid, reason)

@@ -6,8 +6,8 @@ Each rank keeps one, ``alive_<rank>`` in the host's page directory::
     512    one word per seat, 64 bytes apart: id of the owner's thread; "owner died"; 0 when it left in good order
 
 The words are held by a thread of the rank that does nothing else; see ``ttp.processor.futex`` for what the kernel does
-when it ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so a neighbour that is
-stopped, or waits for its interpreter lock, does not keep the news from the launcher. Only the owner ever writes.
+when it ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so a neighbour that
+waits for its interpreter lock does not keep the news from the launcher. Only the owner ever writes.
 
 The file becomes visible when all of it is in place, and is never changed but for the words. Files need no removal: they
 go with the directory, which the kernel's locks look after (``ttp.processor.page_dir``).

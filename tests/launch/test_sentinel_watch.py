@@ -1,0 +1,189 @@
+"""The launcher learns of a worker's death from its sentinel, and of no other process' death."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.controller.conftest import until
+from tests.launch.conftest import Controller
+from tests.processor.sentinel_owner import Owner
+from ttp.config import Config
+from ttp.launch.host import Host
+from ttp.launch.sentinel_watch import SentinelWatch
+from ttp.processor.futex import DIED
+from ttp.processor.lookout import REASON
+from ttp.processor.sentinel import FILE_BYTES, SEATS, pack_header, process_start, sentinel_name, word_at
+
+LONG_S = 20.0
+Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def pages(tmp_path: Path) -> Path:
+    """The page directory of a host without shared memory."""
+    path = tmp_path / "run" / "pages"
+    path.mkdir(parents=True, mode=0o700)
+    return path
+
+
+@pytest.fixture
+def start(pages: Path) -> Iterator[Start]:
+    """``start(rank, ...)``: a process that holds a sentinel, in ``run_dir/pages`` if nothing else is said."""
+    owners: list[Owner] = []
+
+    def begin(rank: int, directory: Path = pages, look_s: float = 0) -> Owner:
+        owners.append(Owner(directory, rank, look_s=look_s))
+        return owners[-1]
+
+    yield begin
+    for owner in owners:
+        owner.end()
+
+
+class Watching:
+    def __init__(self, tmp_path: Path, *owners: Owner, look_s: float = 4 * LONG_S) -> None:
+        """Looks around once and then hardly ever: what it hears it was woken for."""
+        self.told: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
+        self.watch = SentinelWatch(tmp_path / "run", tmp_path, look_s)
+        self.watch.watch({owner.rank: owner.pid for owner in owners}, lambda *words: self.told.put(words))
+
+    def hear(self) -> tuple[int, int]:
+        return self.told.get(timeout=LONG_S)
+
+
+def test_each_worker_is_watched(start: Start, tmp_path: Path) -> None:
+    in_memory = tmp_path / f"ttp-{os.getuid()}-0123456789ab"
+    in_memory.mkdir(mode=0o700)
+    first, second = start(0), start(1, in_memory)
+    watching = Watching(tmp_path, first, second)
+    second.kill()
+    assert watching.hear() == (1, second.pid)
+    first.kill()
+    assert watching.hear() == (0, first.pid)
+    watching.watch.close()
+    assert watching.told.empty()
+
+
+def test_a_neighbour_without_interpreter_lock_keeps_the_news_from_nobody(start: Start, tmp_path: Path) -> None:
+    """The kernel wakes one waiter of a word. Were there one word for all, it would wake this one."""
+    victim, neighbour = start(1), start(0, look_s=4 * LONG_S)
+    until(lambda: neighbour.ask("whom") == "1")
+    assert neighbour.ask("hold the interpreter lock") == "holding it"
+    watching = Watching(tmp_path, victim)
+    victim.kill()
+    assert watching.hear() == (1, victim.pid)
+
+
+def test_a_sentinel_that_comes_later_is_found(start: Start, pages: Path, tmp_path: Path) -> None:
+    owner = start(0)
+    kept = (pages / sentinel_name(0)).rename(tmp_path / "kept")
+    watching = Watching(tmp_path, owner, look_s=0.02)
+    kept.rename(pages / sentinel_name(0))
+    owner.kill()
+    assert watching.hear() == (0, owner.pid)
+
+
+def test_a_second_one_of_the_same_process_is_found(start: Start, tmp_path: Path) -> None:
+    owner = start(0)
+    watching = Watching(tmp_path, owner, look_s=0.02)
+    assert owner.ask("leave") == "left"
+    assert owner.ask("come again") == "placed"
+    owner.kill()
+    assert watching.hear() == (0, owner.pid)
+
+
+def test_who_leaves_does_not_die(start: Start, tmp_path: Path) -> None:
+    leaver, other = start(0), start(1)
+    watching = Watching(tmp_path, leaver, other)
+    assert leaver.ask("leave") == "left"
+    leaver.end()
+    other.kill()
+    assert watching.hear() == (1, other.pid)
+    assert watching.told.empty()
+
+
+def put_dead(pages: Path, pid: int, start: int) -> None:
+    content = bytearray(pack_header(0, pid, start, 7, "n").ljust(FILE_BYTES, b"\0"))
+    for seat in range(SEATS):
+        content[word_at(seat) : word_at(seat) + 4] = DIED.to_bytes(4, "little")
+    (pages / sentinel_name(0)).write_bytes(content)
+    (pages / sentinel_name(0)).chmod(0o600)
+
+
+@pytest.mark.parametrize("of", ["another start", "another pid", "this process"])
+def test_what_an_earlier_process_left_is_not_believed(start: Start, pages: Path, tmp_path: Path, of: str) -> None:
+    """Not even where the host gave its pid to the worker."""
+    owner, other = start(0), start(1)
+    began = process_start(owner.pid)
+    put_dead(pages, owner.pid + (of == "another pid"), began - (of == "another start"))
+    watching = Watching(tmp_path, owner, other, look_s=0.02)
+    if of == "this process":
+        assert watching.hear() == (0, owner.pid)
+    other.kill()
+    assert watching.hear() == (1, other.pid)
+    assert watching.told.empty()
+
+
+def test_a_bad_sentinel_is_one_line_in_the_log(
+    start: Start, pages: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG, "ttp.launch")
+    owner = start(0)
+    put_dead(pages, owner.pid, process_start(owner.pid))
+    with (pages / sentinel_name(0)).open("r+b") as file:
+        file.seek(word_at(1))
+        file.write(b"\1\2\3\4")
+    watching = Watching(tmp_path, owner)
+    until(lambda: caplog.records)
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG and "its word is" in record.getMessage()
+    assert watching.told.empty()
+
+
+# ----------------------------------------------------------------------------------------------------------- the host
+
+
+@pytest.fixture
+def host(controller: Controller, tmp_path: Path) -> Iterator[Host]:
+    there = Host(Config(port=controller.port, token="sesame"), tmp_path / "run")
+    there.before_workers("127.0.0.1", first_node=False)
+    yield there
+    there.close(several_nodes=False)
+
+
+def test_the_controller_hears_of_the_death_and_then_of_its_kind(
+    host: Host, controller: Controller, start: Start
+) -> None:
+    owner = start(0)
+    host.watch({0: owner.process})
+    owner.kill()
+    until(lambda: len(controller.faults) == 2)
+    reasons = [fault["reason"] for fault in controller.faults]
+    assert sorted(reasons) == [REASON, "killed by signal 9 (SIGKILL)"]
+    assert {fault["pids"][0] for fault in controller.faults} == {owner.pid}
+
+
+def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controller, start: Start) -> None:
+    stopped, killed = start(0), start(1)
+    host.watch({0: stopped.process, 1: killed.process})
+    host.expect_stop({0: stopped.process})
+    stopped.end()
+    killed.kill()
+    until(lambda: len(controller.faults) == 2)
+    assert {fault["ranks"][0] for fault in controller.faults} == {1}
+
+
+def test_threads_end_with_the_host(host: Host, start: Start) -> None:
+    before = set(threading.enumerate())
+    host.watch({0: start(0).process})
+    (thread,) = [t for t in threading.enumerate() if t not in before and t.name == "ttp-sentinel-0"]
+    host.close(several_nodes=False)
+    thread.join(LONG_S)
+    assert not thread.is_alive()

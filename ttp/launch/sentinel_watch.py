@@ -1,0 +1,80 @@
+"""Threads of the launcher that learn of a worker's death before the kernel has freed its memory."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ttp.processor.lookout import Lookout, State, look
+from ttp.processor.page_dir import SHARED_MEMORY, page_directories
+from ttp.processor.sentinel import Seat, process_start
+
+logger = logging.getLogger("ttp.launch")
+
+LOOK_S = 1.0
+"""How often to look whether a worker has placed its sentinel; and how soon a thread that is not needed ends."""
+
+OnDeath = Callable[[int, int], None]
+"""Told on a watching thread: rank and pid. Must not block."""
+
+
+class SentinelWatch:
+    """Watches the sentinels of the workers of this host, one group after the other; a thread for each worker.
+
+    Workers are recognised by pid and start time, so nothing has to be known of their job. Where a worker has no
+    sentinel its thread looks in vain; the end of the process is seen by ``WorkerWatch`` in any case.
+
+    Args:
+        run_dir: of the job on this host.
+        shared_memory: where directories in memory are made.
+        look_s: see ``LOOK_S``.
+    """
+
+    def __init__(self, run_dir: Path, shared_memory: Path = SHARED_MEMORY, look_s: float = LOOK_S) -> None:
+        self._run_dir, self._shared_memory, self._look_s = run_dir, shared_memory, look_s
+        self._over = threading.Event()
+
+    def watch(self, workers: Mapping[int, int], on_death: OnDeath) -> None:
+        """Watch these workers (pid by global rank) instead of the earlier ones."""
+        self.close()
+        self._over = threading.Event()
+        for rank, pid in workers.items():
+            threading.Thread(
+                target=self._run, args=(rank, pid, on_death, self._over), name=f"ttp-sentinel-{rank}", daemon=True
+            ).start()
+
+    def close(self) -> None:
+        """Say nothing any more; the threads end within ``look_s``."""
+        self._over.set()
+
+    def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event) -> None:
+        try:
+            start = process_start(pid)
+            while not over.is_set():
+                if self._saw_death(rank, pid, start, over):
+                    on_death(rank, pid)
+                    return
+                over.wait(self._look_s)
+        except Exception as problem:
+            logger.debug("rank %d has no sentinel to watch, its end is seen by other means: %s", rank, problem)
+
+    def _saw_death(self, rank: int, pid: int, start: int, over: threading.Event) -> bool:
+        """Look for the worker's sentinel; if it is there, watch it to its end, good or bad."""
+        for directory in page_directories(self._run_dir, self._shared_memory):
+            seen = look(directory, rank, Seat.LAUNCHER)
+            if isinstance(seen, str):
+                continue
+            try:
+                if (seen.owner.pid, seen.owner.start) == (pid, start):
+                    return self._died(seen, over)
+            finally:
+                seen.close()
+        return False
+
+    def _died(self, seen: Lookout, over: threading.Event) -> bool:
+        state = State.ALIVE
+        while state is State.ALIVE and not over.is_set():
+            state = seen.wait(self._look_s)
+        return state is State.DIED and not over.is_set()
