@@ -27,7 +27,7 @@ from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.source import Cancelled
-from ttp.store.digest import HashingFile
+from ttp.store.digest import HashingFile, Progress
 
 _log = logging.getLogger("ttp.adapters.torch")
 
@@ -59,6 +59,7 @@ def write_shard(
     writer: Rank,
     to_host: ToHost = Tensor.cpu,
     cancelled: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
 ) -> Piece:
     """Write ``state`` to ``draft/file`` and return when it is on the disk.
 
@@ -71,13 +72,14 @@ def write_shard(
         to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end. Its
             result is used before the next call.
         cancelled: asked between tensors, and every 8 MiB within one.
+        progress: see ``HashingFile``.
 
     Raises:
         Cancelled: ``cancelled`` returned true.
         CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
         OSError: the disk refused.
     """
-    target = HashingFile(draft / file)
+    target = HashingFile(draft / file, progress)
     try:
         with _without_crc32():
             shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)
@@ -86,7 +88,8 @@ def write_shard(
     except BaseException:
         with suppress(OSError):
             target.close()
-        (draft / file).unlink(missing_ok=True)
+        with suppress(OSError):  # what was refused first says more
+            (draft / file).unlink(missing_ok=True)
         raise
     for key in shard_writer.left_out:
         _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)

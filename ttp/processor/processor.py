@@ -36,6 +36,7 @@ from ttp.processor.lane import Lane
 from ttp.processor.page_dir import PageDirectory
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
+from ttp.store.mounts import Mounts
 
 T = TypeVar("T")
 
@@ -84,6 +85,7 @@ class Processor:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
         self.config, self.env, self.layout, self.source = config, env, layout, source
         self.save_dir = Path(save_dir)
+        self._mounts = Mounts(self.save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self.gate = Gate(self._on_quiet)
         self.gate.set_version(Version(version))
         self.incarnation = 0
@@ -465,8 +467,14 @@ class Processor:
         self._inbox.put(done)
 
     def directory(self, order: m.Save | m.Commit) -> Path:
-        """Where the checkpoint of this order goes."""
-        return Path(order.directory) if order.directory else self.save_dir
+        """Where the checkpoint of this order goes.
+
+        Raises:
+            OSError: that place is not mounted any more.
+        """
+        directory = Path(order.directory) if order.directory else self.save_dir
+        self._mounts.check(directory)
+        return directory
 
     def _commit(self, order: m.Commit) -> None:
         done: pm.Event

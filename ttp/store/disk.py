@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.store import durable
-from ttp.store.digest import HashingFile
+from ttp.store.digest import HashingFile, Progress
 
 UNSUPPORTED = frozenset(
     {errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.EMLINK, errno.EXDEV}
@@ -21,8 +21,23 @@ OCCUPIED = frozenset({errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR})
 """What they answer to renaming a directory to a name that is taken."""
 
 
+def _ignore(_: int) -> None:
+    """Nobody wants to know."""
+
+
 class Disk:
-    """The real disk. Every method raises OSError when it refuses."""
+    """The real disk. Every method raises OSError when it refuses.
+
+    Args:
+        progress: called with a number of bytes, or with 1 for a name, when something has been done: a disk that is slow
+            goes on calling, one that hangs does not.
+    """
+
+    _progress: Progress = staticmethod(_ignore)
+
+    def __init__(self, progress: Progress | None = None) -> None:
+        if progress is not None:
+            self._progress = progress
 
     def names(self, directory: Path) -> list[str]:
         """Names inside ``directory``, sorted."""
@@ -50,10 +65,11 @@ class Disk:
     def link(self, source: Path, target: Path) -> None:
         """A second name for a file."""
         os.link(source, target)
+        self._progress(1)
 
     def write(self, file: Path, data: bytes) -> str:
         """Make a new file; its bytes are durable on return, its name is not. Returns its digest."""
-        hashing = HashingFile(file)
+        hashing = HashingFile(file, self._progress)
         try:
             hashing.write(data)
         finally:
@@ -71,13 +87,17 @@ class Disk:
     def sync_directory(self, directory: Path) -> None:
         """Make the names inside ``directory`` durable."""
         durable.sync_directory(directory)
+        self._progress(1)
 
     def remove(self, file: Path) -> None:
         """Remove a file."""
         file.unlink(missing_ok=True)
+        self._progress(1)
 
     def remove_tree(self, directory: Path) -> None:
         """Remove a directory and all that is in it; it may be gone."""
+        for file in Disk.tree(self, directory)[1]:  # one after the other, large ones take their time
+            Disk.remove(self, file)
         try:
             shutil.rmtree(directory)
         except FileNotFoundError:
