@@ -52,6 +52,22 @@ def test_the_fallback_is_one_directory_for_all() -> None:
             Config.from_env({"TTP_FALLBACK_DIR": value})
 
 
+@pytest.mark.parametrize(("text", "seconds"), [("2.5", 2.5), ("off", None), ("OFF", None), ("0", None), ("", 60.0)])
+def test_hangs_are_looked_for_or_not(text: str, seconds: float | None) -> None:
+    assert Config.from_env({"TTP_HANG_S": text}).hang_s == seconds
+
+
+@pytest.mark.parametrize(("text", "stacks"), [("on", True), ("1", True), ("off", False), ("0", False), ("", True)])
+def test_a_switch(text: str, stacks: bool) -> None:
+    assert Config.from_env({"TTP_STACKS": text}).stacks is stacks
+
+
+@pytest.mark.parametrize(("name", "hint"), [("TTP_HANG_S", "seconds is wanted, or off"), ("TTP_STACKS", "on or off")])
+def test_what_is_neither_says_what_is_wanted(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name}='no'.*{hint}"):
+        Config.from_env({name: "no"})
+
+
 def test_every_setting_is_documented() -> None:
     documented = (ROOT / "docs" / "configuration.md").read_text()
     for setting in fields(Config):

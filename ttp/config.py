@@ -31,7 +31,12 @@ def _seconds(text: str) -> float:
 
 
 def _seconds_or_off(text: str) -> float | None:
-    return None if text.strip().lower() in ("off", "0") else _seconds(text)
+    if text.strip().lower() in ("off", "0"):
+        return None
+    try:
+        return _seconds(text)
+    except ValueError:
+        raise ValueError("a positive number of seconds is wanted, or off") from None
 
 
 def _switch(text: str) -> bool:
