@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -21,7 +22,7 @@ from ttp.errors import ConfigError
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
-from ttp.launch.presence import is_local, job_is_busy, listens, port_owner, probe, target
+from ttp.launch.presence import is_local, job_is_busy, listens, may_be_bound, port_owner, probe, target
 
 HERE = Path(__file__).parent
 TOKEN = "sesame"
@@ -116,7 +117,7 @@ def test_one_that_ignores_sigterm_is_killed() -> None:
 # -------------------------------------------------------------------------------------------------------------- ensure
 
 
-def ensure(run_dir: Path, port: int, address: str = "127.0.0.1", **more: float) -> subprocess.Popen[bytes] | None:
+def ensure(run_dir: Path, port: int, address: str = "127.0.0.1", **more: object) -> subprocess.Popen[bytes] | None:
     return subject.ensure_controller(address, port, run_dir=run_dir, token=TOKEN, **more)  # type: ignore[arg-type]
 
 
@@ -164,12 +165,79 @@ def test_of_several_that_start_at_once_one_serves(run_dir: Path, unused_port: in
         thread.join()
     assert len(children) == 4
     assert probe("127.0.0.1", unused_port, TOKEN) == "controller"
-    (winner,) = started(run_dir)
-    for child in filter(None, children):
-        if child.pid == winner:
-            subject.stop_controller(child)
-        else:
-            assert child.wait(LONG_S) == 64
+    (winner,) = filter(None, children)
+    subject.stop_controller(winner)
+    assert started(run_dir) == [winner.pid]  # nobody else lay in wait for the port
+    assert not listens("127.0.0.1", unused_port, 1.0)
+
+
+def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's serves while ours is still starting: ours would take the port whenever that one ends."""
+    real, slow = subject.COMMAND, run_dir / "slow.py"
+    slow.write_text("import time; time.sleep(600)")
+    begun: list[subprocess.Popen[bytes]] = []
+    start = subject.start_controller
+
+    def start_slowly(**arguments: Any) -> subprocess.Popen[bytes]:
+        monkeypatch.setattr(subject, "COMMAND", (sys.executable, str(slow)))
+        begun.append(start(**arguments))
+        monkeypatch.setattr(subject, "COMMAND", real)
+        begun.append(start(**arguments))
+        return begun[0]
+
+    monkeypatch.setattr(subject, "start_controller", start_slowly)
+    assert ensure(run_dir, unused_port) is None
+    late, serving = begun
+    assert late.returncode == -signal.SIGTERM
+    assert started(run_dir) == [serving.pid] and serving.poll() is None
+    subject.stop_controller(serving)
+
+
+@contextlib.contextmanager
+def bound(port: int) -> Iterator[socket.socket]:
+    """A port that is taken, though nobody can be reached there: as by a controller that is just starting."""
+    with socket.socket() as holding:
+        holding.bind(("0.0.0.0", port))
+        yield holding
+
+
+def lost_starts(run_dir: Path) -> int:
+    log = run_dir / "controller.log"
+    return log.read_text().count("is taken") if log.exists() else 0
+
+
+def test_losing_the_port_again_and_again_is_no_failure(
+    run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subject, "RETRY_MAX_S", 0.05)
+    children: list[subprocess.Popen[bytes] | None] = []
+    with bound(unused_port):
+        starter = threading.Thread(target=lambda: children.append(ensure(run_dir, unused_port, patience_s=LONG_S)))
+        starter.start()
+        wait_until(lambda: lost_starts(run_dir) >= 4 or not starter.is_alive())
+        assert starter.is_alive()
+    starter.join()
+    (child,) = children
+    assert child is not None and started(run_dir) == [child.pid]
+    subject.stop_controller(child)
+
+
+def test_a_port_that_is_never_given_up_is_said_when_patience_is_over(run_dir: Path, unused_port: int) -> None:
+    with (
+        bound(unused_port),
+        pytest.raises(ConfigError, match=rf"(?s)was taken \d+ times .*port {unused_port} is taken"),
+    ):
+        ensure(run_dir, unused_port, patience_s=3.0)
+    assert started(run_dir) == []
+
+
+def test_an_address_that_cannot_be_bound_is_said_at_once(run_dir: Path, unused_port: int) -> None:
+    with pytest.raises(ConfigError, match="exit code 64"):
+        ensure(run_dir, unused_port, bind="192.0.2.1", patience_s=10 * LONG_S)  # of no machine
+    assert may_be_bound("", unused_port)
+    assert not may_be_bound("192.0.2.1", unused_port)
+    with bound(unused_port):
+        assert may_be_bound("", unused_port)
 
 
 # -------------------------------------------------------------------------------------------------------------- keeper

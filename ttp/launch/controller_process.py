@@ -1,7 +1,8 @@
 """Finding, starting and stopping the controller process. Used by launchers and by rank 0's processor alike.
 
 Several processes may want to start one at the same time: the port decides. The loser exits with code 64, and whoever
-listens on the port and answers as a controller of this job is used.
+listens on the port and answers as a controller of this job is used. Having lost says little: the winner may still be
+starting, or end before it serves. So a loser looks on, and starts another one later, for as long as its patience lasts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError
-from ttp.launch.presence import PROBE_S, Presence, is_local, port_owner, probe
+from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, may_be_bound, port_owner, probe
 from ttp.launch.run_dir import make_private
 
 __all__ = [
@@ -37,7 +38,9 @@ COMMAND = (sys.executable, "-m", "ttp.controller")
 
 STRANGER_S = 3.0
 """A controller that is just starting listens for a moment before it answers."""
-STARTS_MAX = 3
+RETRY_MIN_S = 0.2
+RETRY_MAX_S = 2.0
+"""After a lost start: how long it is left to the winner to serve, before another one is started."""
 TAIL_LINES = 15
 TAIL_BYTES = 1 << 16
 
@@ -50,6 +53,7 @@ def start_controller(
     token: str,
     owner_pid: int | None = None,
     abandoned_s: float | None = None,
+    orphan_s: float | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m ttp.controller`` in its own session, logging to ``run_dir/controller.log``. Does not wait.
 
@@ -60,6 +64,7 @@ def start_controller(
         token: the job's shared secret. It travels in the environment: arguments are visible to everybody.
         owner_pid: a process whose end makes the controller superfluous.
         abandoned_s: seconds without any rank after which it ends.
+        orphan_s: seconds without owner and ranks after which it ends.
 
     Raises:
         ConfigError: the log cannot be written or the interpreter not be started.
@@ -69,6 +74,8 @@ def start_controller(
         command += ["--owner-pid", str(owner_pid)]
     if abandoned_s is not None:
         command += ["--abandoned-s", str(abandoned_s)]
+    if orphan_s is not None:
+        command += ["--orphan-s", str(orphan_s)]
     try:
         make_private(run_dir)
         log = os.open(run_dir / LOG_FILE, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
@@ -147,14 +154,13 @@ def ensure_controller(
     is asked now and then and ends the attempt.
 
     Returns:
-        The process that was started, or None when somebody else's serves. Of two that start at the same time, the
-        loser may be returned while it is still exiting (with code 64).
+        The process that was started and serves, or None when somebody else's does.
 
     Raises:
         ConfigError: something else listens there, or none serves after ``patience_s`` seconds; the text says what to
             do.
     """
-    start = _Start(address, port, token, run_dir)
+    start = _Start(address, port, token, run_dir, bind)
     deadline_s = time.monotonic() + patience_s
     try:
         while time.monotonic() < deadline_s:
@@ -166,7 +172,7 @@ def ensure_controller(
                 return start.finished()
             start.complain(presence)
             if start.wanted(presence):
-                start.begin(bind=bind, owner_pid=owner_pid, abandoned_s=abandoned_s)
+                start.begin(owner_pid=owner_pid, abandoned_s=abandoned_s)
             time.sleep(0.05)
         raise ConfigError(start.timed_out(patience_s))
     except BaseException:
@@ -177,22 +183,23 @@ def ensure_controller(
 class _Start:
     """One attempt to have a controller at a port: what was started, and what is wrong with what is found."""
 
-    def __init__(self, address: str, port: int, token: str, run_dir: Path) -> None:
-        self._address, self._port, self._token, self._run_dir = address, port, token, run_dir
+    def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str) -> None:
+        self._address, self._port, self._token, self._run_dir, self._bind = address, port, token, run_dir, bind
         self._child: subprocess.Popen[bytes] | None = None
-        self._starts = 0
+        self._lost = 0
+        self._not_before = 0.0
         self._log_size = 0
         self._stranger_since: float | None = None
 
     def wanted(self, presence: Presence) -> bool:
-        return presence == "nobody" and self._child is None and is_local(self._address)
+        due = time.monotonic() >= self._not_before
+        return presence == "nobody" and due and self._child is None and is_local(self._address)
 
-    def begin(self, *, bind: str, owner_pid: int | None, abandoned_s: float | None) -> None:
-        self._starts += 1
-        self._log_size = log_size(self._run_dir)
+    def begin(self, *, owner_pid: int | None, abandoned_s: float | None) -> None:
+        self._log_size = self._log_size if self._lost else log_size(self._run_dir)
         self._child = start_controller(
             port=self._port,
-            bind=bind,
+            bind=self._bind,
             run_dir=self._run_dir,
             token=self._token,
             owner_pid=owner_pid,
@@ -200,7 +207,14 @@ class _Start:
         )
 
     def finished(self) -> subprocess.Popen[bytes] | None:
-        return self._child if self._child is not None and self._child.poll() is None else None
+        """A controller serves. Ours, when another one was faster, may not have noticed yet: it would lie in wait."""
+        if self._child is None or self._child.poll() is not None:
+            return None
+        serving = controller_pid(self._address, self._port, self._token)
+        if serving in (None, self._child.pid):
+            return self._child
+        self.give_up()
+        return None
 
     def give_up(self) -> None:
         if self._child is not None and self._child.poll() is None:
@@ -216,10 +230,12 @@ class _Start:
         code = None if self._child is None else self._child.poll()
         if code is not None:
             self._child = None
-            if code != EXIT_BAD_CONFIG or (presence == "nobody" and self._starts >= STARTS_MAX):
+            if code != EXIT_BAD_CONFIG or not may_be_bound(self._bind, self._port):
                 raise ConfigError(
                     f"the controller cannot start (exit code {code}):\n{log_tail(self._run_dir, self._log_size)}"
                 )
+            self._not_before = time.monotonic() + min(RETRY_MAX_S, RETRY_MIN_S * 2**self._lost)
+            self._lost += 1
         self._complain_about_stranger(presence)
 
     def _complain_about_stranger(self, presence: Presence) -> None:
@@ -236,6 +252,11 @@ class _Start:
 
     def timed_out(self, patience_s: float) -> str:
         where = f"{self._address}:{self._port}"
+        if self._lost:
+            return (
+                f"no controller serves at {where}: within {patience_s:.0f} s the port was taken {self._lost} times by "
+                f"something that does not answer.\n{log_tail(self._run_dir, self._log_size)}"
+            )
         if self._child is not None:
             return (
                 f"the controller runs but does not answer at {where} within {patience_s:.0f} s; check TTP_BIND.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 from typing import Any, Literal
 
@@ -53,6 +54,24 @@ def _can_bind(family: int, where: Any) -> bool:
     return True
 
 
+def may_be_bound(bind: str, port: int) -> bool:
+    """Whether waiting can help: the port is free, or held; not when this machine lacks the address or the right to it.
+
+    Args:
+        bind: an address of this machine; empty: every address.
+        port: of TCP.
+    """
+    try:
+        where = socket.getaddrinfo(bind or "0.0.0.0", port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        family, _, _, _, address = where[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probing:
+            probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probing.bind(address)
+    except OSError as problem:
+        return problem.errno == errno.EADDRINUSE
+    return True
+
+
 def target(address: str, port: int) -> str:
     """``host:port`` in gRPC's spelling."""
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
@@ -98,6 +117,17 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
 
 def job_is_busy(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> bool:
     """Whether a rank is attached that still trains or saves; False if no controller answers."""
+    status = _status(address, port, token, timeout_s)
+    return status is not None and any(rank.state in ("live", "frozen") for rank in status.ranks)
+
+
+def controller_pid(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> int | None:
+    """Process id of the controller that serves there, as it sees itself; None if none answers."""
+    status = _status(address, port, token, timeout_s)
+    return None if status is None else int(status.pid)
+
+
+def _status(address: str, port: int, token: str, timeout_s: float) -> Any:
     import grpc
 
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
@@ -105,9 +135,8 @@ def job_is_busy(address: str, port: int, token: str, timeout_s: float = PROBE_S)
 
     with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
         try:
-            status = ControllerStub(channel).GetStatus(
+            return ControllerStub(channel).GetStatus(
                 GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),)
             )
         except grpc.RpcError:
-            return False
-    return any(rank.state in ("live", "frozen") for rank in status.ranks)
+            return None
