@@ -43,31 +43,40 @@ def largest_version(
 
 
 class Judge:
-    """Looks at everything that happens in one simulation."""
+    """Looks at everything that happens in one simulation.
+
+    Args:
+        world: the simulation.
+    """
 
     def __init__(self, world: Simulation) -> None:
         self.approximate = False
         """A rank-local page was lost with its host: from here on no bits are promised."""
+        self.saved: list[Version] = []
+        """Versions of the checkpoints, in the order in which they came to exist."""
         self._world = world
-        self._reference: list[ToyState] = []
-        self._base = Version(0)
+        self._reference = [ToyState.initial(world.layout)]
         self._seen: dict[Version, Checkpoint] = {}
+
+    @property
+    def base(self) -> ToyState:
+        """What this incarnation started from."""
+        return self._reference[0]
 
     def begin(self, start: ToyState) -> None:
         """An incarnation starts from ``start``; what follows without faults is known."""
-        self._base, self._reference = start.version, [start]
-        while self._reference[-1].version < self._world.steps:
-            self._reference.append(self._reference[-1].advanced(self._world.layout))
+        self._reference = [start]
 
     def expected(self, version: Version) -> ToyState:
         """The state of a run without faults."""
-        return self._reference[version - self._base]
+        while self._reference[-1].version < version:
+            self._reference.append(self._reference[-1].advanced(self._world.layout))
+        return self._reference[version - self.base.version]
 
     # -------------------------------------------------------------------------------------------------------- decisions
 
     def controller_acted(self, machine: ControllerMachine, actions: list[Action]) -> None:
         """The controller has decided something: was it right?"""
-        self._check_storage()
         for action in actions:
             if isinstance(action, Record):
                 self._decided(machine, action)
@@ -79,7 +88,7 @@ class Judge:
         match record.kind:
             case "plan" | "nothing_new":
                 best = self._best(machine, incident)
-                if best is not None and best > max(record.facts["version"], self._base):
+                if best is not None and best > max(record.facts["version"], self.base.version):
                     raise InvariantBroken(f"I2: version {record.facts['version']} is saved, {best} was possible")
             case "committed":
                 version = record.facts["version"]
@@ -99,46 +108,47 @@ class Judge:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
             return
         best = self._best(machine, incident)
-        able = [r for r in machine.job.live if r not in incident.failures]
-        if best is not None and best > self._base and able and "TTP_OT" not in text:
+        able = machine.job.live - incident.failures.keys() - _silent(incident)
+        if best is not None and best > self.base.version and able and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
 
     def _best(self, machine: ControllerMachine, incident: Incident) -> Version | None:
         """By the truth about every rank that the controller can speak to and that has not failed or kept silent."""
-        silent = {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
         copies: dict[Rank, set[Version]] = {}
-        for rank in machine.job.live - incident.failures.keys() - silent:
+        for rank in machine.job.live - incident.failures.keys() - _silent(incident):
             version, phase = self._world.ranks[rank].truth
             if self._world.ranks[rank].alive and phase in (m.Phase.IDLE, m.Phase.DONE):
                 copies[rank] = {version}
         return largest_version(self._world.layout, copies, incident.written())
 
-    def _check_storage(self) -> None:
+    def committed(self, version: Version) -> None:
+        """A checkpoint has appeared, or was there already."""
         there = self._world.storage.checkpoints
-        if self._seen and not there:
-            raise InvariantBroken("I5: the last checkpoint is gone")
-        for version, checkpoint in there.items():
-            if self._seen.get(version) is checkpoint:
-                continue
-            self._seen[version] = checkpoint
-            expected = self.expected(version)
-            if checkpoint.shards != expected.shards:
-                raise InvariantBroken(f"I1: the shards of step {version} are not those of version {version}")
-            for rank, word in checkpoint.random.items():
-                if expected.random[rank] != word:
-                    raise InvariantBroken(f"I1: the page of rank {rank} in step {version} is of another version")
+        if self._seen.keys() - there.keys() and len(there) < self._world.storage.keep:
+            raise InvariantBroken(f"I5: of the checkpoints {sorted(self._seen)} only {sorted(there)} are left")
+        checkpoint = there[version]
+        if self._seen.get(version) is checkpoint:
+            return
+        self.saved.append(version)
+        self._seen = dict(there)
+        expected = self.expected(version)
+        if checkpoint.shards != expected.shards:
+            raise InvariantBroken(f"I1: the shards of step {version} are not those of version {version}")
+        for rank, word in checkpoint.random.items():
+            if expected.random[rank] != word:
+                raise InvariantBroken(f"I1: the page of rank {rank} in step {version} is of another version")
 
     # -------------------------------------------------------------------------------------------------------------- end
 
     def needed_the_launcher(self, ranks: Mapping[Rank, SimRank]) -> None:
-        """Ranks are left long after the first death: only where nothing had been trained yet."""
-        left = {r.rank: r.truth for r in ranks.values() if r.alive}
-        if any(version > self._base for version, _ in left.values()):
+        """Ranks are left long after the first death: only where nothing had been trained yet, or if they do nothing."""
+        left = {r.rank: r.truth for r in ranks.values() if r.alive and not r.stopped}
+        if any(version > self.base.version for version, _ in left.values()):
             raise InvariantBroken(f"I6: ranks {left} are never released")
 
     def trained(self, ranks: Mapping[Rank, SimRank]) -> None:
         """Every rank ended with 0."""
-        final = self._reference[-1]
+        final = self.expected(Version(self._world.steps))
         if not self.approximate:
             state = ToyState.initial(self._world.layout)
             for _ in range(self._world.steps):
@@ -146,5 +156,12 @@ class Judge:
             if state != final:
                 raise InvariantBroken("I7: another end than that of a run without faults")
         for rank in ranks.values():
-            if rank.random != final.random[rank.rank] or any(final.shards[s] != w for s, w in rank.shards.items()):
+            trainer = rank.trainer
+            if trainer.random != final.random[rank.rank] or any(
+                final.shards[s] != w for s, w in trainer.shards.items()
+            ):
                 raise InvariantBroken(f"I7: rank {rank.rank} ends with other bits")
+
+
+def _silent(incident: Incident) -> set[Rank]:
+    return {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}

@@ -7,20 +7,11 @@ ends learn of a break at different times. On request messages are repeated, at o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId, Received, StreamEnded
-
-
-class Clock(Protocol):
-    """Virtual time."""
-
-    now: float
-
-    def at(self, when: float, what: Callable[[], None]) -> None:
-        """Do ``what`` at ``when``."""
+from ttp.testing.clock import Clock
 
 
 class RankEnd(Protocol):
@@ -29,7 +20,7 @@ class RankEnd(Protocol):
     def on_order(self, stream: Stream, order: m.Order) -> None:
         """An order has arrived."""
 
-    def on_down(self, stream: Stream) -> None:
+    def on_down(self, stream: Stream | None) -> None:
         """The stream is over."""
 
 
@@ -41,7 +32,22 @@ class ControllerEnd(Protocol):
 
 
 class Stream:
-    """One bidirectional stream."""
+    """One bidirectional stream.
+
+    Args:
+        clock: virtual time.
+        rng: where chance comes from.
+        rank: one end.
+        controller: the other end.
+        connection: its number at the controller.
+        delay_s: of a message, usually at most; one in twenty takes up to ten times as long.
+        repeats: share of the messages that arrive twice.
+    """
+
+    __slots__ = (
+        "_clock", "_cut_down", "_cut_up", "_delay_s", "_last_down", "_last_up", "_rank", "_repeats", "_rng",
+        "connection", "controller", "open",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -66,23 +72,22 @@ class Stream:
         """The rank speaks."""
         if self.open:
             self._last_up = self._later(self._last_up)
-            self._clock.at(self._last_up, lambda at=self._last_up: self._arrive(at, report))  # type: ignore[misc]
+            self._clock.at(self._last_up, self._arrive, self._last_up, report)
 
     def order(self, order: m.Order) -> None:
         """The controller speaks."""
         if self.open:
             self._last_down = self._later(self._last_down)
-            self._clock.at(self._last_down, lambda at=self._last_down: self._obey(at, order))  # type: ignore[misc]
+            self._clock.at(self._last_down, self._obey, self._last_down, order)
 
     def end(self) -> None:
-        """The controller has said its last word; everything on its way arrives."""
+        """One end has said its last word; everything on its way arrives."""
         self._break(self._last_up, self._last_down, 0.0, 0.0)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
         """The stream breaks now. What is on its way arrives up to some point."""
         now = self._clock.now
-        half = self._rng.random() < 0.5
-        up = now + (self._rng.random() * self._delay_s if half else self._delay_s * 3)
+        up = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         self._break(up, down, rank_learns_s, controller_learns_s)
 
@@ -91,9 +96,10 @@ class Stream:
             return
         self.open = False
         self._cut_up, self._cut_down = up, down
+        now = self._clock.now
         ended = StreamEnded(self.connection)
-        self._clock.at(max(up, self._clock.now) + controller_learns_s + 1e-6, lambda: self.controller.on_event(ended))
-        self._clock.at(max(down, self._clock.now) + rank_learns_s + 1e-6, lambda: self._rank.on_down(self))
+        self._clock.at(max(up, now) + controller_learns_s + 1e-6, self.controller.on_event, ended)
+        self._clock.at(max(down, now) + rank_learns_s + 1e-6, self._rank.on_down, self)
 
     def _later(self, last: float) -> float:
         delay = self._delay_s * (self._rng.random() if self._rng.random() < 0.95 else 10 * self._rng.random())
@@ -101,14 +107,17 @@ class Stream:
 
     def _arrive(self, at: float, report: m.Report) -> None:
         if at <= self._cut_up:
-            self.controller.on_event(Received(self.connection, report))
-            if self._rng.random() < self._repeats and not isinstance(report, m.Hello):
-                again = at + self._rng.random() * 20 * self._delay_s
-                self._clock.at(again, lambda: self.controller.on_event(Received(self.connection, report)))
+            received = Received(self.connection, report)
+            self.controller.on_event(received)
+            if self._repeats and self._rng.random() < self._repeats and not isinstance(report, m.Hello):
+                self._clock.at(at + self._rng.random() * 20 * self._delay_s, self.controller.on_event, received)
 
     def _obey(self, at: float, order: m.Order) -> None:
         if at <= self._cut_down:
             self._rank.on_order(self, order)
-            if self._rng.random() < self._repeats and not isinstance(order, m.Welcome | m.Refused | m.RestoreDecision):
-                again = at + self._rng.random() * 20 * self._delay_s
-                self._clock.at(again, lambda: self._rank.on_order(self, order))
+            if self._repeats and self._rng.random() < self._repeats and not isinstance(order, ONCE):
+                self._clock.at(at + self._rng.random() * 20 * self._delay_s, self._rank.on_order, self, order)
+
+
+ONCE = (m.Welcome, m.Refused, m.RestoreDecision)
+"""First and single answers; whoever repeats them speaks another protocol."""

@@ -37,12 +37,47 @@ POINTS = (
 )
 """Where a rank can be killed, beside any moment."""
 
-KINDS = (
-    ("kill", "flap", "controller", "raise", "sigterm", "save", "write", "commit")
-    + ("kill_at",) * 3
-    + ("flap_at",) * 2
-    + ("controller_at",)
-)
+KINDS = {
+    "kill": "SIGKILL of a rank",
+    "host": "the rank's host dies: every rank on it, its shared memory, a controller that runs there",
+    "stop": "SIGSTOP of a rank, SIGCONT after LASTS",
+    "silent": "a rank does nothing for LASTS, and its connections stay alive (something holds the interpreter lock)",
+    "hang": "the training thread of a rank does not move for LASTS",
+    "flap": "the stream of a rank breaks; it cannot connect for LASTS",
+    "partition": "nobody on the rank's host reaches a controller elsewhere for LASTS, nor the other way round",
+    "split": "a second controller is alive: for LASTS some ranks reach only that one, the others only the first",
+    "controller": "SIGKILL of the controller; a rank that misses it starts another one",
+    "controller_restart": "the same, and it is started again at once",
+    "controller_twice": "the same, its successor dies too, and that is started again at once",
+    "raise": "the training code of a rank raises; POINT is forward or update",
+    "sigterm": "SIGTERM to every rank",
+    "save": "somebody asks for a checkpoint",
+    "write": "the disk of a rank refuses to write pieces",
+    "commit": "the disk of a rank refuses to commit",
+    "slow": "each file takes a rank LASTS longer",
+}
+"""What can go wrong."""
+
+NEVER = float("inf")
+LASTS: dict[str, tuple[float, ...]] = {
+    "flap": (0.0, 0.05, 0.2, 1.0),
+    "partition": (0.05, 0.2, 1.0, 3.0),
+    "split": (0.3, 2.0, 10.0),
+    "stop": (0.05, 0.3, 1.5, 4.0, NEVER),
+    "silent": (0.05, 0.3, 2.0, NEVER),
+    "hang": (0.05, 0.3, 2.0, NEVER),
+    "slow": (0.05, 0.5, 3.0, NEVER),
+}
+"""How long what goes wrong lasts, for kinds that end; one is drawn."""
+
+AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
+             "controller_twice")  # fmt: skip
+"""Kinds that strike when a rank is at a point, weighted."""
+ANY_TIME = (
+    "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
+    "commit", "commit", "host", "stop", "silent", "hang", "partition", "split", "controller_restart", "slow",
+)  # fmt: skip
+"""Kinds that strike at some time, weighted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +85,11 @@ class Fault:
     """One thing that goes wrong.
 
     Args:
-        kind: ``kill`` a rank, ``flap`` its stream, kill the ``controller``; the same with ``_at``: when ``rank`` is
-            at ``point``; ``raise`` in the training code; ``sigterm`` to all; ``save`` on request; ``write`` and
-            ``commit`` fail on this rank.
+        kind: one of ``KINDS``.
         at: virtual time in seconds after the launch; with a point: the how-maniest time there.
-        rank: whom it hits.
-        point: one of ``POINTS``; for ``raise`` ``forward`` or ``update``.
-        lasts_s: for a flap: how long the rank cannot connect.
+        rank: whom, or whose host, it hits.
+        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward`` or ``update``.
+        lasts_s: how long.
     """
 
     kind: str
@@ -68,7 +101,21 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """A job, and the faults of each of its incarnations; later ones run without."""
+    """A job, and the faults of each of its incarnations; later ones run without.
+
+    Args:
+        seed: of everything that chance decides in the run.
+        layout: replica groups.
+        hosts: name of the host of each rank; the job's address is on that of rank 0.
+        steps: updates until the training is over.
+        delay_s: of a message.
+        repeats: share of the messages that arrive twice.
+        faults: of each incarnation.
+        undo: ranks keep the state before their last update.
+        fallback: there is a second directory for checkpoints.
+        mirror: rank-local pages are kept on another host too.
+        watched: hangs are looked for.
+    """
 
     seed: int
     layout: Layout
@@ -77,6 +124,10 @@ class Scenario:
     delay_s: float
     repeats: float
     faults: tuple[tuple[Fault, ...], ...] = ()
+    undo: bool = False
+    fallback: bool = False
+    mirror: bool = False
+    watched: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -102,7 +153,8 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         layout = mixed(layout)
     world = layout.world_size
     per_host = rng.choice((1, 2, world))
-    steps = rng.randint(2, 5)
+    watched = rng.random() < 0.03
+    steps = rng.randint(16, 20) if watched else rng.randint(2, 5)
     first = _faults(rng, world, rng.choice((0, 1, 1, 2, 2, 3, 4)))
     second = _faults(rng, world, rng.choice((0, 0, 0, 1, 2)))
     return Scenario(
@@ -113,23 +165,37 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         delay_s=rng.choice((0.0002, 0.001, 0.005)),
         repeats=rng.choice((0.0, 0.0, 0.05, 0.2)),
         faults=(first, second),
+        undo=rng.random() < 0.3,
+        fallback=rng.random() < 0.2,
+        mirror=rng.random() < 0.15,
+        watched=watched,
     )
 
 
 def _faults(rng: random.Random, world: int, count: int) -> tuple[Fault, ...]:
-    faults = [_fault(rng, world, rng.choice(KINDS)) for _ in range(count)]
+    faults = [_fault(rng, world) for _ in range(count)]
     if rng.random() < 0.2 and world > 1:  # all but one at once
         at, spared = rng.random() * 0.2, rng.randrange(world)
         faults += [Fault("kill", at + rng.random() * 0.003, Rank(r)) for r in range(world) if r != spared]
     return tuple(faults)
 
 
-def _fault(rng: random.Random, world: int, kind: str) -> Fault:
-    rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
-    lasts_s = rng.choice((0.0, 0.05, 0.2, 1.0)) if kind.startswith("flap") else 0.0
-    if kind.endswith("_at"):
+def _fault(rng: random.Random, world: int) -> Fault:
+    rank = Rank(rng.randrange(world))
+    if rng.random() < 0.4:
         early, times = rng.random() < 0.6, rng.randint(1, 3)
-        return Fault(kind, 1 if early else times, rank, rng.choice(POINTS), lasts_s)
+        kind = rng.choice(AT_POINTS)
+        return Fault(kind, 1 if early else times, rank, rng.choice(POINTS), _lasts_s(rng, kind))
+    return random_fault(rng, world, rng.choice(ANY_TIME))
+
+
+def random_fault(rng: random.Random, world: int, kind: str) -> Fault:
+    """One of this kind, at a random time on a random rank."""
+    rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
     if kind == "raise":
         return Fault(kind, rng.randint(1, 4), rank, rng.choice(("forward", "update")))
-    return Fault(kind, at, rank, lasts_s=lasts_s)
+    return Fault(kind, at, rank, lasts_s=_lasts_s(rng, kind))
+
+
+def _lasts_s(rng: random.Random, kind: str) -> float:
+    return rng.choice(LASTS[kind]) if kind in LASTS else 0.0

@@ -27,6 +27,8 @@ from ttp.testing.toy import InvariantBroken
 if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
+NEVER = float("inf")
+
 
 class SimController:
     """See the module.
@@ -34,32 +36,37 @@ class SimController:
     Args:
         world: the simulation.
         patience: of the machine.
+        host: where it runs.
+        name: for the trace, and in the ids of its incidents.
     """
 
-    def __init__(self, world: Simulation, patience: Patience) -> None:
+    def __init__(self, world: Simulation, patience: Patience, host: str, name: str) -> None:
         self.alive = True
-        self.born = world.now
-        self.machine = ControllerMachine(patience, lambda n: f"i{self.born:.3f}-{n}", world.now)
+        self.host, self.name = host, name
+        self.restarts = 0
+        """How often it is started again at once when it dies; its successors inherit what is left."""
+        self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
         self._streams: dict[ConnectionId, Stream] = {}
-        self._timer = 0
+        self._timer_at = NEVER
         self._events_left: int | None = None
         self._actions_left = 0
         self._plan_timer()
 
-    def accept(self, world: Simulation, rank: SimRank, connection: int) -> Stream:
+    def accept(self, rank: SimRank, connection: ConnectionId) -> Stream:
         """A rank opens a stream."""
-        stream = world.stream(rank, self, connection)
-        self._streams[ConnectionId(connection)] = stream
+        stream = self._world.stream(rank, self, connection)
+        self._streams[connection] = stream
         return stream
 
     def kill(self) -> None:
         """SIGKILL."""
         if self.alive:
             self.alive = False
-            self._world.trace("controller", "is killed")
+            self._world.trace(self.name, "is killed")
             for stream in self._streams.values():
                 stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
+            self._world.controller_died(self)
 
     def kill_in(self, events: int, actions: int) -> None:
         """SIGKILL while it carries out what the machine said."""
@@ -72,8 +79,9 @@ class SimController:
         if isinstance(event, StreamEnded):
             self._streams.pop(event.connection, None)
         actions = self.machine.on_event(event, self._world.now)
-        self._world.trace("controller", _describe(event))
-        self._world.judge.controller_acted(self.machine, actions)
+        self._world.trace(self.name, _describe(event))
+        if actions:
+            self._world.judge.controller_acted(self.machine, actions)
         self._perform(actions)
         self._plan_timer()
 
@@ -92,27 +100,33 @@ class SimController:
     def _do(self, action: Action) -> None:
         match action:
             case Send(connection, order):
-                self._world.trace("controller", f"> {type(order).__name__} {order.rank}")
+                self._world.trace(self.name, f"> {type(order).__name__} {order.rank}")
                 stream = self._streams.get(connection)
                 if stream is not None:
                     stream.order(order)
                     if isinstance(order, m.Refused):
                         stream.end()
             case Record(kind, incident, facts):
-                self._world.trace("controller", f"[{incident}] {kind} {facts}")
+                self._world.trace(self.name, f"[{incident}] {kind} {facts}")
             case Stop():
                 self.alive = False
                 for stream in list(self._streams.values()):
                     stream.end()
 
     def _plan_timer(self) -> None:
+        """One call is due at a time, at the deadline or before."""
         deadline = self.machine.deadline()
-        if deadline is not None and self.alive:
-            self._timer += 1
-            self._world.at(max(deadline, self._world.now), lambda mine=self._timer: self._tick(mine))  # type: ignore[misc]
+        if deadline is not None and deadline < self._timer_at and self.alive:
+            self._timer_at = max(deadline, self._world.now)
+            self._world.at(self._timer_at, self._tick, self._timer_at)
 
-    def _tick(self, mine: int) -> None:
-        if mine != self._timer or not self.alive:
+    def _tick(self, planned: float) -> None:
+        if planned != self._timer_at or not self.alive:
+            return
+        self._timer_at = NEVER
+        deadline = self.machine.deadline()
+        if deadline is None or deadline > self._world.now:
+            self._plan_timer()
             return
         self.on_event(Tick())
         deadline = self.machine.deadline()

@@ -16,6 +16,8 @@ from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 Words = tuple[int, int]
+Pages = dict[tuple[Rank, int], tuple[Version, int]]
+"""Shared memory of one host: (rank, slot) -> (version, random)."""
 SLOTS = 3
 """Page slots: a rank may write n + 1 while a neighbour is still at n - 1."""
 
@@ -93,7 +95,7 @@ class File:
 
 @dataclass(slots=True)
 class ToyStorage:
-    """Drafts and checkpoints. Breaking a promise of the store raises ``InvariantBroken``.
+    """Drafts and checkpoints, in all directories. Breaking a promise of the store raises ``InvariantBroken``.
 
     Args:
         layout: each shard has to be in a checkpoint exactly once.
@@ -123,8 +125,9 @@ class ToyStorage:
             return  # done before, by this rank or another
         shards: dict[Shard, Words] = {}
         random: dict[Rank, int] = {}
+        files = self.drafts.get(f"{order.directory}/{order.draft}", {})
         for piece in order.pieces:
-            file = self.drafts.get(order.draft, {}).get(piece.file)
+            file = files.get(piece.file)
             if file is None or file.content is None or piece.digest != digest(file.content):
                 raise InvariantBroken(f"I4: {order.draft}/{piece.file} is torn, short or not what was promised")
             self._take(piece, file.content, shards, random)
@@ -133,6 +136,8 @@ class ToyStorage:
         absent = {Rank(r) for r in range(self.layout.world_size)} - set(random)
         if not absent >= set(order.missing_pages):
             raise InvariantBroken(f"I1: pages {order.missing_pages} are called missing, {sorted(absent)} are")
+        if there is not None and there.incarnation > order.incarnation:
+            raise InvariantBroken(f"I1: version {order.version} of a later incarnation is replaced by an earlier one")
         checkpoint = Checkpoint(order.version, order.incident, order.incarnation, shards, random)
         self.checkpoints[order.version] = checkpoint
         for old in sorted(self.checkpoints)[: -self.keep]:

@@ -1,0 +1,75 @@
+"""Virtual time: what happens next, and the text of what has happened."""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+LINES_AT_ONCE = 256
+"""Lines of the trace that are hashed together."""
+
+
+class Clock:
+    """A queue of calls, each with its time; constant space for every call that is due.
+
+    Args:
+        keep_trace: keep the text of the trace; its digest is always made.
+    """
+
+    def __init__(self, *, keep_trace: bool = False) -> None:
+        self.now = 0.0
+        self.events = 0
+        self.lines: list[str] = []
+        self._fresh: list[str] = []
+        self._keep_trace = keep_trace
+        self._hash = hashlib.sha256()
+        self._queue: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        self._order = itertools.count()
+
+    def at(self, when: float, what: Callable[..., None], *args: Any) -> None:
+        """Call ``what(*args)`` at ``when``; what is due at the same time happens in the order of these calls."""
+        heapq.heappush(self._queue, (when, next(self._order), what, args))
+
+    def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
+        """``at``, from now."""
+        heapq.heappush(self._queue, (self.now + seconds, next(self._order), what, args))
+
+    def step(self) -> bool:
+        """Let the next thing happen; false when there is none."""
+        if not self._queue:
+            return False
+        self.now, _, what, args = heapq.heappop(self._queue)
+        self.events += 1
+        what(*args)
+        return True
+
+    def run_until(self, when: float) -> None:
+        """Let everything happen that is due by then."""
+        while self._queue and self._queue[0][0] <= when:
+            self.step()
+        self.now = max(self.now, when)
+
+    def trace(self, who: str, what: str) -> None:
+        """Write down what happens."""
+        self._fresh.append(f"{self.now:10.6f} {who:12} {what}\n")
+        if len(self._fresh) >= LINES_AT_ONCE:
+            self._absorb()
+
+    def digest(self) -> str:
+        """Of the trace: two runs in which the same happened have the same."""
+        self._absorb()
+        return self._hash.hexdigest()
+
+    def text(self) -> str:
+        """The trace, if it was kept."""
+        self._absorb()
+        return "".join(self.lines)
+
+    def _absorb(self) -> None:
+        self._hash.update("".join(self._fresh).encode())
+        if self._keep_trace:
+            self.lines += self._fresh
+        self._fresh.clear()

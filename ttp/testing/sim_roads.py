@@ -1,0 +1,183 @@
+"""Who reaches whom in a simulated job: controllers, the streams to them, and what cuts them off.
+
+A controller listens at an address: the job's own, on the host of rank 0, where ranks of that host start another one
+when nobody answers; or that of a host where one stands by. Hosts can be cut off, ranks be blocked, and the network can
+split so that some ranks reach the controller they have and the others every other one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ttp.core.controller_events import ConnectionId, Patience
+from ttp.core.layout import Rank
+from ttp.core.route import HOME
+from ttp.testing.network import Stream
+from ttp.testing.sim_controller import SimController
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+    from ttp.testing.simulation import Simulation
+
+LEARNS_S = (0.0, 0.001, 0.01, 0.1)
+"""How long an end may need to see that its stream is broken."""
+NO_STANDBY = 0.1
+"""Share of the standby controllers that cannot be started."""
+
+
+class Roads:
+    """See the module.
+
+    Args:
+        world: the simulation.
+        patience: of every controller.
+    """
+
+    def __init__(self, world: Simulation, patience: Patience) -> None:
+        self._world, self._patience = world, patience
+        self._home = world.scenario.hosts[0]
+        self._at: dict[str, SimController] = {}
+        self._connections = 0
+        self._controllers = 0
+        self._blocked_until: dict[Rank, float] = {}
+        self._cut_off_until: dict[str, float] = {}
+        self._split_until = 0.0
+        self._split_from: SimController | None = None
+        self._beyond: set[Rank] = set()
+
+    def new_incarnation(self) -> None:
+        """What cut off the last one is over."""
+        self._blocked_until.clear()
+        self._cut_off_until.clear()
+        self._split_until = 0.0
+
+    # ----------------------------------------------------------------------------------------------------- controllers
+
+    @property
+    def controller(self) -> SimController | None:
+        """Whom somebody outside of the job reaches: who leads it, as far as that can be seen."""
+        alive = [c for c in self._at.values() if c.alive]
+        return max(alive, key=lambda c: len(c.machine.job.live), default=None)
+
+    @property
+    def home_is_lost(self) -> bool:
+        """Nobody is left who could start a controller, and none is there."""
+        ranks = self._world.ranks.values()
+        return self.controller is None and not any(r.alive and not r.stopped and r.host == self._home for r in ranks)
+
+    def start_standby(self, host: str) -> str:
+        """Where a controller stands by on ``host``; empty: it could not be started."""
+        if self._world.rng.random() < NO_STANDBY:
+            return ""
+        address = f"{host}:1"
+        if address not in self._at or not self._at[address].alive:
+            self._start(host, address)
+        return address
+
+    def _start(self, host: str, address: str) -> SimController:
+        self._controllers += 1
+        controller = SimController(self._world, self._patience, host, f"controller {self._controllers}")
+        self._at[address] = controller
+        self._world.trace(controller.name, f"starts on {host}")
+        return controller
+
+    def controller_died(self, dead: SimController) -> None:
+        """Its supervisor may start another one at once."""
+        if dead.restarts:
+            address = next(a for a, c in self._at.items() if c is dead)
+            self._world.after(self._world.rng.random() * 0.02, self._restart, dead, address)
+
+    def _restart(self, dead: SimController, address: str) -> None:
+        if self._at.get(address) is not dead:
+            return  # a rank was faster
+        successor, rng = self._start(dead.host, address), self._world.rng
+        successor.restarts = dead.restarts - 1
+        if successor.restarts:
+            successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
+
+    def host_died(self, host: str) -> None:
+        """Whatever ran there is gone."""
+        for controller in list(self._at.values()):
+            if controller.host == host:
+                controller.restarts = 0
+                controller.kill()
+
+    # ---------------------------------------------------------------------------------------------------------- streams
+
+    def connect(self, rank: SimRank, start_controller: bool, address: str) -> None:
+        """A rank opens a stream to an address; at home it may start a controller when nobody listens."""
+        self._world.after(self._world.delay(), self._connect, rank, start_controller, address)
+
+    def _connect(self, rank: SimRank, start_controller: bool, address: str) -> None:
+        if not rank.alive:
+            return
+        there = self._at.get(address)
+        if start_controller and address == HOME and rank.host == self._home and (there is None or not there.alive):
+            there = self._start(rank.host, HOME)
+        if there is None or not there.alive or not self._road(rank, there):
+            rank.on_down(None)
+            return
+        self._connections += 1
+        stream = there.accept(rank, ConnectionId(self._connections))
+        self._world.after(self._world.delay(), self._attach, rank, stream)
+
+    def _attach(self, rank: SimRank, stream: Stream) -> None:
+        if not rank.alive:
+            stream.end()
+        elif stream.open:
+            rank.attached(stream)
+        else:
+            rank.on_down(None)  # it broke before it was of any use
+
+    def _road(self, rank: SimRank, controller: SimController) -> bool:
+        now = self._world.now
+        if self._blocked_until and self._blocked_until.get(rank.rank, 0.0) > now:
+            return False
+        if now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
+            return False
+        return self._hosts_speak(rank.host, controller.host)
+
+    def _hosts_speak(self, one: str, other: str) -> bool:
+        if not self._cut_off_until or one == other:
+            return True
+        return all(self._cut_off_until.get(host, 0.0) <= self._world.now for host in (one, other))
+
+    def reaches(self, rank: SimRank, host: str) -> bool:
+        """Whether another host answers a rank; what cuts off a host may concern the controller's side only."""
+        there = any(r.alive for r in self._world.ranks.values() if r.host == host)
+        return there and (self._hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
+
+    # --------------------------------------------------------------------------------------------------------- cut off
+
+    def block(self, rank: SimRank, lasts_s: float) -> None:
+        """The stream of a rank breaks; for a while it cannot open another one."""
+        self._blocked_until[rank.rank] = self._world.now + lasts_s
+        self._world.trace(rank.name, f"cannot be reached for {lasts_s} s")
+        self._cut(rank)
+
+    def cut_off(self, host: str, lasts_s: float) -> None:
+        """Nobody on ``host`` reaches a controller elsewhere, nor the other way round."""
+        self._cut_off_until[host] = self._world.now + lasts_s
+        self._world.trace(host, f"is cut off for {lasts_s} s")
+        for rank in self._world.ranks.values():
+            other = rank.stream.controller if rank.stream is not None else None
+            if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
+                self._cut(rank)
+
+    def split(self, lasts_s: float) -> None:
+        """Some ranks lose the controller that leads and reach every other one; the others reach only that."""
+        leader = self.controller
+        if leader is None:
+            return
+        ranks, rng = self._world.ranks, self._world.rng
+        self._split_until, self._split_from = self._world.now + lasts_s, leader
+        self._beyond = {rank for rank in ranks if rng.random() < 0.5}
+        self._world.trace("network", f"splits ranks {sorted(self._beyond)} from the others for {lasts_s} s")
+        for rank in ranks.values():
+            if rank.stream is not None and (rank.rank in self._beyond) == (rank.stream.controller is leader):
+                self._cut(rank)
+
+    def _cut(self, rank: SimRank) -> None:
+        if rank.alive and rank.stream is not None:
+            learns, rng = LEARNS_S, self._world.rng
+            rank.stream.cut(rank_learns_s=rng.choice(learns), controller_learns_s=rng.choice(learns))

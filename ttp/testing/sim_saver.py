@@ -1,0 +1,111 @@
+"""The saver thread of a simulated rank: works off saves and commits one after the other, on a toy storage."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING
+
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.testing.toy import SLOTS, digest
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+
+Job = Generator[float, None, None]
+NEVER = float("inf")
+
+
+class Saver:
+    """See the module.
+
+    Args:
+        rank: whose saver this is.
+    """
+
+    __slots__ = ("_cancelled", "_rank", "_world", "written")
+
+    def __init__(self, rank: SimRank) -> None:
+        self.written = 0
+        """Bytes that the running job has written."""
+        self._rank, self._world = rank, rank.world
+        self._cancelled: list[bool] = [False]
+
+    def save(self, order: m.Save) -> None:
+        """Write pieces."""
+        self._cancelled = [False]
+        self._submit(self._save(order, self._cancelled))
+
+    def commit(self, order: m.Commit) -> None:
+        """Rename."""
+        self._submit(self._commit(order))
+
+    def cancel(self) -> None:
+        """Give up on the last save."""
+        self._cancelled[0] = True
+
+    def _submit(self, job: Job) -> None:
+        """What still runs was cancelled, or hangs: it goes on by itself, on a thread that was left behind."""
+        self.written = 0
+        self._world.after(0.0001, self._rank.run, self._work, job)
+
+    def _work(self, job: Job) -> None:
+        wait = next(job, NEVER)  # at the end, or in a system call that never returns
+        if wait < NEVER:
+            self._world.after(wait, self._rank.run, self._work, job)
+
+    # ------------------------------------------------------------------------------------------------------------ jobs
+
+    def _save(self, order: m.Save, cancelled: list[bool]) -> Job:
+        world, rank = self._world, self._rank
+        pieces: list[m.Piece] = []
+        world.reached("before save", rank)
+        for shard in order.order.shards:
+            file = f"{shard}_{order.generation}"
+            world.storage.begin(_draft(order), file, rank.rank)
+            first = rank.trainer.saved_state(order.version)[shard][0]
+            yield rank.takes(0.004) + world.disk_extra_s(rank)
+            world.reached("in save", rank)
+            if cancelled[0]:
+                return
+            if not order.directory and world.write_fails(rank):
+                rank.put(pm.WriteFailed(order.incident, order.generation, "OSError: no space left on device"))
+                return
+            second = rank.trainer.saved_state(order.version)[shard][1]
+            pieces.append(self._durable(order, file, "shard", shard, (first, second)))
+            self.written += 8
+        if order.order.pages:
+            file = f"pages_{rank.rank}_{order.generation}"
+            world.storage.begin(_draft(order), file, rank.rank)
+            yield rank.takes(0.001) + world.disk_extra_s(rank)
+            pieces.append(self._durable(order, file, "rank_local", "", self._pages(order)))
+        world.reached("after save", rank)
+        if not cancelled[0]:
+            rank.put(pm.PiecesWritten(order.incident, order.generation, tuple(pieces)))
+
+    def _pages(self, order: m.Save) -> tuple[object, ...]:
+        pages = self._world.pages(self._rank.host)
+        slots = ((r, pages.get((r, order.version % SLOTS))) for r in order.order.pages)
+        return tuple((r, slot[1]) for r, slot in slots if slot is not None and slot[0] == order.version)
+
+    def _durable(self, order: m.Save, file: str, kind: str, shard: str, content: tuple[object, ...]) -> m.Piece:
+        self._world.storage.finish(_draft(order), file, content)
+        return m.Piece(file, 8, digest(content), kind, shard, self._rank.rank)
+
+    def _commit(self, order: m.Commit) -> Job:
+        world, rank = self._world, self._rank
+        world.reached("before commit", rank)
+        yield rank.takes(0.001) + world.disk_extra_s(rank)
+        world.reached("in commit", rank)
+        if not order.directory and world.commit_fails(rank):
+            rank.put(pm.CommitBroken(order.incident, order.generation, "OSError: input/output error"))
+            return
+        world.commit(order)
+        world.trace(rank.name, f"renamed step {order.version}")
+        world.reached("after rename", rank)
+        yield rank.takes(0.001)
+        rank.put(pm.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
+
+
+def _draft(order: m.Save) -> str:
+    return f"{order.directory}/{order.draft}"

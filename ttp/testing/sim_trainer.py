@@ -1,0 +1,249 @@
+"""The training thread of a simulated rank: a toy step around the real gate.
+
+A step waits for data, runs forward and backward, joins the all-reduce and updates; each shard is written word by word,
+so that a copy taken in between shows. The thread is a generator that yields how long it takes, or ``None`` when it
+waits for somebody.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, cast
+
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.layout import Shard, Version
+from ttp.processor.gate import Gate
+from ttp.testing.toy import SLOTS, InvariantBroken, Words, contribution, draw, update
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+
+Thread = Generator[float | None, int | None, None]
+FOR_EVER = float("inf")
+
+
+class Parked(Exception):  # noqa: N818 - not an error
+    """The training thread waits at the gate."""
+
+
+class Turnstile:
+    """Stands in for the event on which the gate blocks: there is no thread to block here."""
+
+    __slots__ = ("_opened",)
+
+    def __init__(self, opened: Callable[[], None]) -> None:
+        self._opened = opened
+
+    def clear(self) -> None:
+        """Nothing to reset."""
+
+    def set(self) -> None:
+        """The gate has opened."""
+        self._opened()
+
+    def wait(self) -> None:
+        """The training thread would block."""
+        raise Parked
+
+
+class Trainer:
+    """See the module.
+
+    Args:
+        rank: whose training thread this is.
+    """
+
+    __slots__ = (
+        "_held", "_live_random", "_parked", "_rank", "_redoing", "_restored", "_thread", "_world",
+        "gate", "hanging", "image", "mark", "random", "redos", "settled", "shards",
+    )  # fmt: skip
+
+    def __init__(self, rank: SimRank) -> None:
+        self.gate = Gate(rank.on_quiet)
+        self.gate._opened = cast("object", Turnstile(self._gate_opened))  # type: ignore[assignment]
+        self.shards: dict[Shard, Words] = {}
+        self.random = self._live_random = 0
+        self.settled = True
+        self.hanging = False
+        self.mark = 0
+        self.image: tuple[Version, dict[Shard, Words]] | None = None
+        """The state before the last update, and its version."""
+        self.redos = 0
+        """Updates that may be made though the gate is closed."""
+        self._redoing = False
+        self._held: list[int | None] = []
+        self._rank, self._world = rank, rank.world
+        self._restored: m.RestoreDecision | None = None
+        self._parked = False
+        self._thread: Thread = self._training()
+
+    # ------------------------------------------------------------------------------------------------ from outside
+
+    def go_on(self, value: int | None = None) -> None:
+        """Let the thread run until it waits; a collective that is over hands it the gradient."""
+        if self.hanging:
+            self._held.append(value)
+            return
+        try:
+            wait = self._thread.send(value)
+        except StopIteration:
+            return
+        if wait is not None:
+            self._world.after(wait, self._rank.run, self.go_on)
+
+    def hang(self, lasts_s: float) -> None:
+        """The thread does not move any more, wherever it is; the rest of the process does."""
+        self.hanging = True
+        if lasts_s < FOR_EVER:
+            self._world.after(lasts_s, self._rank.run, self._wake)
+
+    def _wake(self) -> None:
+        self.hanging = False
+        held, self._held = self._held, []
+        for value in held:
+            self.go_on(value)
+
+    def decided(self, decision: m.RestoreDecision) -> None:
+        """The answer to the question what to restore."""
+        self._restored = decision
+        self._world.after(0.0, self._rank.run, self.go_on)
+
+    def has_preimage(self) -> bool:
+        """Whether the last update, torn or finished, can be undone."""
+        state = self.gate.state()
+        if self.image is None or state.phase is m.Phase.UPDATING:
+            return False
+        return self.image[0] == (state.version if state.phase is m.Phase.TORN else state.version - 1)
+
+    def saved_state(self, version: Version) -> dict[Shard, Words]:
+        """What a saver reads to write ``version``; an update that is undone is undone there only."""
+        torn = self.gate.state().phase is m.Phase.TORN
+        if self.image is not None and self.image[0] == version and (torn or version != self.gate.version):
+            return self.image[1]
+        return self.shards
+
+    def _gate_opened(self) -> None:
+        if self._parked:
+            self._world.after(0.0001, self._rank.run, self._unpark)
+
+    def _unpark(self) -> None:
+        if self._parked:
+            self.go_on()
+
+    # ----------------------------------------------------------------------------------------------------- the thread
+
+    def _training(self) -> Thread:
+        yield from self._restore()
+        while self.gate.version < self._world.steps:
+            gradient = yield from self._forward_backward()
+            yield from self._update(gradient)
+        self._world.reached("before return", self._rank)
+        self.gate.mark_done()
+        self._rank.put(pm.Observed(self.gate.version, m.Phase.DONE))
+        self._rank.put(pm.Returned(m.GoodbyeReason.DONE))
+        yield None
+
+    def _restore(self) -> Thread:
+        newest = self._world.storage.newest
+        found = (m.Candidate(newest.version, newest.incident, f"step_{newest.version}"),) if newest else ()
+        self._world.reached("in restore", self._rank)
+        self._rank.put(pm.RestoreWanted(found, ()))
+        while self._restored is None:
+            yield None
+        if self._restored.error:
+            raise InvariantBroken(f"restore: {self._restored.error}")
+        self._load(self._restored.version)
+        self._rank.put(pm.Based(self._restored.version))
+        yield 0.001
+
+    def _load(self, version: Version) -> None:
+        state = self._world.state_at(version)
+        self.gate.set_version(version)
+        self.shards = {s: state.shards[s] for s in self._world.layout.shards_of(self._rank.rank)}
+        self.random = state.random[self._rank.rank]
+        self.image = None
+        self._write_page(version)
+
+    def _forward_backward(self) -> Generator[float | None, int | None, int]:
+        world, rank = self._world, self._rank
+        world.reached("in data wait", rank)
+        self.mark = 1
+        yield rank.takes(0.004)
+        if world.raises(rank, "forward"):
+            yield from self._raise("in forward")
+        self._live_random = draw(self.random)
+        world.reached("in forward", rank)
+        self.mark = 2
+        yield rank.takes(0.006)
+        world.reached("in backward", rank)
+        self.mark = 3
+        yield rank.takes(0.003)
+        part = contribution([self.shards[s] for s in sorted(self.shards)], self._live_random)
+        world.collectives.arrive(rank, self.gate.version + 1, part)
+        gradient = yield None
+        if gradient is None:
+            yield from self._raise("in a collective", m.FaultKind.COLLECTIVE)
+        assert gradient is not None
+        return gradient
+
+    def _update(self, gradient: int) -> Thread:
+        world, rank = self._world, self._rank
+        self.mark = 4
+        world.reached("before update", rank)
+        yield from self._pass_gate()
+        world.reached("update begun", rank)
+        self.settled = False
+        if world.scenario.undo:
+            self.image = self.gate.version, dict(self.shards)
+        for word in (0, 1):
+            for shard in sorted(self.shards):
+                self._write(shard, word, gradient)
+                yield rank.takes(0.001)
+                world.reached("in update", rank)
+            if word == 0 and world.raises(rank, "update"):
+                yield from self._raise("in update")
+        self.random = self._live_random
+        self._write_page(Version(self.gate.version + 1))
+        self._redoing = False
+        self.gate.end_update()
+        world.trace(rank.name, f"finished {self.gate.version}")
+        self.mark = 0
+        world.reached("update ended", rank)
+        yield rank.takes(0.0005)
+        self.settled = True
+        world.reached("in scheduler", rank)
+
+    def _pass_gate(self) -> Thread:
+        while True:
+            try:
+                self.gate.begin_update()
+                break
+            except Parked:
+                self._parked = True
+                self._world.reached("parked", self._rank)
+                yield None
+                self._parked = self.gate._parked = False
+        if self._rank.acked:
+            if not self.redos:
+                raise InvariantBroken(f"I3: {self._rank.name} begins an update after it acknowledged the freeze")
+            self.redos -= 1
+            self._redoing = True
+
+    def _write(self, shard: Shard, word: int, gradient: int) -> None:
+        if self._rank.acked and not self._redoing:
+            raise InvariantBroken(f"I3: {self._rank.name} writes to its state after it acknowledged the freeze")
+        a, b = self.shards[shard]
+        self.shards[shard] = (update(a, gradient), b) if word == 0 else (a, update(b, gradient))
+
+    def _write_page(self, version: Version) -> None:
+        self._world.pages(self._rank.host)[self._rank.rank, version % SLOTS] = (version, self.random)
+        if self._world.scenario.mirror:
+            self._rank.put(pm.PageChanged(version, True, self.random.to_bytes(4, "big")))
+
+    def _raise(self, where: str, kind: m.FaultKind = m.FaultKind.EXCEPTION) -> Thread:
+        self._world.trace(self._rank.name, f"raises {where}")
+        self.gate.mark_torn()
+        self._rank.put(pm.Raised(kind, f"rank {self._rank.rank} raised {where}"))
+        while True:
+            yield None
