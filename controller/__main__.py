@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -69,10 +70,15 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         grace_s=config.reconnect_grace_s,
         rescue_s=config.rescue_patience_s,
         abandoned_s=args.abandoned_s or config.abandoned_s,
+        stall_s=config.stall_s,
+        hang_s=config.hang_s,
+        heartbeat_s=config.heartbeat_s,
+        silent_s=3 * config.heartbeat_s,
+        standbys=config.standbys,
     )
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir)
-    driver = Driver(patience, journal)
+    driver = Driver(patience, journal, config.host or socket.gethostname())
     bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
         server = await start_server(driver, bind, port, config.token)

@@ -49,10 +49,11 @@ class Driver:
     Args:
         patience: see ``Patience``.
         journal: where incidents are written.
+        host: name of this host, as ranks name theirs.
     """
 
-    def __init__(self, patience: ce.Patience, journal: Journal) -> None:
-        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic())
+    def __init__(self, patience: ce.Patience, journal: Journal, host: str = "") -> None:
+        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host)
         self.stopped = asyncio.Event()
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque(maxlen=HISTORY_MAX)

@@ -126,6 +126,8 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
         save_dir=machine.save_dir,
         framework=next((mb.hello.framework for mb in job.members.values()), ""),
         incidents_total=machine.incidents_total,
+        false_alarms=machine.false_alarms,
+        standbys=machine.standbys,
         stage=machine.stage,
         pid=os.getpid(),
         uptime_s=now - driver.started_at,
@@ -160,6 +162,8 @@ def _rank_status(driver: Driver, rank: Rank, now: float) -> pb.RankStatus:
         phase=cast("pb.Phase.ValueType", enum_to_wire(member.phase)),
         state=state,
         silent_s=max(0.0, now - member.last_seen),
+        mark=member.mark,
+        activity=member.activity,
     )
 
 

@@ -52,6 +52,13 @@ def _count(text: str) -> int:
     return value
 
 
+def _natural(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise ValueError("a whole number of at least 0 is wanted")
+    return value
+
+
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
         raise ValueError("an absolute path is wanted: every rank must mean the same directory")
@@ -134,6 +141,9 @@ class Config:
 
     address: str = _setting("TTP_ADDRESS", str, "")
     """Address of this host as other hosts reach it; empty: that of the interface towards MASTER_ADDR."""
+
+    standbys: int = _setting("TTP_STANDBYS", _natural, 2)
+    """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
 
     log_level: str = _setting("TTP_LOG", str, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

@@ -50,9 +50,12 @@ def status(
     A version is the number of finished updates. "Silent for" is the time since a rank was last heard of. States: live,
     frozen (its gate is closed), lost, broken (it raised), released (told to exit), done, missing (not yet joined).
 
+    A false alarm is an incident that ended with a thaw: it cost a pause. Standby controllers take over when this one is
+    lost.
+
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
-    host, pid, version, phase, state, silent_s), incidents_total, last_incident (null, or id, stage, cause, version,
-    outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
+    host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, last_incident (null,
+    or id, stage, cause, version, outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
@@ -119,6 +122,8 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
         now.framework,
         f"saves to {now.save_dir}" if now.save_dir else "",
         count_text(now.incidents_total, "incident"),
+        count_text(now.false_alarms, "false alarm") if now.false_alarms else "",
+        f"standby controllers {', '.join(now.standbys)}" if now.standbys else "",
         f"controller pid {now.pid}, term {now.term}, up {duration_text(now.uptime_s)}",
     ]
     return Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact))
@@ -150,7 +155,7 @@ def _table_of(ranks: list[pb.RankStatus]) -> RenderableType:
             str(r.pid or ""),
             str(r.version),
             phase_name(r.phase),
-            Text(r.state, _COLOURS.get(r.state, "red")),
+            Text(r.activity or r.state, _COLOURS.get(r.state, "red")),
             duration_text(r.silent_s) if r.host else "",
         )
         for r in ranks
@@ -198,10 +203,13 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
                 "phase": phase_name(r.phase),
                 "state": r.state,
                 "silent_s": round(r.silent_s, 3),
+                "activity": r.activity,
             }
             for r in now.ranks
         ],
         "incidents_total": now.incidents_total,
+        "false_alarms": now.false_alarms,
+        "standbys": list(now.standbys),
         "last_incident": _describe_incident(now.last_incident) if now.HasField("last_incident") else None,
         "controller": {
             "address": where.address,

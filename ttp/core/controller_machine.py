@@ -32,7 +32,7 @@ plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``ha
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come
-to, none of them frozen, sends them on as well: the others are elsewhere, and a healthy job must not be called broken.
+to, none of them frozen, sends them on once: the others may be elsewhere, and a healthy job must not be called broken.
 """
 
 from __future__ import annotations
@@ -90,6 +90,7 @@ class ControllerMachine:
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys)
         self._quiet_since = now
+        self._sent_on = False
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
@@ -458,13 +459,21 @@ class ControllerMachine:
             self.job.gather_until = now + self.patience.gather_s
             return
         self.job.gather_until = None
-        if self.incident is None and 2 * len(self.job.live) < self.job.layout.world_size:
-            self._abdicate()  # a minority, and nobody is frozen: the others have a controller
+        if self._leads_a_minority():
+            self._sent_on = True
+            self._abdicate()
             return
         for rank in range(self.job.layout.world_size):
             if rank not in self.job.members:
                 text = f"rank {rank} did not come back to the new controller"
                 self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
+
+    def _leads_a_minority(self) -> bool:
+        """Nobody is frozen and most ranks are elsewhere: they may have a controller. Believed once."""
+        assert self.job.layout is not None
+        few = 2 * len(self.job.live) < self.job.layout.world_size
+        choice = any(mb.hello.standbys for mb in self.job.members.values())
+        return self.incident is None and few and choice and not self._sent_on
 
     # ------------------------------------------------------------------------------------------------------------ end
 

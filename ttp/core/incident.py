@@ -74,8 +74,6 @@ class Incident:
     """Differs between controllers that have the same incident: two of them never write into one draft."""
     directory: str = ""
     """Where it is saved instead of the job's own directory; empty: there."""
-    irreversible: bool = False
-    """A rank was told to go to another version: its training thread cannot go on from there."""
     progress: dict[Rank, tuple[int, float]] = field(default_factory=dict)
     """Bytes that whoever saves or commits has written, and since when it is so many."""
     pauses: dict[str, float] = field(default_factory=dict)

@@ -44,6 +44,13 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
+class NotRedone:
+    """The training thread does not stand at the gate: ``Redo`` cannot be done."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class PiecesWritten:
     """A save ended well: everything is durable."""
 
@@ -171,6 +178,7 @@ Event = (
     | StreamDown
     | OrderReceived
     | Quiet
+    | NotRedone
     | PiecesWritten
     | WriteFailed
     | CommitDone

@@ -6,9 +6,9 @@ The processor keeps one stream to the controller. Losing the stream changes noth
 and the first message repeats everything a new controller has to know. Orders of an older term are ignored.
 
 A freeze closes the gate; the answer goes out at once if the state is quiet, else when the running update ends. While
-frozen the processor saves and commits what it is told to. Orders to go back to an older version (undo) are carried out
-by the saver; to go on to a newer one (redo) the training thread, which stands at the gate with the reduced gradient, is
-let through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job
+frozen the processor saves and commits what it is told to. The version before (undo) is written by the saver, from what
+was kept of it; to go on to a newer one (redo) the training thread, which stands at the gate with the reduced gradient,
+is let through once. A freeze ends by a thaw or by the release, which ends the process. Two rules keep a healthy job
 healthy without a controller: a freeze for a mere snapshot is thawed as soon as the stream is lost, and a rank that was
 frozen for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not
 train on anyway.
@@ -43,6 +43,7 @@ from ttp.core.processor_events import (
     KeepPage,
     LetGo,
     NeighbourDied,
+    NotRedone,
     Observed,
     OpenGate,
     OrderReceived,
@@ -88,6 +89,7 @@ __all__ = [
     "LetGo",
     "Manners",
     "NeighbourDied",
+    "NotRedone",
     "Observed",
     "OpenGate",
     "OrderReceived",
@@ -187,6 +189,8 @@ class ProcessorMachine:
                 self._ordered(order, now)
             case Quiet():
                 self._quiet(event, now)
+            case NotRedone(text):
+                self._redo_failed(text)
             case PiecesWritten() | WriteFailed() | CommitDone() | CommitBroken():
                 self._worked(event)
             case Raised():
@@ -400,8 +404,7 @@ class ProcessorMachine:
         if isinstance(order, m.Commit):
             self._do(StartCommit(order))
         elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
-            undo = order.order.how is How.UNDO and self._preimage
-            self._do(StartSave(order if undo else _as_it_is(order)))
+            self._do(StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
             self._redo_until = now + self.manners.redo_s
             self._do(Redo(order.version))
@@ -410,7 +413,7 @@ class ProcessorMachine:
             self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
 
     def _holds(self, order: m.Save) -> bool:
-        """Whether the saver can write the version, by going back to it if that was asked for."""
+        """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""
         torn = self._phase is m.Phase.TORN
         if order.order.how is How.UNDO and self._preimage:
             return order.version == (self._version if torn else self._version - 1)
@@ -430,8 +433,8 @@ class ProcessorMachine:
         return True
 
     def _redo_failed(self, text: str) -> None:
-        self._redo_until = None
-        if isinstance(self._order, m.Save):
+        if self._redo_until is not None and isinstance(self._order, m.Save):
+            self._redo_until = None
             failed = m.SaveFailed(self._hello.rank, self.incident, self._order.generation, text)
             self._finish(self._order, failed)
 
@@ -449,8 +452,6 @@ class ProcessorMachine:
         rank, incident, generation = self._hello.rank, event.incident, event.generation
         match event:
             case PiecesWritten(_, _, pieces):
-                if isinstance(order, m.Save) and order.order.how is How.UNDO and order.order.shards:
-                    self._version, self._phase, self._preimage = order.version, m.Phase.IDLE, False
                 self._finish(order, m.Saved(rank, incident, generation, pieces))
             case WriteFailed(_, _, text):
                 self._finish(order, m.SaveFailed(rank, incident, generation, text))
@@ -503,6 +504,4 @@ class ProcessorMachine:
 
 def _as_it_is(order: m.Save) -> m.Save:
     """The rank holds the version now, whatever it took."""
-    if order.order.how is How.AS_IS:
-        return order
     return replace(order, order=replace(order.order, how=How.AS_IS))

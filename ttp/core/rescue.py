@@ -336,7 +336,7 @@ class Rescue:
             return
         if self._job.suspects or self._looks_again(incident, now):
             return  # is it a false alarm? The grace will tell
-        if not (incident.faulty or self._job.broken or incident.irreversible):
+        if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
         elif not incident.waiting or incident.newest_is_known():
             text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
@@ -371,8 +371,7 @@ class Rescue:
         failures = [f"rank {rank}: {text}" for rank, text in sorted(incident.failures.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
-        whole = not (incident.faulty or self._job.broken or self._job.suspects or incident.irreversible)
-        if incident.snapshot or whole:
+        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.suspects):
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
             self._release(incident, EXIT_NOT_SAVED, text, now)

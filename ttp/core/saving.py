@@ -45,7 +45,6 @@ class Saving:
             incident.tasks, incident.pending = [], {}
         incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
         incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
-        incident.irreversible |= any(a.how is not How.AS_IS for a in plan.assignments)
         orders = self._orders(incident, plan)
         for order in orders:
             merged = incident.pending.pop(order.rank, None)

@@ -80,6 +80,27 @@ class Gate:
             self._opened.wait()
             self._parked = False
 
+    def stand_aside(self) -> bool:
+        """All that the next update needs is here, but not yet on other ranks: while the gate is closed, stand at it.
+
+        Returns:
+            Whether this rank was admitted to make the update without waiting for the others.
+        """
+        while True:
+            with self._lock:
+                if self._admitted or not self._closed:
+                    return self._admitted
+                self._parked = True
+                self._opened.clear()
+            self._on_quiet()
+            self._opened.wait()
+            self._parked = False
+
+    @property
+    def closed(self) -> bool:
+        """Whether updates may not start. Without the lock: for a training thread that will ask again."""
+        return self._closed
+
     def end_update(self, version: Version | None = None) -> None:
         """The update is finished: the copy is of the next version, or of ``version`` if the program counts itself."""
         with self._lock:

@@ -30,14 +30,17 @@ class PageDirectory:
         env: who this process is.
         port: of the job's controller. Address, port and run id name the job on all launchers of this host.
         shared_memory: where directories in memory are made.
+        host: this host's name, where several share one memory (containers, network namespaces); empty: they do not.
 
     Raises:
         OSError: neither place can hold pages.
     """
 
-    def __init__(self, run_dir: Path, env: RankEnv, port: int, shared_memory: Path = SHARED_MEMORY) -> None:
+    def __init__(
+        self, run_dir: Path, env: RankEnv, port: int, shared_memory: Path = SHARED_MEMORY, host: str = ""
+    ) -> None:
         remove_abandoned(shared_memory)
-        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}".encode()).hexdigest()[:12]
+        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}".encode()).hexdigest()[:12]
         self._lock = -1
         for path in (shared_memory / f"{_prefix()}{key}", _fallback(run_dir)):
             if self._claim(path):

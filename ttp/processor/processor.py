@@ -33,7 +33,10 @@ from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor.gate import Gate, GateState
 from ttp.processor.lane import Lane
+from ttp.processor.mirror import KeptPages, PageMirror
+from ttp.processor.neighbours import Neighbours
 from ttp.processor.page_dir import PageDirectory
+from ttp.processor.sentinel import Sentinel
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
 from ttp.store.mounts import Mounts
@@ -97,12 +100,14 @@ class Processor:
         """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
-        self._machine = pm.ProcessorMachine(
-            _hello(config, env, layout, source, save_dir, version), _manners(config, env), time.monotonic()
-        )
+        hello = _hello(config, env, layout, source, save_dir, version)
+        self._nonce = hello.nonce
+        self._machine = pm.ProcessorMachine(hello, _manners(config, env), time.monotonic())
         self._inbox: queue.SimpleQueue[pm.Event | _Look] = queue.SimpleQueue()
         self._stream: Stream | None = None
         self._pages: PageDirectory | None = None
+        self._kept: KeptPages | None = None
+        self._company = contextlib.ExitStack()  # what shows and watches life on this host
         self._saver = Lane("ttp-saver")
         self._looker = Lane("ttp-looker")
         self._closure = 0
@@ -354,17 +359,36 @@ class Processor:
     def _redo(self, version: Version) -> None:
         log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
         if not self.gate.admit():
-            self._inbox.put(_Look(self._closure, pm.Quiet(version, m.Phase.TORN, False, False)))
+            self._inbox.put(pm.NotRedone("the training thread does not stand at the gate"))
 
     def _on_joined(self, incarnation: int, first: bool) -> None:
         self.incarnation = incarnation
         if first:
             try:
-                self._pages = PageDirectory(self.run_dir, self.env, self.config.port or 0)
+                self._pages = PageDirectory(self.run_dir, self.env, self.config.port or 0, host=self.config.host)
                 self.source.on_welcome(Rank(self.env.rank), incarnation, self._pages.path)
+                self._keep_company(self._pages.path, incarnation)
             except Exception:
                 log.exception("no rank-local page: the RNG of this rank will not survive it")
         self._joined.set()
+
+    def _keep_company(self, page_dir: Path, incarnation: int) -> None:
+        """Show neighbours that this process lives, watch one of them, and let a rank elsewhere have the page."""
+        rank = self.env.rank
+        sentinel = Sentinel(page_dir, rank, self._nonce, incarnation)
+        neighbours = Neighbours(page_dir, rank, incarnation, self.neighbour_died)
+        neighbours.start()
+        self._company.callback(neighbours.close)
+        self._company.callback(sentinel.close)
+        self._kept = KeptPages(page_dir, rank, incarnation)
+        if self.config.mirror:
+            mirror = PageMirror(page_dir, rank, incarnation, self._page_changed)
+            self._company.callback(mirror.close)
+            self.source.watch_pages(mirror.changed)
+
+    def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
+        if incarnation == self.incarnation:
+            self._inbox.put(pm.PageChanged(Version(version), final, data))
 
     def _on_rejected(self, code: m.RefusalCode, text: str) -> None:
         problem = RefusedError(f"the controller at {self.env.master_addr}:{self.config.port} refused this rank: {text}")
@@ -431,6 +455,9 @@ class Processor:
                 self._aside("ttp-probe", lambda: self._probe(order))
             case pm.StartStandby():
                 self._aside("ttp-standby", self._start_standby)
+            case pm.KeepPage(keep):
+                if self._kept is not None:
+                    self._kept.store(keep)
 
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self.config.port or 0)
@@ -489,6 +516,8 @@ class Processor:
     # --------------------------------------------------------------------------------------------------------- leaving
 
     def _close_source(self) -> None:
+        with contextlib.suppress(Exception):
+            self._company.close()
         with contextlib.suppress(Exception):
             self.source.close()
         if self._pages is not None:
