@@ -38,6 +38,7 @@ class CallbackSource:
     """
 
     framework = "callbacks"
+    counts_bytes = False
     on_device = False
     has_preimage = False
 

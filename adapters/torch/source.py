@@ -60,6 +60,7 @@ class TorchSource:
     """
 
     framework = "torch"
+    counts_bytes = True
 
     def __init__(
         self,

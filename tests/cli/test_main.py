@@ -9,6 +9,7 @@ import pytest
 
 from tests.cli.conftest import REPOSITORY, Ttp
 from ttp.cli import main as module
+from ttp.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
 COMMANDS = ["status", "save", "report-fault", "list", "verify", "inspect", "incidents", "version"]
 
@@ -119,7 +120,7 @@ def test_as_a_module(module_name: str) -> None:
     command = [sys.executable, "-m", module_name, "version", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     assert done.returncode == 0
-    assert '"protocol": "1.0"' in done.stdout
+    assert f'"protocol": "{PROTOCOL_MAJOR}.{PROTOCOL_MINOR}"' in done.stdout
 
 
 def test_a_reader_that_has_seen_enough() -> None:

@@ -13,6 +13,7 @@ class FakeSource:
     """See ``ttp.processor.source.StateSource``."""
 
     framework = "fake"
+    counts_bytes = True
     on_device = False
     has_preimage = False
 

@@ -17,7 +17,7 @@ from ttp.store.names import INCIDENTS
 
 SUFFIX = ".jsonl"
 
-EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "silent", "collective", "snapshot")
+EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "collective", "snapshot")
 """Kinds of evidence, the ones that explain the most first; as the controller ranks them."""
 
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")

@@ -23,6 +23,7 @@ _STYLES = {
     "save_failed": "red",
     "commit_failed": "red",
     "replan": "yellow",
+    "fallback": "yellow",
 }
 
 
@@ -150,6 +151,16 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "reconnected": lambda f: f"rank {f.get('rank')} came back at version {f.get('version')}",
     "refused": lambda f: f"rank {f.get('rank')} (pid {f.get('pid')} on {f.get('host')}): {f.get('text')}",
     "done": lambda f: f"rank {f.get('rank')} has returned from train() at version {f.get('version')}",
+    "witness_asked": lambda f: f"rank {f.get('rank')} is asked whether it still reaches {f.get('host')}",
+    "witness": lambda f: (
+        f"rank {f.get('rank')} {'still reaches' if f.get('reachable') else 'does not reach'} {f.get('host')}"
+        f" ({_cut(str(f.get('text')))})"
+    ),
+    "stack": lambda f: f"where rank {f.get('rank')} is:\n{f.get('text')}",
+    "fallback": lambda f: f"nobody can write to save_dir: everything once more, into {f.get('directory')}",
+    "standby": lambda f: f"a controller stands by on {f.get('host')} ({f.get('address')})",
+    "no_standby": lambda f: f"no controller can stand by on {f.get('host')}",
+    "abdicated": lambda f: "another controller leads this job: what this one knew is forgotten",
     "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
 }
 """How each kind is told; the kinds are those that ``ttp.core.controller_machine`` records."""

@@ -247,6 +247,8 @@ class Processor:
 
     def _observed(self) -> pm.Observed:
         state = self.gate.state()
+        if self._saver.busy and not self.source.counts_bytes:
+            self.written += 1  # it may go on for hours, for all that is known here
         return pm.Observed(state.version, state.phase, self.mark, self.activity, self.written)
 
     def _perform(self, action: pm.Action) -> None:

@@ -18,6 +18,8 @@ class StateSource(Protocol):
     """The training state of one rank, as an adapter sees it. All methods run on threads of the processor."""
 
     framework: str
+    counts_bytes: bool
+    """Whether ``Processor.written`` is advanced while a piece is written; if not, a hanging write cannot be told."""
     on_device: bool
     """Whether a version that the host has finished may still be queued on an accelerator."""
 

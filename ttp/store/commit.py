@@ -205,6 +205,7 @@ class _Job:
             created_unix_s=time.time(),
             pieces=pieces,
             missing_pages=tuple(self.order.missing_pages),
+            extra={"disputed": list(self.order.disputed)} if self.order.disputed else {},
         )
 
     # ---------------------------------------------------------------------------------------------------- publishing
