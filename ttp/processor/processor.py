@@ -31,6 +31,7 @@ from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, 
 from ttp.launch.controller_process import ensure_controller, is_local
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
+from ttp.processor import stacks
 from ttp.processor.gate import Gate, GateState
 from ttp.processor.lane import Lane
 from ttp.processor.mirror import KeptPages, PageMirror
@@ -51,6 +52,9 @@ JOIN_PATIENCE_S = 60.0
 
 DEVICE_PATIENCE_S = 5.0
 """How long queued kernels may take after the gate is closed. Behind a collective that hangs they never run."""
+
+STACK_S = 3.0
+"""How long a process that hangs may take to say where its threads are."""
 
 LOOK_S = 0.2
 """A rank whose state takes longer to look at acknowledges a freeze first."""
@@ -131,6 +135,8 @@ class Processor:
             RefusedError: the controller does not accept this rank; the text says why.
         """
         self._leases.arm(os.getpid())
+        if self.config.stacks and stacks.install(self.run_dir):
+            self._company.callback(stacks.uninstall, self.run_dir)
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
             log.error(
@@ -457,6 +463,8 @@ class Processor:
                 self._aside("ttp-probe", lambda: self._probe(order))
             case pm.StartStandby():
                 self._aside("ttp-standby", self._start_standby)
+            case pm.TakeStack(wanted):
+                self._aside("ttp-stack", lambda: self._take_stack(wanted))
             case pm.KeepPage(keep):
                 if self._kept is not None:
                     self._kept.store(keep)
@@ -464,6 +472,10 @@ class Processor:
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self.config.port or 0)
         self._inbox.put(pm.HostProbed(order.subject, found, text))
+
+    def _take_stack(self, order: m.TakeStack) -> None:
+        text = stacks.take(order.pid, self.run_dir, STACK_S)
+        self._inbox.put(pm.StackSeen(order.incident, order.subject, text))
 
     def _start_standby(self) -> None:
         try:
