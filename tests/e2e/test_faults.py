@@ -2,6 +2,9 @@
 
 A job survives several faults one after the other, each in an incarnation of its own: that is what a long job does, and
 it saves the start of the processes.
+
+By default stock torchrun runs only what differs most from ``ttp run``; everything runs with
+``python -m pytest tests/e2e/test_faults.py -m "slow or not slow"``.
 """
 
 from __future__ import annotations
@@ -26,6 +29,12 @@ LAUNCHERS = [
     pytest.param(name, marks=pytest.mark.xdist_group(name), id=name)  # one after the other: each job fills a machine
     for name in ("ttp", "torchrun")
 ]
+MOSTLY_TTP = [
+    pytest.param("ttp", marks=pytest.mark.xdist_group("ttp"), id="ttp"),
+    pytest.param("torchrun", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun"),
+]
+"""For faults that the launcher has no part in."""
+
 PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "stepped", "scheduler", "scheduled"]
 TIMEOUT_S = 400
 
@@ -54,7 +63,7 @@ def test_sigkill_of_any_rank_in_every_phase(make_job: MakeJob, unbroken: Unbroke
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     """In the loop, in the loss, in the optimizer's step: there the rank is torn and another one saves."""
     faults = [
@@ -102,7 +111,7 @@ def kill_on(job: Job, kind: str, choose: Callable[[dict[str, Any], dict[int, int
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     job = make_job(launcher=launcher, ranks=3, steps=12, max_restarts=1, env=WIDE).start()
     saver = kill_on(job, "plan", lambda facts, pids: int(facts["savers"]["model"]))
@@ -113,7 +122,7 @@ def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, la
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_another_rank_dies_while_one_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     job = make_job(launcher=launcher, ranks=3, steps=12, max_restarts=1, env=WIDE).start()
     bystander = kill_on(job, "plan", lambda facts, pids: next(r for r in (0, 1) if r != int(facts["savers"]["model"])))
@@ -122,7 +131,7 @@ def test_another_rank_dies_while_one_saves(make_job: MakeJob, unbroken: Unbroken
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_the_controller_dies_and_a_later_kill_is_still_saved(
     make_job: MakeJob, unbroken: Unbroken, launcher: str
 ) -> None:
@@ -174,8 +183,18 @@ def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("rendezvous", ["static", "c10d"])
-def test_two_nodes_save_and_resume_together(make_job: MakeJob, unbroken: Unbroken, rendezvous: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "rendezvous"),
+    [
+        pytest.param("ttp", "static", marks=pytest.mark.xdist_group("ttp")),
+        pytest.param("ttp", "c10d", marks=pytest.mark.xdist_group("ttp")),
+        pytest.param("torchrun", "static", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
+        pytest.param("torchrun", "c10d", marks=pytest.mark.xdist_group("torchrun")),
+    ],
+)
+def test_two_nodes_save_and_resume_together(
+    make_job: MakeJob, unbroken: Unbroken, launcher: str, rendezvous: str
+) -> None:
     """Two agents with two ranks each: a kill on either node is saved and both nodes restart."""
     port = str(free_port())
     common = ["--nnodes", "2"]
@@ -187,7 +206,7 @@ def test_two_nodes_save_and_resume_together(make_job: MakeJob, unbroken: Unbroke
         {"id": "far", "rank": 3, "step": 3, "phase": "backward", "action": "kill"},
         {"id": "near", "rank": 0, "step": 7, "phase": "data", "action": "kill"},
     ]
-    job = make_job(steps=10, max_restarts=3, faults=faults, nodes=nodes)
+    job = make_job(launcher=launcher, steps=10, max_restarts=3, faults=faults, nodes=nodes)
     assert job.run(TIMEOUT_S - 60) == 0, job.story()
     assert_saved_and_identical(job, unbroken, [{3}, {0}])
 
