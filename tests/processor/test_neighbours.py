@@ -141,11 +141,13 @@ def test_another_incarnation_is_nobodys_neighbour(start: Start, watching: Watchi
     assert watching.hear() == word_of(last)
 
 
-def test_nothing_is_said_after_close(start: Start, watching: Watching) -> None:
-    owner = start(2)
-    watching.wait_for(2)
-    watching.end()
-    owner.end()
+def test_nothing_is_said_after_close(start: Start, tmp_path: Path) -> None:
+    owner, ring = start(2), Watching(tmp_path, look_s=4 * LONG_S)
+    ring.wait_for(2)
+    ring.ring.close()
+    owner.end()  # wakes the thread, which is to end without a word
+    ring.end()
+    assert ring.told.empty()
 
 
 def put(directory: Path, rank: int, word: int) -> None:
