@@ -18,7 +18,7 @@ from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
-from ttp.adapters.torch.local_piece import read_local_state
+from ttp.adapters.torch.local_piece import read_local_state, why_lost
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import read_values
@@ -188,7 +188,8 @@ class TorchAdapter:
         if local is None:
             _reseed(restored.version, rank)
             notes = self._extra.restore(constant)
-            return [*notes, f"nothing was kept of rank {rank}: its random streams are derived from its seed"]
+            why = why_lost(manifest.pieces, rank) if same_world else "this job has another world size"
+            return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
         if same_world:
             return self._capture.restore(
                 type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})

@@ -32,11 +32,13 @@ from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.state import optimizer_state
 
-SAMPLE_BYTES = 32 << 20
-"""What is looked at in all. Reading it twice, for the digest and for NaN, takes a core about 10 ms."""
+WHOLE_BYTES = 64 << 20
+"""A state up to this size is looked at whole: about 10 ms of one core."""
+SAMPLE_BYTES = 16 << 20
+"""What is looked at of a larger one. It comes from all over the memory, so a byte costs more."""
 _SHARE_MIN = 1 << 10
 """Bytes of every tensor that are looked at, however large the others are."""
-_BLOCK_BYTES = 16 << 10
+_BLOCK_BYTES = 64 << 10
 _PACK_HOST = 1 << 20  # the second look finds it in the cache
 _PACK_DEVICE = 8 << 20
 _PATIENCE_S = 1.0
@@ -124,13 +126,11 @@ class Inspector:
         described = [(leaf.name, str(leaf.tensor.dtype), list(leaf.tensor.shape)) for leaf in known]
         digest.update(json.dumps(described).encode())
         for pack in self._packs(known, version):
-            data, parts = self._bring(pack)
+            data = self._bring([piece for _, piece in pack])
             for row in _rows(data):
                 digest.update(row)
             if not _finite(data):
-                wrong = (leaf.name for (leaf, _), part in zip(pack, parts, strict=True) if not _finite(part))
-                trained = {leaf.name for leaf, _ in pack if leaf.trained}
-                bad.update((name, None) for name in wrong if name in trained)
+                bad.update((name, None) for name in _not_finite(data, pack))
         return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
 
     def _packs(self, known: Sequence[Leaf], version: int) -> Iterator[list[tuple[Leaf, Tensor]]]:
@@ -149,24 +149,26 @@ class Inspector:
     def _pieces(self, known: Sequence[Leaf], version: int) -> Iterator[tuple[Leaf, Tensor]]:
         flat = [(leaf, memory) for leaf in known if (memory := _memory(leaf.tensor, self._runtime)) is not None]
         total = sum(memory.nbytes for _, memory in flat)
-        whole = self._mode == "all" or total <= SAMPLE_BYTES
+        whole = self._mode == "all" or total <= WHOLE_BYTES
         for leaf, memory in flat:
             share = memory.nbytes if whole else max(_SHARE_MIN, memory.nbytes * SAMPLE_BYTES // total)
             sample = _sample(memory, share, version)
-            row = sample[0].nbytes if sample.dim() == 2 else sample.element_size()
-            for piece in torch.split(sample, max(1, self._limit // row)):
+            for piece in self._split(sample):
                 yield leaf, piece
 
-    def _bring(self, pack: list[tuple[Leaf, Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        """The pack on the host, joined and piece by piece."""
-        pieces = [piece for _, piece in pack]
+    def _split(self, sample: Tensor) -> Sequence[Tensor]:
+        if sample.nbytes <= self._limit:
+            return (sample,)
+        row = sample[0].nbytes if sample.dim() == 2 else sample.element_size()
+        return torch.split(sample, max(1, self._limit // row))
+
+    def _bring(self, pieces: list[Tensor]) -> Tensor:
+        """On the host, one behind the other."""
         if self._runtime is not None:
-            joined = self._from_device(self._runtime, pieces)
-        elif len(pieces) == 1:
-            return pieces[0], pieces
-        else:
-            joined = torch.cat([piece.reshape(-1) for piece in pieces])
-        return joined, list(torch.split(joined, [piece.numel() for piece in pieces]))
+            return self._from_device(self._runtime, pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([piece if piece.dim() == 1 else piece.reshape(-1) for piece in pieces])
 
     def _from_device(self, runtime: Runtime, pieces: list[Tensor]) -> Tensor:
         assert self._packed is not None and self._pinned is not None
@@ -188,6 +190,8 @@ def _memory(tensor: Tensor, runtime: Runtime | None) -> Tensor | None:
     plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
     if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
         return None
+    if tensor.is_contiguous():
+        return tensor.view(-1)
     ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     if not ordered.is_contiguous():
         if runtime is not None:
@@ -211,6 +215,11 @@ def _rows(data: Tensor) -> Any:
     """Its bytes, a contiguous stretch at a time, without a copy."""
     rows: Any = data.view(torch.uint8).numpy()
     return rows if data.dim() == 2 else (rows,)
+
+
+def _not_finite(data: Tensor, pack: Sequence[tuple[Leaf, Tensor]]) -> Iterator[str]:
+    parts = torch.split(data.reshape(-1), [piece.numel() for _, piece in pack])
+    yield from (leaf.name for (leaf, _), part in zip(pack, parts, strict=True) if leaf.trained and not _finite(part))
 
 
 def _finite(data: Tensor) -> bool:

@@ -86,3 +86,12 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
         if isinstance(images, dict) and rank in images:
             return LocalCapture.decode(images[rank])
     return None
+
+
+def why_lost(pieces: Sequence[Piece], rank: int) -> str:
+    """Why the checkpoint of these pieces keeps nothing of ``rank``."""
+    for piece in pieces:
+        missing = json.loads(piece.table or "{}").get("missing", {}) if piece.kind == LOCAL_KIND else {}
+        if str(rank) in missing:
+            return str(missing[str(rank)])
+    return "no rank of its host was left to save it"

@@ -117,7 +117,8 @@ class PreImage:
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
-            return self._copy_tensor(value.detach(), place, copies)
+            ahead = self._runtime is not None and not self._runtime.holds(value)  # of the device, as the host is
+            return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}
         if type(value) in (list, tuple, deque):
@@ -125,8 +126,7 @@ class PreImage:
         return copied(value)
 
     def _copy_tensor(self, live: Tensor, place: _Place, copies: _Copies) -> Tensor:
-        ahead = self._runtime is not None and not self._runtime.holds(live)  # of the device, as the host itself is
-        if ahead or type(live) is not Tensor or live.layout is not torch.strided:
+        if type(live) is not Tensor or live.layout is not torch.strided:
             return live.clone()
         self._used.add(place)
         memory = self._memory.get(place)

@@ -1,0 +1,141 @@
+"""One of two replicas under a real DistributedDataParallel and a stub processor; run by test_replicas.py.
+
+Arguments: directory, rank. Prints one JSON line per case.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.adapters.torch.stub_processor import StubProcessor, two_shards
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Layout, Version
+from ttp.processor.faults import is_collective_error
+
+WORLD = 2
+HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
+PATIENCE_S = 60
+
+
+class Model(nn.Module):
+    """Statistics of its own on every rank, and a layer that is nobody else's business."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.3), nn.Linear(16, 8))
+        self.own = nn.Linear(8, 1)
+        self.own.weight.data.fill_(rank + 1.0)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.own(self.layers(x))
+
+
+class Rank:
+    def __init__(self, directory: Path, rank: int, layout: Layout, undo: str | None = None) -> None:
+        torch.manual_seed(3)
+        model = Model(rank)
+        ddp: Any = DistributedDataParallel
+        ddp._set_params_and_buffers_to_ignore_for_model(model, ["own.weight", "own.bias"])
+        torch.manual_seed(50 + rank)
+        self.model: Any = ddp(model, broadcast_buffers=False)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        parts = {"scheduler": None, "extra_state": None, "scaler": None}
+        self.adapter = TorchAdapter(self.optimizer, model=self.model, undo=undo, **parts)
+        self.processor = StubProcessor(directory, rank=rank, layout=layout)
+
+    def step(self) -> None:
+        self.optimizer.zero_grad()
+        self.model(torch.randn(4, 8)).square().mean().backward()
+        self.optimizer.step()
+
+
+def digests(directory: Path, rank: int) -> dict[str, Any]:
+    job = Rank(directory, rank, Layout.data_parallel(WORLD))
+    job.adapter.attach(job.processor)  # type: ignore[arg-type]
+    for _ in range(40):
+        job.step()
+    (seen,), bad = job.adapter.source.inspect(Version(40))
+    flip = job.model.module.layers[3].weight.detach().view(torch.int32)
+    flip[0, 0] ^= rank  # a bit on rank 1
+    (flipped,), _ = job.adapter.source.inspect(Version(40))
+    statistics = job.model.module.layers[1].running_mean.tolist()
+    return {"seen": seen.digest, "flipped": flipped.digest, "bad": bad, "statistics": statistics}
+
+
+def barrier(directory: Path, rank: int) -> dict[str, Any]:
+    """Rank 0 is late at the barrier: has rank 1 begun its update before?"""
+    job = Rank(directory, rank, two_shards())
+    late = directory / "late"
+
+    def hold(*_: Any) -> None:
+        if rank == 0:
+            time.sleep(HOLD_S)
+            late.touch()
+
+    job.optimizer.register_step_pre_hook(hold)
+    job.adapter.attach(job.processor)  # type: ignore[arg-type]
+    early: list[bool] = []
+    job.processor.begin_update = lambda: early.append(not late.exists())  # type: ignore[method-assign]
+    job.step()
+    return {"early": early}
+
+
+def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
+    """Rank 0 begins only when rank 1 has begun: with a barrier neither ever would."""
+    seen = {}
+    for name, layout, undo in (
+        ("one shard", Layout.data_parallel(WORLD), None),
+        ("undo", two_shards(), "preimage"),
+    ):
+        job, begun = Rank(directory, rank, layout, undo), directory / f"begun {name}"
+
+        def follow(*_: Any, begun: Path = begun) -> None:
+            deadline = time.monotonic() + PATIENCE_S
+            while rank == 0 and not begun.exists() and time.monotonic() < deadline:
+                time.sleep(0.005)
+
+        job.optimizer.register_step_pre_hook(follow)
+        job.adapter.attach(job.processor)  # type: ignore[arg-type]
+        if rank == 1:
+            job.processor.begin_update = begun.touch  # type: ignore[method-assign]
+        job.step()
+        seen[name] = begun.exists()
+        dist.barrier()
+    return seen
+
+
+def death(directory: Path, rank: int) -> dict[str, Any]:
+    """Rank 0 dies before the barrier: rank 1 raises, and its copy is whole."""
+    job = Rank(directory, rank, two_shards())
+    if rank == 0:
+        job.optimizer.register_step_pre_hook(lambda *_: os._exit(0))
+    job.adapter.attach(job.processor)  # type: ignore[arg-type]
+    try:
+        job.step()
+    except RuntimeError as problem:
+        job.processor.gate.mark_torn()  # as the decorator does
+        state = job.processor.gate.state()
+        return {"collective": is_collective_error(problem), "phase": state.phase.value, "version": state.version}
+    return {}
+
+
+def main(directory: Path, rank: int) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD)
+    for case in (digests, barrier, no_barrier, death):
+        print(json.dumps(case(directory, rank)), flush=True)
+    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

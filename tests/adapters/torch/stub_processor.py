@@ -1,0 +1,65 @@
+"""What a ``TorchAdapter`` needs of a processor, without a controller; and the orders that a controller would give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ttp.config import Config, RankEnv
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.messages import Commit, SaverOrder
+from ttp.processor.gate import Gate
+
+INCARNATION = 4
+
+
+class StubProcessor:
+    """A gate, and what describes the job."""
+
+    def __init__(self, save_dir: Path, *, rank: int = 0, layout: Layout | None = None, **settings: Any) -> None:
+        self.layout = layout or Layout.data_parallel(1)
+        self.env = RankEnv(rank, self.layout.world_size, rank, "localhost", "run", 0)
+        self.config = Config(**settings)
+        self.save_dir = save_dir
+        self.gate = Gate()
+        self.begun: list[int] = []
+        self.written = 0
+
+    def directory(self, _order: object) -> Path:
+        return self.save_dir
+
+    def begin_update(self) -> None:
+        self.gate.begin_update()
+        self.begun.append(self.gate.version + 1)
+
+    def end_update(self) -> None:
+        self.gate.end_update()
+
+
+def save(
+    adapter: Any,
+    processor: StubProcessor,
+    version: int,
+    how: How = How.AS_IS,
+    *,
+    pages: tuple[Rank, ...] = (),
+    missing: tuple[Rank, ...] = (),
+) -> Path:
+    """Freeze, write everything, commit; the path of the checkpoint. Without ``pages`` this rank collects its own."""
+    processor.gate.close()
+    draft = processor.save_dir / f".draft-step_{version}-x"
+    draft.mkdir(parents=True)
+    mine = Rank(processor.env.rank)
+    order = SaverOrder(mine, processor.layout.shards_of(mine), how, pages or (mine,), True)
+    pieces = adapter.source.write_pieces(
+        order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
+    )
+    path, _ = adapter.source.commit(
+        Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, tuple(pieces), missing)
+    )
+    return Path(path)
+
+
+def two_shards(world_size: int = 2) -> Layout:
+    return Layout(world_size, {Shard(f"s{r}"): (Rank(r),) for r in range(world_size)})

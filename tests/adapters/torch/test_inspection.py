@@ -1,0 +1,232 @@
+"""Digests of replicas, and NaN: what is seen, what is not looked at, and on which tensors nothing stumbles."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
+from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor, two_shards  # noqa: E402
+from ttp.adapters.torch import inspection  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.adapters.torch.inspection import Inspector, Leaf, replicated  # noqa: E402
+from ttp.adapters.torch.names import ModelNames  # noqa: E402
+from ttp.core.layout import Layout, Rank, Shard, Version  # noqa: E402
+
+
+class Replica:
+    """One of several equal copies after some updates."""
+
+    def __init__(self, steps: int = 3) -> None:
+        torch.manual_seed(3)
+        self.model = Net()
+        self.optimizer = adamw(self.model)
+        train(self.model, self.optimizer, None, steps)
+        self.names = ModelNames(self.model, self.optimizer)
+
+    def leaves(self) -> list[Leaf]:
+        return replicated(self.names, self.optimizer, self.model)
+
+    def digest(self, version: int = 3, mode: str = "sample") -> str:
+        return Inspector(mode).look(self.leaves(), version).digest
+
+    def bad(self) -> tuple[str, ...]:
+        return Inspector().look(self.leaves(), 3).bad
+
+    def tensor(self, name: str) -> Any:
+        return next(leaf.tensor for leaf in self.leaves() if leaf.name == name)
+
+
+MOMENT = "optim.state.second.weight.exp_avg"
+
+
+class TestDigest:
+    def test_equal_copies_look_equal(self) -> None:
+        one, other = Replica(), Replica()
+        assert one.digest() == other.digest() and len(one.digest()) == 32
+        assert one.digest(mode="all") == other.digest(mode="all")
+
+    @pytest.mark.parametrize("name", ["model.first.weight", "model.second.bias", MOMENT])
+    def test_one_bit_makes_the_difference(self, name: str) -> None:
+        one, other = Replica(), Replica()
+        other.tensor(name).detach().view(torch.int32).reshape(-1)[2] ^= 1
+        assert one.digest() != other.digest()
+
+    def test_so_does_another_set_of_moments(self) -> None:
+        one, other = Replica(), Replica()
+        del other.optimizer.state[other.model.second.weight]["exp_avg"]
+        assert one.digest() != other.digest()
+
+    def test_what_may_differ_is_not_looked_at(self) -> None:
+        one, other = Replica(), Replica()
+        other.model.norm.get_buffer("running_mean").add_(1)
+        other.optimizer.param_groups[0]["lr"] = 0.5
+        other.optimizer.state[other.model.second.weight]["note"] = 17
+        assert one.digest() == other.digest()
+
+    def test_the_order_of_the_state_does_not_matter(self) -> None:
+        one, other = Replica(), Replica()
+        entries = list(other.optimizer.state.items())
+        other.optimizer.state.clear()
+        other.optimizer.state.update(reversed(entries))
+        assert one.digest() == other.digest()
+
+    def test_before_the_first_update(self) -> None:
+        assert Replica(0).digest() == Replica(0).digest() != Replica(1).digest()
+
+
+class TestSample:
+    """What is looked at of a state that is too large to be looked at whole."""
+
+    @pytest.fixture(autouse=True)
+    def small(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
+            monkeypatch.setattr(inspection, name, value)
+
+    @staticmethod
+    def leaves() -> list[Leaf]:
+        torch.manual_seed(1)
+        return [Leaf("large", torch.randn(9_000), True), Leaf("tiny", torch.randn(3), True)]
+
+    def test_it_is_bounded_and_spread(self) -> None:
+        pieces = [piece for _, piece in Inspector()._pieces(self.leaves(), 5)]
+        assert [piece.nbytes for piece in pieces] == [15 * 256, 12]
+        assert pieces[0].shape == (15, 64) and pieces[0].stride() == (600, 1)
+        assert pieces[0].storage_offset() + 14 * 600 + 64 <= 9_000
+
+    def test_what_is_missed_at_one_version_is_seen_at_another(self) -> None:
+        sound, damaged = self.leaves(), self.leaves()
+        damaged[0].tensor[4_321] += 1
+        different = [
+            version
+            for version in range(60)
+            if Inspector().look(sound, version).digest != Inspector().look(damaged, version).digest
+        ]
+        assert 0 < len(different) < 30
+        assert Inspector("all").look(sound, 0).digest != Inspector("all").look(damaged, 0).digest
+
+
+class TestBad:
+    def test_nan_and_inf_are_named(self) -> None:
+        replica = Replica()
+        assert replica.bad() == ()
+        replica.tensor(MOMENT)[1, 1] = float("inf")
+        replica.tensor("model.first.weight").data[0, 0] = float("nan")
+        assert set(replica.bad()) == {MOMENT, "model.first.weight"}
+
+    def test_a_frozen_mask_may_hold_them(self) -> None:
+        replica = Replica()
+        assert not replica.model.second.bias.requires_grad
+        replica.model.second.bias.data.fill_(float("-inf"))
+        assert replica.bad() == ()
+
+    def test_a_few_are_enough(self) -> None:
+        leaves = [Leaf(f"t{n:02}", torch.full((3,), float("nan")), True) for n in range(20)]
+        assert Inspector().look(leaves, 0).bad == tuple(f"t{n:02}" for n in range(8))
+
+    @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
+    @pytest.mark.parametrize("shape", [(), (5,), (400_000,)])
+    def test_of_every_floating_type(self, dtype: str, shape: tuple[int, ...]) -> None:
+        sound = torch.ones(shape).to(getattr(torch, dtype))
+        damaged = torch.ones(shape)
+        damaged.reshape(-1)[-1] = float("nan")
+        damaged = damaged.to(getattr(torch, dtype))
+        assert Inspector().look([Leaf("x", sound, True), Leaf("y", damaged, True)], 0).bad == ("y",)
+
+    def test_large_values_are_not_infinite(self) -> None:
+        assert Inspector().look([Leaf("x", torch.full((9,), 6e4, dtype=torch.float16), True)], 0).bad == ()
+
+
+def odd() -> dict[str, Any]:
+    torch.manual_seed(0)
+    return {
+        "meta": torch.empty(4, 4, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "empty": torch.empty(0, 4),
+        "scalar": torch.tensor(3.0),
+        "bool": torch.tensor([True, False]),
+        "transposed": torch.randn(5, 6).t(),
+        "channels last": torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        "strided": torch.randn(40)[::4],
+        "expanded": torch.randn(1, 3).expand(4, 3),
+        "parameter": nn.Parameter(torch.randn(16)),
+    }
+
+
+def test_odd_tensors() -> None:
+    def look(tensors: dict[str, Any]) -> str:
+        return Inspector("all").look([Leaf(name, tensor, True) for name, tensor in tensors.items()], 0).digest
+
+    sound = look(odd())
+    assert look(odd()) == sound
+    for name in ("scalar", "transposed", "channels last", "strided", "expanded"):
+        damaged = odd()
+        damaged[name] = damaged[name] + 1
+        assert look(damaged) != sound, name
+
+
+class TestDevice:
+    LIMIT = 1024
+
+    @pytest.fixture
+    def device(self, monkeypatch: pytest.MonkeyPatch) -> Any:
+        monkeypatch.setattr(inspection, "_PACK_DEVICE", self.LIMIT)
+        monkeypatch.setattr(inspection, "_PATIENCE_S", 0.01)
+        return FakeRuntime()
+
+    def test_it_sees_what_is_there(self, device: Any) -> None:
+        leaves = [leaf for leaf in Replica().leaves() if not leaf.name.endswith(".step")]
+        leaves += [Leaf("large", torch.randn(5 * self.LIMIT), True), Leaf("bad", torch.tensor([float("nan")]), True)]
+        assert Inspector("all", device).look(leaves, 3) == Inspector("all").look(leaves, 3)
+        assert device.log.count("side") > 20, "on the side stream, never more than was set aside"
+
+    def test_numbers_on_the_host_are_ahead_of_it(self, device: Any) -> None:
+        count = torch.tensor(5.0)
+        count.on_host = True
+        there = Leaf("x", torch.ones(3), True)
+        inspector = Inspector("sample", device)
+        assert inspector.look([there, Leaf("step", count, True)], 3) == inspector.look([there], 3)
+
+    def test_one_that_hangs_is_not_waited_for(self, device: Any) -> None:
+        device.moving.clear()
+        with pytest.raises(TimeoutError, match="12 bytes did not leave the device"):
+            Inspector("sample", device).look([Leaf("x", torch.ones(3), True)], 3)
+
+
+class TestSource:
+    @staticmethod
+    def adapter(tmp_path: Path, layout: Layout | None = None, **settings: Any) -> Any:
+        replica = Replica(1)
+        adapter = TorchAdapter(replica.optimizer, model=replica.model, scheduler=None, extra_state=None, scaler=None)
+        adapter._source.connect(StubProcessor(tmp_path, layout=layout, **settings), None)  # type: ignore[arg-type]
+        return adapter
+
+    def test_one_digest_for_the_shard(self, tmp_path: Path) -> None:
+        (digest,), bad = self.adapter(tmp_path).source.inspect(Version(1))
+        assert digest.shard == "model" and len(digest.digest) == 32 and bad == ()
+
+    def test_off(self, tmp_path: Path) -> None:
+        assert self.adapter(tmp_path, digest="off").source.inspect(Version(1)) == ((), ())
+
+    def test_a_rank_of_several_shards_cannot_tell_them_apart(self, tmp_path: Path) -> None:
+        ranks = (Rank(0),)
+        both = Layout(1, {Shard("a"): ranks, Shard("b"): ranks})
+        digests, _ = self.adapter(tmp_path, both).source.inspect(Version(1))
+        assert [(d.shard, d.digest) for d in digests] == [("a", ""), ("b", "")]
+        (alone,), _ = self.adapter(tmp_path, two_shards()).source.inspect(Version(1))
+        assert alone.shard == "s0" and alone.digest
+
+    def test_it_never_raises(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        adapter = self.adapter(tmp_path)
+        monkeypatch.setattr(Inspector, "look", lambda *_: 1 / 0)
+        (digest,), bad = adapter.source.inspect(Version(1))
+        assert digest.digest == "" and bad == ()
+        assert "division by zero" in caplog.text

@@ -1,0 +1,158 @@
+"""Rank-local state of a host in a checkpoint: what is believed, and what a rank is told that gets nothing back."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.adapters.torch.checkpoints import Net  # noqa: E402
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.adapters.torch.local_piece import collect, read_local_state, why_lost, write_local_piece  # noqa: E402
+from ttp.core.layout import Layout, Rank, Version  # noqa: E402
+from ttp.core.messages import Keep  # noqa: E402
+from ttp.processor import page_file  # noqa: E402
+from ttp.processor.mirror import KeptPages  # noqa: E402
+from ttp.processor.pages import PageWriter, page_name  # noqa: E402
+
+SOUND, BAD = Rank(0), Rank(1)
+
+
+def write(pages: Path, rank: Rank, version: int = 3, incarnation: int = INCARNATION) -> PageWriter:
+    writer = PageWriter(pages, rank, incarnation=incarnation)
+    writer.write(version, True, [b"state of rank %d" % rank])
+    writer.close(unlink=False)
+    return writer
+
+
+def torn(path: Path) -> None:
+    with path.open("r+b") as file:
+        for slot in range(page_file.SLOTS):
+            file.seek(page_file.record_at(slot))
+            file.write(page_file.SEQUENCE.pack(1))
+
+
+def garbled(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    at = data.index(b"state of rank")
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def stale(path: Path) -> None:
+    write(path.parent, BAD, version=2)
+
+
+def of_another_incarnation(path: Path) -> None:
+    write(path.parent, BAD, incarnation=INCARNATION - 1)
+
+
+def of_another_rank(path: Path) -> None:
+    (path.parent / page_name(SOUND)).replace(path)
+    write(path.parent, SOUND)
+
+
+def link(path: Path) -> None:
+    path.rename(path.with_name("elsewhere"))
+    path.symlink_to(path.with_name("elsewhere"))
+
+
+def absent(path: Path) -> None:
+    path.unlink()
+
+
+DAMAGES: list[tuple[Callable[[Path], None], str]] = [
+    (torn, "torn"),
+    (garbled, "digest does not match"),
+    (stale, "versions held: 2"),
+    (of_another_incarnation, f"of incarnation {INCARNATION - 1}, not {INCARNATION}"),
+    (of_another_rank, "belongs to rank 0"),
+    (link, "cannot be used"),
+    (absent, "there is no page"),
+]
+
+
+@pytest.mark.parametrize(("damage", "why"), DAMAGES, ids=[d.__name__ for d, _ in DAMAGES])
+def test_a_page_that_cannot_be_believed_is_left_out_and_said(
+    tmp_path: Path, damage: Callable[[Path], None], why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages = tmp_path / "pages"
+    for rank in (SOUND, BAD):
+        write(pages, rank)
+    damage(pages / page_name(BAD))
+    found = collect(pages, (SOUND, BAD), 3, INCARNATION)
+    assert found.data == {SOUND: b"state of rank 0"} and why in found.missing[BAD]
+    assert f"the rank-local state of rank {BAD} cannot be saved" in caplog.text
+    piece = write_local_piece(tmp_path, "local", found, SOUND)
+    assert json.loads(piece.table)["ranks"] == [SOUND] and why in json.loads(piece.table)["missing"][str(BAD)]
+    assert read_local_state(tmp_path, [piece], BAD) is None
+    assert why in why_lost([piece], BAD) and "no rank of its host was left" in why_lost([piece], 5)
+
+
+def test_a_page_of_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pages = tmp_path / "pages"
+    write(pages, SOUND)
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert "of user" in collect(pages, (SOUND,), 3, INCARNATION).missing[SOUND]
+
+
+def adapter() -> Any:
+    torch.manual_seed(1)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+
+
+def checkpoint(tmp_path: Path, pages: tuple[Rank, ...], missing: tuple[Rank, ...]) -> Path:
+    """One of version 0, of two ranks, written by rank 0 on its host; what was kept of the other is there or not."""
+    processor, writer = StubProcessor(tmp_path / "checkpoints", layout=Layout.data_parallel(2)), adapter()
+    writer.source.on_welcome(SOUND, INCARNATION, tmp_path / "pages")
+    writer.attach(processor)
+    torch.rand(3)
+    writer.capture.capture(0, final=True)
+    path = save(writer, processor, 0, pages=pages, missing=missing)
+    writer.source.close()
+    return path
+
+
+def said_by_ttp(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize(("asked", "why"), [(True, "there is no page"), (False, "no rank of its host was left")])
+def test_a_rank_that_gets_nothing_back_is_told_why(
+    tmp_path: Path, asked: bool, why: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    pages, missing = ((SOUND, BAD), ()) if asked else ((SOUND,), (BAD,))
+    path = checkpoint(tmp_path, pages, missing)
+    caplog.clear()
+    adapter().load(path, BAD, 2, protected=False)
+    (said,) = said_by_ttp(caplog)
+    assert f"nothing was kept of rank {BAD} (" in said and why in said and "derived from its seed" in said
+    caplog.clear()
+    adapter().load(path, SOUND, 2, protected=False)
+    assert said_by_ttp(caplog) == []
+
+
+def test_what_another_host_has_kept_comes_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    lost = adapter()
+    lost.capture.open_page(PageWriter(tmp_path / "lost host", BAD, incarnation=INCARNATION))
+    torch.manual_seed(77)
+    lost.capture.capture(0, final=True)
+    expected = torch.rand(3)
+    data = collect(tmp_path / "lost host", (BAD,), 0, INCARNATION).data[BAD]
+    kept = KeptPages(tmp_path / "pages", SOUND, INCARNATION)
+    assert kept.store(Keep(SOUND, 1, BAD, Version(0), True, INCARNATION, data)) == ""
+    path = checkpoint(tmp_path, (SOUND, BAD), ())
+    caplog.clear()
+    adapter().load(path, BAD, 2, protected=False)
+    assert torch.equal(torch.rand(3), expected) and said_by_ttp(caplog) == []
+    kept.close()

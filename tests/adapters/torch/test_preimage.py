@@ -1,0 +1,268 @@
+"""An update is undone: what was kept from before it is saved, bit for bit, and the live state stays as it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E402
+
+import ttp  # noqa: E402
+from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
+from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.adapters.torch.preimage import PreImage  # noqa: E402
+from ttp.core.decide import How  # noqa: E402
+from ttp.core.layout import Rank  # noqa: E402
+from ttp.core.messages import Phase  # noqa: E402
+from ttp.errors import CheckpointError, ConfigError  # noqa: E402
+
+Make = Callable[[nn.Module], Any]
+
+
+class Job:
+    """A training loop under a stub processor; remembers how every version looked."""
+
+    def __init__(self, directory: Path, make: Make, undo: str | None = "preimage") -> None:
+        torch.manual_seed(5)
+        self.model = Net()
+        self.optimizer = make(self.model)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.9)
+        average: Any = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
+        self.average = AveragedModel(self.model, multi_avg_fn=average)
+        self.adapter = TorchAdapter(
+            self.optimizer,
+            model=self.model,
+            scheduler=self.scheduler,
+            extra_state={"ema": self.average},
+            scaler=None,
+            undo=undo,
+        )
+        self.processor = StubProcessor(directory)
+        self.seen: list[Any] = []
+
+    def start(self, pages: Path) -> Job:
+        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        self.seen.append(self.facts())
+        return self
+
+    def facts(self) -> Any:
+        weights = digest(self.model.state_dict(), self.optimizer)
+        average = digest(self.average.state_dict(), torch.optim.SGD([torch.zeros(1)]))
+        return weights, average, self.scheduler.state_dict(), torch.get_rng_state().sum().item()
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            self.optimizer.zero_grad()
+            self.model(torch.randn(6, 4)).square().mean().backward()
+            self.optimizer.step()
+            self.scheduler.step()
+            self.average.update_parameters(self.model)
+            self.seen.append(self.facts())
+        self.model(torch.randn(6, 4))  # the next step has begun: buffers and random streams have moved on
+
+    def break_in_update(self) -> None:
+        """Leave the next update when a part of it is written."""
+
+        def fail(*_: Any) -> None:
+            with torch.no_grad():
+                self.model.second.weight.mul_(2)
+                for state in self.optimizer.state.values():
+                    state["invented"] = torch.ones(2)
+            raise RuntimeError("in mid-update")
+
+        self.optimizer.zero_grad()
+        self.model(torch.randn(6, 4)).square().mean().backward()
+        handle = self.optimizer.register_step_post_hook(fail)
+        self.adapter._attachment._handles[1].remove()  # type: ignore[union-attr]  # the end of the update is not reached
+        with pytest.raises(RuntimeError, match="in mid-update"):
+            self.optimizer.step()
+        handle.remove()
+        self.processor.gate.mark_torn()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start(make: Make = OPTIMIZERS["adamw with two groups"], undo: str | None = "preimage") -> Job:
+        jobs.append(Job(tmp_path / "checkpoints", make, undo).start(tmp_path / "pages"))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        job.adapter.source.close()
+
+
+def restored(path: Path, make: Make, version: int) -> Any:
+    job = Job(path.parent, make)
+    assert job.adapter.load(path, 0, 1, protected=False) == version
+    return job.facts()
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> None:
+    job = started(OPTIMIZERS[kind])
+    job.train(3)
+    now = job.facts()
+    assert job.adapter.source.has_preimage
+    path = save(job.adapter, job.processor, 2, How.UNDO)
+    assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
+    assert job.facts()[:3] == now[:3], "nobody writes to the state of a frozen rank"
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_a_torn_update_is_undone(started: Callable[..., Job], kind: str) -> None:
+    job = started(OPTIMIZERS[kind])
+    job.train(2)
+    job.break_in_update()
+    assert job.processor.gate.state().phase is Phase.TORN and job.adapter.source.has_preimage
+    path = save(job.adapter, job.processor, 2, How.UNDO)
+    assert restored(path, OPTIMIZERS[kind], 2) == job.seen[2]
+
+
+def test_the_first_update_leaves_no_moments_behind(started: Callable[..., Job]) -> None:
+    job = started()
+    job.train(1)
+    assert job.optimizer.state
+    path = save(job.adapter, job.processor, 0, How.UNDO)
+    assert restored(path, OPTIMIZERS["adamw with two groups"], 0) == job.seen[0]
+
+
+def test_training_goes_on_after_a_false_alarm(started: Callable[..., Job]) -> None:
+    job = started()
+    job.train(3)
+    save(job.adapter, job.processor, 2, How.UNDO)
+    job.processor.gate.open()
+    job.train(1)
+    assert restored(save(job.adapter, job.processor, 4), OPTIMIZERS["adamw with two groups"], 4) == job.seen[4]
+
+
+class TestWhatIsAtHand:
+    def test_nothing_unless_asked_for(self, started: Callable[..., Job]) -> None:
+        job = started(undo=None)
+        job.train(2)
+        assert not job.adapter.source.has_preimage
+        with pytest.raises(CheckpointError, match='was not given undo="preimage"'):
+            save(job.adapter, job.processor, 1, How.UNDO)
+
+    def test_nothing_before_the_first_update_nor_in_one(self, started: Callable[..., Job]) -> None:
+        job = started()
+        source = job.adapter.source
+        assert not source.has_preimage
+        job.train(1)
+        assert source.has_preimage
+        inside: list[bool] = []
+        job.optimizer.register_step_pre_hook(lambda *_: inside.append(source.has_preimage))
+        job.train(1)
+        assert inside == [False]
+
+    def test_nothing_of_what_was_there_before_a_restore(self, started: Callable[..., Job]) -> None:
+        job = started()
+        job.train(2)
+        path = save(job.adapter, job.processor, 2)
+        job.adapter.load(path, 0, 1, protected=True)
+        assert not job.adapter.source.has_preimage
+
+    def test_another_version_is_refused(self, started: Callable[..., Job]) -> None:
+        job = started()
+        job.train(3)
+        with pytest.raises(CheckpointError, match="version 1 cannot be gone back to: what is kept is version 2"):
+            save(job.adapter, job.processor, 1, How.UNDO)
+
+
+class TestCost:
+    def test_exactly_one_more_copy(self, started: Callable[..., Job]) -> None:
+        job = started()
+        job.train(2)
+        kept = job.adapter.source.preimage
+        assert kept is not None
+        before = {place: memory.data_ptr() for place, memory in kept._memory.items()}
+        job.train(2)
+        assert {place: memory.data_ptr() for place, memory in kept._memory.items()} == before
+        states = [value for state in job.optimizer.state.values() for value in state.values()]
+        averages = [*job.average.parameters(), *job.average.buffers()]
+        live = [*(p for group in job.optimizer.param_groups for p in group["params"]), *states, *averages]
+        assert sum(memory.nbytes for memory in kept._memory.values()) == sum(tensor.nbytes for tensor in live)
+
+    def test_memory_that_is_not_to_be_had_costs_the_pre_image_only(
+        self, started: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = started()
+        job.train(1)
+
+        def fail(*_: Any) -> Any:
+            raise MemoryError("no room for moments")
+
+        monkeypatch.setattr(torch, "empty_like", fail)
+        job.train(2)
+        assert not job.adapter.source.has_preimage and job.processor.gate.version == 3
+        assert [r.levelno for r in caplog.records if "cannot be undone" in r.message] == [logging.WARNING]
+
+
+def test_on_a_device_the_copies_are_of_what_the_device_has_done() -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    count = torch.tensor(0.0)
+    count.on_host = True
+    optimizer.state[parameter] = {"step": count}
+    device: Any = FakeRuntime()
+    kept = PreImage(optimizer, runtime=device)
+    assert kept.version is None
+    kept.take(4)
+    count += 1
+    assert kept.version == 4
+    device.moving.clear()
+    kept.take(5)
+    assert kept.version == 4, "the host is ahead: the device has not begun to copy"
+    assert kept.image(4).state[parameter]["step"].item() == 0.0, "the host's own number as it was then"
+    kept._begun._pending[0][1].done = True  # type: ignore[attr-defined]
+    assert kept.version is None, "some of it is overwritten"
+    device.moving.set()
+    assert kept.version == 5 and kept.image(5).state[parameter]["step"].item() == 1.0
+
+
+def test_lists_of_tensors_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameter = nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    optimizer.state[parameter] = {"past": [torch.ones(2)], "pair": (torch.ones(1), "text"), "note": {"a": [1]}}
+    kept = PreImage(optimizer)
+    for version in range(4):
+        kept.take(version)
+        state = optimizer.state[parameter]
+        state["past"].append(torch.full((2,), float(version)))
+        state["note"]["a"].append(version)
+        image = kept.image(version).state[parameter]
+        assert [t.tolist() for t in image["past"]] == [[1.0, 1.0], *([float(v)] * 2 for v in range(version))]
+        assert image["note"] == {"a": [1, *range(version)]} and image["pair"][1] == "text"
+    state["past"].clear()
+    kept.take(5)
+    assert not any("past" in place for place in kept._memory), "what is gone takes no memory"
+
+
+def test_a_wrong_way_is_refused_and_the_choices_are_named(tmp_path: Path) -> None:
+    model = Net()
+    with pytest.raises(ConfigError, match=r"undo='checkpoint' is not .*'preimage', None"):
+        ttp.wrap_optimizer(torch.optim.SGD(model.parameters()), model=model, save_dir=tmp_path, undo="checkpoint")
+
+
+def test_copies_of_one_kind_are_made_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    copy = torch._foreach_copy_
+
+    def count(targets: list[Any], sources: list[Any]) -> None:
+        calls.append(len(targets))
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", count)
+    PreImage(torch.optim.SGD([nn.Parameter(torch.zeros(n)) for n in (1, 2, 3)], lr=1.0)).take(0)
+    assert calls == [3]

@@ -1,0 +1,89 @@
+"""Two real replicas: what they look like to each other, and whether they wait for each other before an update."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier  # noqa: E402
+from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
+from ttp.errors import ConfigError  # noqa: E402
+
+ROOT = Path(__file__).parents[3]
+WORKER = Path(__file__).with_name("replica_worker.py")
+
+pytestmark = pytest.mark.xdist_group("replicas")  # they share one run
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, Any]]]:
+    """What each rank said, case by case."""
+    directory = tmp_path_factory.mktemp("replicas")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), str(directory), str(rank)],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        outputs = [process.communicate(timeout=200) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert [process.returncode for process in ranks] == [0, 0], [errors for _, errors in outputs]
+    return [[json.loads(line) for line in output.splitlines()] for output, _ in outputs]
+
+
+def test_replicas_look_alike_after_many_updates(told: list[list[dict[str, Any]]]) -> None:
+    one, other = (rank[0] for rank in told)
+    assert one["seen"] and one["seen"] == other["seen"]
+    assert one["statistics"] != other["statistics"], "otherwise this shows nothing"
+    assert one["bad"] == other["bad"] == []
+
+
+def test_until_a_bit_of_one_flips(told: list[list[dict[str, Any]]]) -> None:
+    one, other = (rank[0] for rank in told)
+    assert one["flipped"] == one["seen"] != other["flipped"]
+
+
+def test_with_several_shards_no_update_begins_before_every_rank_can_make_it(told: list[list[dict[str, Any]]]) -> None:
+    assert [rank[1]["early"] for rank in told] == [[False], [False]]
+
+
+def test_with_one_shard_or_undo_nobody_waits(told: list[list[dict[str, Any]]]) -> None:
+    assert [rank[2] for rank in told] == [{"one shard": True, "undo": True}] * 2
+
+
+def test_a_death_at_the_barrier_is_a_collective_that_failed(told: list[list[dict[str, Any]]]) -> None:
+    assert len(told[0]) == 3, "rank 0 died"
+    assert told[1][3] == {"collective": True, "phase": "idle", "version": 0}
+
+
+def test_where_a_barrier_is_needed() -> None:
+    ranks = (Rank(0), Rank(1))
+    several = Layout(2, {Shard("a"): ranks, Shard("b"): ranks})
+    assert needs_barrier(several, None)
+    assert not needs_barrier(several, "preimage")
+    assert not needs_barrier(Layout.data_parallel(2), None)
+
+
+@pytest.mark.parametrize(("ranks", "found"), [(0, "is not initialised"), (3, "has 3 ranks")])
+def test_without_a_process_group_of_all_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, found: str) -> None:
+    there = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: ranks > 0, get_world_size=lambda: ranks)
+    monkeypatch.setattr("ttp.adapters.torch.barrier.dist", there)
+    with pytest.raises(ConfigError, match=rf"{found}: call init_process_group\(\) before wrap_optimizer"):
+        UpdateBarrier(2, torch.device("cpu"))
