@@ -108,11 +108,11 @@ def take(pid: int, run_dir: Path, timeout_s: float) -> str:
 
 
 def _free_signal() -> int | None:
-    status = _status(os.getpid())
+    status = _status(os.getpid())  # Python does not know of handlers that C code has set
     used = int(status["SigCgt"], 16) | int(status["SigIgn"], 16) | int(status["SigBlk"], 16)
     for offset in range(FIRST_OFFSET, LAST_OFFSET + 1):
         signum = int(signal.SIGRTMIN) + offset
-        if not used >> (signum - 1) & 1 and signal.getsignal(signum) == signal.SIG_DFL:
+        if not used >> (signum - 1) & 1:
             return signum
     return None
 
@@ -122,7 +122,7 @@ def _create(directory: Path, header: _Header) -> int:
     for path in directory.glob("*.txt"):
         if path.stem.isdecimal() and not Path("/proc", path.stem).exists():
             path.unlink(missing_ok=True)  # of a process that was killed
-    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW
     file = os.open(_path(directory.parent, header.pid), flags, 0o600)
     os.write(file, json.dumps(asdict(header)).encode() + b"\n")
     return file
