@@ -11,7 +11,7 @@ from tests.cli.conftest import REPOSITORY, Ttp
 from ttp.cli import main as module
 from ttp.core.messages import PROTOCOL_MAJOR, PROTOCOL_MINOR
 
-COMMANDS = ["status", "save", "report-fault", "list", "verify", "inspect", "incidents", "version"]
+COMMANDS = ["status", "save", "report-fault", "list", "verify", "inspect", "incidents", "simulate", "version"]
 
 
 def words(text: str) -> str:

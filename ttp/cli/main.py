@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ttp.cli import incidents, inspection, listing, report_fault, save, status, verify, version
+from ttp.cli import incidents, inspection, listing, report_fault, save, simulate, status, verify, version
 from ttp.cli.output import complain
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
 
@@ -76,7 +76,7 @@ _UNTOUCHED: dict[str, Any] = {
     "context_settings": {"ignore_unknown_options": True, "allow_extra_args": True},
     "add_help_option": False,
 }
-_LAUNCH, _RUNNING, _SAVED, _ABOUT = "Launch", "A running job", "What was saved", "About"
+_LAUNCH, _RUNNING, _SAVED, _TRUST, _ABOUT = "Launch", "A running job", "What was saved", "Trust", "About"
 
 _register("run", _LAUNCH, _run, **_UNTOUCHED)
 _register("controller", _LAUNCH, _controller, **_UNTOUCHED)
@@ -87,6 +87,7 @@ _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
 _register("incidents", _SAVED, incidents.incidents)
+_register("simulate", _TRUST, simulate.simulate)
 _register("version", _ABOUT, version.version)
 
 

@@ -58,6 +58,9 @@ KINDS = {
 }
 """What can go wrong."""
 
+LARGE = 64
+"""From so many ranks on a world has hosts of eight."""
+
 NEVER = float("inf")
 LASTS: dict[str, tuple[float, ...]] = {
     "flap": (0.0, 0.05, 0.2, 1.0),
@@ -144,15 +147,21 @@ def mixed(layout: Layout) -> Layout:
 
 
 def random_scenario(seed: int, shards: int | None = None, replicas: int | None = None) -> Scenario:
-    """A small job and up to three faults in each of its first two incarnations."""
+    """A small job and up to three faults in each of its first two incarnations.
+
+    Args:
+        seed: everything follows from it.
+        shards: distinct pieces of state; drawn if not given.
+        replicas: ranks that hold each of them; drawn if not given.
+    """
     rng = random.Random(f"scenario {seed}")
     shards = shards or rng.choice((1, 1, 1, 2, 2, 3))
     replicas = replicas or rng.choice((1, 2, 2, 2, 3, 3, 4) if shards == 1 else (1, 2, 2, 3))
     layout = grid(shards, replicas)
-    if shards > 1 and rng.random() < 0.3:
+    if 1 < layout.world_size < LARGE and shards > 1 and rng.random() < 0.3:
         layout = mixed(layout)
     world = layout.world_size
-    per_host = rng.choice((1, 2, world))
+    per_host = 8 if world >= LARGE else rng.choice((1, 2, world))
     watched = rng.random() < 0.03
     steps = rng.randint(16, 20) if watched else rng.randint(2, 5)
     first = _faults(rng, world, rng.choice((0, 1, 1, 2, 2, 3, 4)))

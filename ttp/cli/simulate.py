@@ -1,0 +1,217 @@
+"""``ttp simulate``: whole jobs in virtual time, and everything that goes wrong."""
+
+from __future__ import annotations
+
+import hashlib
+import shlex
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from ttp.cli.output import Json, aside, print_json, say
+from ttp.cli.wording import count_text, duration_text
+from ttp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ttp.testing.campaign import Outcome, Wish
+
+BROKEN_SHOWN = 20
+"""Broken runs that are printed; JSON has all of them."""
+
+Ranks = Annotated[int | None, typer.Option("--ranks", min=1, help="World size. Default: drawn by the seed, small.")]
+Shards = Annotated[int | None, typer.Option("--shards", min=1, help="Distinct pieces of state; divides the ranks.")]
+Replicas = Annotated[int | None, typer.Option("--replicas", min=1, help="Ranks that hold each piece.")]
+Hosts = Annotated[int | None, typer.Option("--hosts", min=1, help="Machines; ranks are spread evenly.")]
+Steps = Annotated[int | None, typer.Option("--steps", min=1, max=10_000, help="Updates until the training is over.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, help="First seed; everything that chance decides follows from it.")]
+Runs = Annotated[int, typer.Option("--runs", min=1, help="How many seeds, from the first one on.")]
+Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that play them.")]
+Faults = Annotated[str | None, typer.Option("--faults", help="What goes wrong, see above. Default: drawn by the seed.")]
+Trace = Annotated[bool, typer.Option("--trace", help="Print everything that happens; for one run.")]
+
+
+def simulate(
+    ranks: Ranks = None,
+    shards: Shards = None,
+    replicas: Replicas = None,
+    hosts: Hosts = None,
+    steps: Steps = None,
+    seed: Seed = 0,
+    runs: Runs = 1,
+    jobs: Jobs = 1,
+    faults: Faults = None,
+    trace: Trace = False,
+    json: Json = False,
+) -> None:
+    """Play whole training jobs in virtual time: the real protocol around a toy trainer, with faults, restarts and all.
+
+    After every decision it is checked that what is saved is whole, of one version, and the newest possible, that
+    nothing hangs, and at the end that the job has the bits of one without faults. Exits with 1 if a run breaks that,
+    and prints the command that repeats it. The same seed and options give the same run, event by event.
+
+    Faults, separated by commas: kill:3@0.2 (rank 3, 0.2 s after the launch), kill:1%@0.2 (one rank in a hundred),
+    kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
+    controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, stop, silent, hang, flap,
+    partition, split, controller, controller_restart, controller_twice, raise, sigterm, save, write, commit, slow.
+
+    JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (how many processes
+    ended with which code), events, virtual_s (seconds played), elapsed_s, digest (equal if the same has happened).
+    """
+    if trace and runs > 1:
+        raise UsageError("simulate: --trace prints one run; leave --runs out and name its --seed")
+    wish = _wish(ranks, shards, replicas, hosts, steps, faults)
+    wish.scenario(seed)  # what is wrong with the options is said before anything is played
+    tally = Tally(wish, seed, runs)
+    began = time.monotonic()
+    for outcome in _played(wish, range(seed, seed + runs), jobs, trace):
+        tally.add(outcome)
+        if outcome.trace:
+            say(outcome.trace.rstrip("\n"))
+    elapsed_s = time.monotonic() - began
+    if json:
+        print_json(tally.facts(elapsed_s))
+    else:
+        tally.tell(elapsed_s)
+    if tally.broken:
+        raise typer.Exit(1)
+
+
+def _wish(
+    ranks: int | None,
+    shards: int | None,
+    replicas: int | None,
+    hosts: int | None,
+    steps: int | None,
+    faults: str | None,
+) -> Wish:
+    from ttp.testing.campaign import Wish
+
+    if ranks is not None:
+        if shards is None:
+            shards = 1 if replicas is None else ranks // replicas
+        replicas = ranks // shards if replicas is None else replicas
+        if shards * replicas != ranks:
+            raise UsageError(f"simulate: {ranks} ranks cannot hold {shards} shards with {replicas} replicas each")
+    return Wish(shards, replicas, hosts, steps, faults)
+
+
+def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Outcome]:
+    from ttp.testing.campaign import play, play_many
+
+    if len(seeds) == 1:
+        yield play(wish, seeds[0], keep_trace=trace)
+        return
+    console = aside()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("runs", total=len(seeds))
+        broken = 0
+        for outcome in play_many(wish, seeds, jobs):
+            broken += bool(outcome.problem)
+            bar.update(task, advance=1, description=f"runs, {broken} broken" if broken else "runs")
+            yield outcome
+
+
+@dataclass(slots=True)
+class Tally:
+    """All runs together.
+
+    Args:
+        wish: what is played.
+        seed: the first.
+        runs: how many.
+    """
+
+    wish: Wish
+    seed: int
+    runs: int
+    broken: list[Outcome] = field(default_factory=list)
+    incarnations: int = 0
+    checkpoints: int = 0
+    events: int = 0
+    virtual_s: float = 0.0
+    exits: Counter[int | None] = field(default_factory=Counter)
+    last: Outcome | None = None
+    _hash: Any = field(default_factory=hashlib.sha256)
+
+    def add(self, outcome: Outcome) -> None:
+        """One more run."""
+        if outcome.problem:
+            self.broken.append(outcome)
+        self.incarnations += len(outcome.exits)
+        self.checkpoints += len(outcome.saved)
+        self.events += outcome.events
+        self.virtual_s += outcome.virtual_s
+        for codes in outcome.exits:
+            self.exits.update(codes)
+        self._hash.update(outcome.digest.encode())
+        self.last = outcome
+
+    @property
+    def digest(self) -> str:
+        """Of what has happened in all of them."""
+        return self.last.digest if self.runs == 1 and self.last is not None else str(self._hash.hexdigest())
+
+    def command(self, seed: int) -> str:
+        """What repeats one run and shows what happens in it."""
+        w = self.wish
+        options = {
+            "--shards": w.shards,
+            "--replicas": w.replicas,
+            "--hosts": w.hosts,
+            "--steps": w.steps,
+            "--faults": w.faults,
+        }
+        words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, "--trace"])
+
+    def facts(self, elapsed_s: float) -> dict[str, Any]:
+        """What ``--json`` prints."""
+        return {
+            "seed": self.seed,
+            "runs": self.runs,
+            "broken": [{"seed": o.seed, "text": o.problem, "command": self.command(o.seed)} for o in self.broken],
+            "incarnations": self.incarnations,
+            "checkpoints": self.checkpoints,
+            "exits": {_code(code): count for code, count in sorted(self.exits.items(), key=str)},
+            "events": self.events,
+            "virtual_s": round(self.virtual_s, 6),
+            "elapsed_s": round(elapsed_s, 3),
+            "digest": self.digest,
+        }
+
+    def tell(self, elapsed_s: float) -> None:
+        """What is printed for people."""
+        for outcome in self.broken[:BROKEN_SHOWN]:
+            say(f"BROKEN  {outcome.problem}")
+            say(f"        {self.command(outcome.seed)}")
+        if len(self.broken) > BROKEN_SHOWN:
+            say(f"        and {len(self.broken) - BROKEN_SHOWN} more")
+        if self.runs == 1 and self.last is not None:
+            for number, codes in enumerate(self.last.exits):
+                ended = ", ".join(f"{count} {_ended(code)}" for code, count in sorted(codes.items(), key=str))
+                say(f"incarnation {number}: {ended}")
+        incarnations, checkpoints = (
+            count_text(self.incarnations, "incarnation"),
+            count_text(self.checkpoints, "checkpoint"),
+        )
+        say(
+            f"{count_text(self.runs, 'run')}, {len(self.broken)} broken; {incarnations}, {checkpoints}, "
+            f"{self.events} events; {duration_text(self.virtual_s)} played in {duration_text(elapsed_s)}; "
+            f"trace {self.digest[:16]}"
+        )
+
+
+def _code(code: int | None) -> str:
+    return "killed" if code is None else str(code)
+
+
+def _ended(code: int | None) -> str:
+    return {None: "killed", 0: "trained to the end", 75: "saved (75)", 70: "not saved (70)"}.get(
+        code, f"ended with {code}"
+    )
