@@ -90,7 +90,7 @@ class ControllerMachine:
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys)
         self._quiet_since = now
-        self._sent_on = False
+        self._sent_on = self._counted = False
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
@@ -128,7 +128,7 @@ class ControllerMachine:
         if not self.job.live:
             yield self._quiet_since + self.patience.abandoned_s
         if self.job.gather_until is not None:
-            yield self.job.gather_until
+            yield self.job.gather_until if self._counted else self._half_gathered
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
         if self.incident is None and self.stage == "training":
@@ -229,6 +229,7 @@ class ControllerMachine:
                 self._standby.recruit()
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
+            self._counted = self._sent_on
         self._joined(hello, now)
 
     def _joined(self, hello: m.Hello, now: float) -> None:
@@ -447,6 +448,8 @@ class ControllerMachine:
             if now < since + self.patience.grace_s:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
+        if self.job.gather_until is not None and not self._counted and now >= self._half_gathered:
+            self._count_ranks()
         if self.job.gather_until is not None and now >= self.job.gather_until:
             self._gathered(now)
         self._rescue.expire(now)
@@ -459,21 +462,25 @@ class ControllerMachine:
             self.job.gather_until = now + self.patience.gather_s
             return
         self.job.gather_until = None
-        if self._leads_a_minority():
-            self._sent_on = True
-            self._abdicate()
-            return
         for rank in range(self.job.layout.world_size):
             if rank not in self.job.members:
                 text = f"rank {rank} did not come back to the new controller"
                 self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
 
-    def _leads_a_minority(self) -> bool:
-        """Nobody is frozen and most ranks are elsewhere: they may have a controller. Believed once."""
+    @property
+    def _half_gathered(self) -> float:
+        assert self.job.gather_until is not None
+        return self.job.gather_until - self.patience.gather_s / 2
+
+    def _count_ranks(self) -> None:
+        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these."""
         assert self.job.layout is not None
+        self._counted = True
         few = 2 * len(self.job.live) < self.job.layout.world_size
         choice = any(mb.hello.standbys for mb in self.job.members.values())
-        return self.incident is None and few and choice and not self._sent_on
+        if self.incident is None and few and choice:
+            self._sent_on = True
+            self._abdicate()
 
     # ------------------------------------------------------------------------------------------------------------ end
 
