@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import ctypes
 import os
+import queue
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 from ttp.processor.neighbours import Neighbours
@@ -76,6 +78,9 @@ class Owner:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=without_settings()
         )
+        self._said: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._listener = threading.Thread(target=self._listen, daemon=True)
+        self._listener.start()
         assert self.hear() == "placed"
 
     @property
@@ -87,8 +92,12 @@ class Owner:
         return f"nonce-{self.rank}-{self.pid}"
 
     def hear(self) -> str:
+        return self._said.get(timeout=PATIENCE_S)
+
+    def _listen(self) -> None:
         assert self.process.stdout is not None
-        return self.process.stdout.readline().strip()
+        for line in self.process.stdout:
+            self._said.put(line.strip())
 
     def tell(self, what: str) -> None:
         assert self.process.stdin is not None
@@ -104,6 +113,7 @@ class Owner:
 
     def end(self) -> None:
         self.process.kill()
+        self._listener.join(PATIENCE_S)
         self.process.communicate()
 
 

@@ -21,7 +21,7 @@ LOOK_S = 1.0
 """How often a rank looks whether somebody nearer has come. Costs a directory listing and one open file."""
 
 OnDeath = Callable[[int, str, str], None]
-"""Told on the watching thread: rank, nonce of the process, what was seen. Must not block."""
+"""Told on the watching thread: rank, nonce of the process, what was seen in words. Must not block."""
 
 
 class Neighbours:
@@ -104,7 +104,7 @@ class Neighbours:
     def _tell(self, owner: Owner) -> None:
         if owner.nonce not in self._told and not self._over.is_set():
             self._told.add(owner.nonce)
-            self._on_death(owner.rank, owner.nonce, REASON)
+            self._on_death(owner.rank, owner.nonce, f"rank {owner.rank} (pid {owner.pid}): {REASON}")
 
     def _note(self, rank: int, text: str) -> None:
         if self._noted.get(rank) != text:
