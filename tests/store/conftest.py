@@ -17,6 +17,7 @@ from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
+from ttp.testing.bad_disk import BadDisk, why_not
 
 GROUPS = {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3))}
 
@@ -92,6 +93,20 @@ class World:
         found = {f.relative_to(path).as_posix(): f.read_bytes() for f in path.rglob("*") if f.is_file()}
         del found["manifest.json"]
         return found == expected
+
+
+@pytest.fixture(scope="session")
+def mounts() -> None:
+    """Only where this process may mount."""
+    if reason := why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def bad_disk(mounts: None, tmp_path: Path) -> Iterator[BadDisk]:
+    """See ``ttp.testing.bad_disk``; it writes down what it is asked."""
+    with BadDisk(tmp_path / "mount", tmp_path / "directory", journal=True) as disk:
+        yield disk
 
 
 @pytest.fixture

@@ -240,6 +240,7 @@ class _Job:
                 raise
             kept = self._free_superseded()
             self.disk.rename(self.final, kept)
+            self.disk.sync_directory(self.save_dir)  # a disk that kept only the next rename would have lost the old one
             self.disk.rename(aside, self.final)
         _log.warning("%s was another checkpoint; it is kept as %s", self.final, kept.name)
 

@@ -1,0 +1,129 @@
+"""The real system calls of a save and a commit, and a power cut between any two of them.
+
+``test_commit`` pulls the plug at each call of ``Disk``. Here the kernel is asked through a file system of ours that
+writes down everything: whatever goes around ``Disk`` is seen too, and bytes that were never synced are lost.
+"""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ttp.core.layout import Rank
+from ttp.core.messages import Piece
+from ttp.store import durable, names
+from ttp.store.catalog import scan
+from ttp.store.choice import look_back
+from ttp.store.digest import HashingFile, digest_bytes
+from ttp.store.writable import check_writable
+from ttp.testing.bad_disk import BadDisk, Rule
+from ttp.testing.crash import Disk, Line, Loss, Tree, build
+
+if TYPE_CHECKING:
+    from tests.store.conftest import World
+
+NO_LINK = Rule(("LINK",), error=errno.EOPNOTSUPP)
+NO_EXCHANGE = Rule(("RENAME2",), error=errno.EINVAL)
+CASES = {
+    "free": (False, ()),
+    "free, no links": (False, (NO_LINK,)),
+    "occupied": (True, ()),
+    "occupied, no links": (True, (NO_LINK,)),
+    "occupied, no exchange": (True, (NO_EXCHANGE,)),
+    "occupied, neither": (True, (NO_LINK, NO_EXCHANGE)),
+}
+LOSSES = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(4)]
+
+
+def save(world: World, version: int, incident: str) -> None:
+    """As savers do it: pieces, their names, and nothing else."""
+    draft = world.save_dir / names.draft_name(world.order(version).version, incident)
+    draft.mkdir()
+    for file, data in world.contents(version, incident).items():
+        (draft / file).parent.mkdir(exist_ok=True)
+        if file.startswith("__"):
+            piece = HashingFile(draft / file)
+            piece.write(data)
+            piece.sync_and_close()
+        else:
+            durable.write_durably(draft / file, data)
+    for directory in sorted({(draft / file).parent for file in world.contents(version, incident)}, reverse=True):
+        durable.sync_directory(directory)
+
+
+def finish(world: World, version: int, incident: str, keep: int = 9) -> None:
+    def finalise(directory: Path) -> list[Piece]:
+        data = b"all tensors"
+        durable.write_durably(directory / ".metadata", data)
+        return [Piece(".metadata", len(data), digest_bytes(data), "metadata", "", Rank(1))]
+
+    world.commit(replace(world.order(version, incident), keep=keep), finalise=finalise)
+
+
+@pytest.fixture
+def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule, ...]) -> Sequence[Line]:
+    """What the kernel was asked: a new save_dir, old checkpoints, then a save and a commit that removes one of them."""
+    on_disk = type(world)(bad_disk.mountpoint / "checkpoints")
+    check_writable(str(on_disk.save_dir))
+    for version in (6, 8):
+        save(on_disk, version, "first")
+        finish(on_disk, version, "first")
+    if occupied:
+        save(on_disk, 12, "another")
+        finish(on_disk, 12, "another")
+    bad_disk.rules(*lacks)
+    bad_disk.mark("begin")
+    save(on_disk, 12, "first")
+    bad_disk.mark("saved")
+    finish(on_disk, 12, "first", keep=2)
+    bad_disk.mark("committed")
+    return bad_disk.journal()
+
+
+@pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+def test_a_power_cut_between_any_two_system_calls(recorded: Sequence[Line], world: World, occupied: bool) -> None:
+    after = type(world)(world.save_dir.with_name("after") / "checkpoints")
+    seen = 0
+    for tree, cut, committed in outcomes(recorded):
+        build(tree, after.save_dir.parent)
+        check_reader(after, occupied, committed, f"cut after line {cut}: {recorded[cut - 1][:3]}")
+        shutil.rmtree(after.save_dir.parent)
+        seen += 1
+    assert seen > 60
+
+
+def outcomes(recorded: Sequence[Line]) -> Iterator[tuple[Tree, int, bool]]:
+    """Each different disk that a cut may leave, the line before the cut, and whether success had been declared."""
+    begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
+    known: set[str] = set()
+    for cut in range(begin, end + 2):
+        disk = Disk(recorded[:cut])
+        for loss, seed in LOSSES:
+            tree = disk.after(loss, seed)
+            key = f"{cut > end} {tree}"
+            if key not in known:
+                known.add(key)
+                yield tree, cut, cut > end
+
+
+def check_reader(world: World, occupied: bool, committed: bool, where: str) -> None:
+    """Somebody restores now: the newest whole one is the new or the old, and the old is still there."""
+    found = look_back(world.save_dir)
+    assert found.candidates, f"{where}: nothing is whole"
+    newest = found.where[found.candidates[0]]
+    was = (12, "another") if occupied else (8, "first")
+    assert world.holds(newest, 12, "first") or (not committed and world.holds(newest, *was)), where
+    entries = scan(world.save_dir)
+    assert not [entry for entry in entries if entry.kind == "checkpoint" and not entry.whole], f"{where}: debris"
+    whole = [entry.path for entry in entries if entry.whole]
+    assert any(world.holds(path, *was) for path in whole), f"{where}: the old one is gone"
+    for path in found.where.values():
+        assert any(world.holds(path, v, i) for v, i in [(6, "first"), (8, "first"), (12, "first"), (12, "another")]), (
+            where
+        )
