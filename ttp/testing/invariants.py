@@ -24,6 +24,7 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.toy import Checkpoint, InvariantBroken, ToyState
 
 if TYPE_CHECKING:
+    from ttp.testing.sim_controller import SimController
     from ttp.testing.sim_rank import SimRank
     from ttp.testing.simulation import Simulation
 
@@ -113,13 +114,28 @@ class Judge:
             raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
 
     def _best(self, machine: ControllerMachine, incident: Incident) -> Version | None:
-        """By the truth about every rank that the controller can speak to and that has not failed or kept silent."""
-        copies: dict[Rank, set[Version]] = {}
+        """By the truth about every rank that the controller can speak to and that has not failed or kept silent.
+
+        Updates are made or unmade only for a version that somebody has finished and that is not whole otherwise, and by
+        ranks that have said that they can.
+        """
+        plain: dict[Rank, set[Version]] = {}
+        offered: dict[Rank, set[Version]] = {}
         for rank in machine.job.live - incident.failures.keys() - _silent(incident):
+            if not self._world.ranks[rank].alive:
+                continue
             version, phase = self._world.ranks[rank].truth
-            if self._world.ranks[rank].alive and phase in (m.Phase.IDLE, m.Phase.DONE):
-                copies[rank] = {version}
-        return largest_version(self._world.layout, copies, incident.written())
+            whole = phase in (m.Phase.IDLE, m.Phase.DONE)
+            if whole:
+                plain[rank] = {version}
+            offered[rank] = plain.get(rank, set()) | _offers(incident.answers.get(rank), version, whole)
+        layout, written = self._world.layout, incident.written()
+        best = largest_version(layout, plain, written)
+        newest = max((v for versions in plain.values() for v in versions), default=None)
+        if best is not None and newest is not None and best >= newest:
+            return best
+        full = largest_version(layout, offered, written)
+        return full if best is None else max(best, best if full is None else full)
 
     def committed(self, version: Version) -> None:
         """A checkpoint has appeared, or was there already."""
@@ -139,6 +155,17 @@ class Judge:
                 raise InvariantBroken(f"I1: the page of rank {rank} in step {version} is of another version")
 
     # -------------------------------------------------------------------------------------------------------------- end
+
+    def operator_came(self, controller: SimController | None, rank: SimRank) -> None:
+        """Somebody outside has seen that a rank does not move: the controller should have, if it looks for that."""
+        heard = any(r.alive and not r.stopped for r in self._world.ranks.values())
+        if controller is None or controller.machine.stage != "training" or not heard:
+            return
+        patience_s = controller.machine._hangs.patience_s
+        if patience_s is not None:
+            raise InvariantBroken(
+                f"I6: rank {rank.rank} does not move, and nobody noticed; patience {patience_s:.3f} s"
+            )
 
     def needed_the_launcher(self, ranks: Mapping[Rank, SimRank]) -> None:
         """Ranks are left long after the first death: only where nothing had been trained yet, or if they do nothing."""
@@ -165,3 +192,15 @@ class Judge:
 
 def _silent(incident: Incident) -> set[Rank]:
     return {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
+
+
+def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:
+    """What a rank at ``version`` has said that it can go to."""
+    if answer is None or not answer.final or answer.version != version:
+        return set()
+    offers: set[Version] = set()
+    if answer.has_gradient and whole:
+        offers.add(Version(version + 1))
+    if answer.has_preimage:
+        offers.add(Version(version - 1) if whole else version)
+    return offers

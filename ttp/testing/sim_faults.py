@@ -142,6 +142,7 @@ class Faults:
         if tries == 0:
             self._world.end_by_hand()
             return
+        self._world.judge.operator_came(self._world.roads.controller, rank)
         accused = Accused((rank.rank,), m.FaultKind.OUTSIDE, "does not move", (rank.hello.pid,))
         self._world.tell_controller(accused)
         self._world.after(OPERATOR_REPEATS_S, self._operator, rank, tries - 1)

@@ -1,0 +1,214 @@
+"""Single faults of a simulated job, each read as a story."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.core.layout import Layout, Rank
+from ttp.testing.scenario import POINTS, Fault, Scenario, grid
+from ttp.testing.simulation import Simulation
+
+EVER = float("inf")
+HOSTS = ("h0", "h0", "h1", "h1")
+
+
+def run(
+    layout: Layout, *faults: Fault, steps: int = 4, hosts: tuple[str, ...] = (), seed: int = 1, **more: bool
+) -> tuple[list[list[int | None]], str]:
+    """Exit codes of every incarnation, and the trace."""
+    hosts = hosts or ("h",) * layout.world_size
+    scenario = Scenario(seed, layout, hosts, steps, delay_s=0.0005, repeats=0.0, faults=(faults,), **more)
+    result = Simulation(scenario, keep_trace=True).run()
+    return result.exits, result.trace
+
+
+def kill(rank: int, point: str, times: int = 1) -> Fault:
+    return Fault("kill", times, Rank(rank), point)
+
+
+def test_without_faults_nothing_happens() -> None:
+    exits, trace = run(grid(1, 3))
+    assert exits == [[0, 0, 0]]
+    assert "opened" not in trace
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("point", [p for p in POINTS[1:10] if p != "parked"])  # that is a point of an incident
+def test_a_rank_killed_at_any_point_of_a_step_costs_nothing(rank: int, point: str) -> None:
+    exits, trace = run(grid(1, 3), kill(rank, point, times=4 if point == "in update" else 2))
+    assert [code for code in exits[0] if code is not None] == [75, 75]
+    assert exits[1] == [0, 0, 0]
+    assert trace.count("] committed") == 1
+
+
+@pytest.mark.parametrize("point", ["before save", "in save", "after save", "before Saved", "after Saved", "in commit"])
+def test_another_one_saves_when_the_saver_dies(point: str) -> None:
+    first = kill(2, "in forward", times=3)
+    _, trace = run(grid(1, 3), first)
+    saver = int(trace.split("'savers': {'s0': ")[1][0])
+    exits, trace = run(grid(1, 3), first, kill(saver, point))
+    assert exits[0][saver] is None
+    assert sorted(map(str, exits[0])) == ["75", "None", "None"]
+    assert trace.count("] committed") == 1
+
+
+def test_a_checkpoint_on_request_and_the_training_goes_on() -> None:
+    exits, trace = run(grid(2, 2), Fault("save", 0.1, Rank(0)))
+    assert exits == [[0, 0, 0, 0]]
+    assert "the checkpoint is written" in trace or "could not be written" in trace
+
+
+def test_sigterm_to_all_saves_once() -> None:
+    exits, trace = run(grid(1, 3), Fault("sigterm", 0.11, Rank(0)))
+    assert exits == [[75, 75, 75], [0, 0, 0]]
+    assert trace.count("] committed") == 1
+
+
+def test_a_short_flap_is_a_false_alarm() -> None:
+    exits, trace = run(grid(1, 3), Fault("flap", 0.11, Rank(1), lasts_s=0.05))
+    assert exits == [[0, 0, 0]]
+    assert "nothing is broken after all" in trace
+
+
+def test_a_long_flap_is_a_loss() -> None:
+    exits, trace = run(grid(1, 3), Fault("flap", 0.11, Rank(1), lasts_s=2.0))
+    assert exits == [[75, 70, 75], [0, 0, 0]]
+    assert "fenced" in trace
+
+
+def test_the_controller_and_a_rank_die_together() -> None:
+    exits, trace = run(grid(1, 3), Fault("controller", 0.12, Rank(0)), Fault("kill", 0.1201, Rank(2)), steps=5, seed=2)
+    assert exits[0] == [75, 75, None]
+    assert "did not come back to the new controller" in trace
+    assert trace.count("] committed") == 1
+
+
+def test_shards_without_a_copy_end_with_70() -> None:
+    exits, trace = run(grid(2, 1), kill(1, "in forward", times=2))
+    assert exits[0] == [70, None]
+    assert "shard 's1' has no whole copy left" in trace
+
+
+# ------------------------------------------------------------------------------------------------- hosts, networks
+
+
+def test_a_host_dies_with_its_pages() -> None:
+    exits, trace = run(grid(2, 2), Fault("host", 0.12, Rank(2)), hosts=HOSTS)
+    assert exits == [[75, 75, None, None], [0, 0, 0, 0]]
+    assert "'pages_0_0'" in trace or "'pages_1_0'" in trace
+    assert "'pages_2_0'" not in trace and "'pages_3_0'" not in trace
+
+
+def test_the_pages_of_a_lost_host_are_kept_on_another_one() -> None:
+    scenario = Scenario(1, grid(2, 2), HOSTS, 4, 0.0005, 0.0, ((Fault("host", 0.12, Rank(2)),),), mirror=True)
+    simulation = Simulation(scenario)
+    assert simulation.run().exits[0] == [75, 75, None, None]
+    assert not simulation.judge.approximate  # else the end would not have been compared
+    simulation = Simulation(Scenario(1, grid(2, 2), HOSTS, 4, 0.0005, 0.0, ((Fault("host", 0.12, Rank(2)),),)))
+    simulation.run()
+    assert simulation.judge.approximate
+
+
+def test_the_host_of_the_controller_dies_and_a_standby_takes_over() -> None:
+    exits, trace = run(grid(2, 2), Fault("host", 0.12, Rank(0)), hosts=HOSTS)
+    assert exits == [[None, None, 75, 75], [0, 0, 0, 0]]
+    assert trace.count("] committed") == 1
+    assert "controller 2 starts on h1" in trace
+
+
+def test_a_host_that_is_cut_off_for_a_moment_loses_nothing() -> None:
+    exits, trace = run(grid(2, 2), Fault("partition", 0.12, Rank(3), lasts_s=0.1), hosts=HOSTS)
+    assert exits == [[0, 0, 0, 0]]
+    assert "nothing is broken after all" in trace
+
+
+def test_two_controllers_never_make_a_mixed_checkpoint() -> None:
+    seen: set[tuple[int | None, ...]] = set()
+    for seed in range(12):
+        hosts = ("h0", "h1", "h2", "h3")
+        exits, trace = run(grid(2, 2), Fault("split", 0.12, Rank(0), lasts_s=5.0), hosts=hosts, seed=seed)
+        seen.add(tuple(exits[0]))
+        assert "controller 2 starts" in trace
+        assert set(exits[-1]) == {0}
+    assert len(seen) > 1
+
+
+def test_a_controller_that_is_killed_twice_in_one_incident() -> None:
+    killed = 0
+    for seed in range(8):
+        faults = kill(2, "in forward", times=3), Fault("controller_twice", 1, Rank(0), "before Frozen")
+        exits, trace = run(grid(1, 3), *faults, seed=seed)
+        killed += trace.count("controller 1 is killed") + trace.count("controller 2 is killed")
+        assert sorted(map(str, exits[0])) == ["75", "75", "None"]
+        assert exits[1] == [0, 0, 0]
+    assert killed > 8
+
+
+# ------------------------------------------------------------------------------------------- standing still, disks
+
+
+@pytest.mark.parametrize("kind", ["stop", "silent", "hang"])
+def test_who_stands_still_for_a_moment_is_waited_for(kind: str) -> None:
+    exits, trace = run(grid(1, 3), Fault(kind, 0.11, Rank(1), lasts_s=0.2))
+    assert exits == [[0, 0, 0]]
+    assert "opened" not in trace
+
+
+def test_who_is_stopped_for_long_is_fenced() -> None:
+    exits, trace = run(grid(1, 3), Fault("stop", 0.11, Rank(1), lasts_s=4.0))
+    assert exits == [[75, 70, 75], [0, 0, 0]]
+    assert "rejected: fenced" in trace
+
+
+def test_who_is_stopped_for_ever_is_killed_by_the_launcher() -> None:
+    exits, _ = run(grid(1, 3), Fault("stop", 0.11, Rank(1), lasts_s=EVER))
+    assert exits == [[75, None, 75], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["stop", "silent", "hang"])
+def test_a_hang_is_seen_where_it_is_looked_for(kind: str) -> None:
+    exits, trace = run(grid(1, 3), Fault(kind, 0.6, Rank(1), lasts_s=EVER), steps=30, watched=True)
+    assert [code for r, code in enumerate(exits[0]) if r != 1] == [75, 75]
+    assert exits[1] == [0, 0, 0]
+    assert "'evidence': 'hung'" in trace
+    assert "'evidence': 'outside'" not in trace
+
+
+def test_a_slow_disk_is_waited_for_and_a_hanging_one_is_not() -> None:
+    first = kill(2, "in forward", times=3)
+    exits, trace = run(
+        grid(1, 3), first, Fault("slow", 0.0, Rank(0), lasts_s=1.0), Fault("slow", 0.0, Rank(1), lasts_s=1.0)
+    )
+    assert exits[0] == [75, 75, None]
+    assert "save_failed" not in trace
+    exits, trace = run(grid(1, 3), first, Fault("slow", 0.0, Rank(0), lasts_s=EVER))
+    assert exits[0] == [75, 75, None]
+    assert trace.count("] committed") == 1
+
+
+def test_a_disk_that_refuses_everybody_and_a_second_one() -> None:
+    faults = kill(2, "in forward", times=3), *(Fault("write", 0.0, Rank(r)) for r in range(3))
+    exits, trace = run(grid(1, 3), *faults)
+    assert exits[0] == [70, 70, None]
+    exits, trace = run(grid(1, 3), *faults, fallback=True)
+    assert exits[0] == [75, 75, None]
+    assert "] fallback" in trace
+
+
+# ----------------------------------------------------------------------------------------------------------- redo, undo
+
+
+def mixed_versions(**more: bool) -> list[str]:
+    """Traces of jobs of two shards in which one rank dies as it begins the third update and others are held before."""
+    return [run(grid(2, 2), kill(0, "update begun", times=3), seed=seed, **more)[1] for seed in range(30)]
+
+
+def test_updates_that_some_have_made_are_made_by_others_too() -> None:
+    traces = mixed_versions()
+    assert any("'redo'" in trace and "] committed" in trace for trace in traces)
+    assert not any("'undo'" in trace for trace in traces)
+
+
+def test_updates_that_others_cannot_make_are_unmade() -> None:
+    traces = mixed_versions(undo=True)
+    assert any("'undo'" in trace and "] committed" in trace for trace in traces)
