@@ -209,6 +209,24 @@ class _DeviceReporter:
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
 
+    @property
+    def mark(self) -> int:
+        """See ``UpdateReporter``."""
+        return self._processor.mark
+
+    @mark.setter
+    def mark(self, mark: int) -> None:
+        self._processor.mark = mark
+
+    @property
+    def activity(self) -> str:
+        """See ``UpdateReporter``."""
+        return self._processor.activity
+
+    @activity.setter
+    def activity(self, activity: str) -> None:
+        self._processor.activity = activity
+
     def begin_update(self) -> None:
         """See ``UpdateReporter``."""
         self._reduced.record(self._processor.gate.version + 1)

@@ -13,6 +13,10 @@ update: its peers will reach n + 1, so what only it had must be there for n + 1.
 One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
 have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
 Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each).
+
+Each of these points raises the mark of the step by one. Ranks run the same program, so they pass the same points in the
+same order, however often gradients are accumulated: the one with the lower mark is behind. A forward pass without
+gradients is an evaluation, which not every rank may make: it raises no mark, it is said to be one.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ log = logging.getLogger("ttp.adapters.torch")
 
 _graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
 """Number of the backward pass that runs; -1 outside of one."""
+
+EVALUATING = "a forward pass without gradients"
+"""What a rank is said to do from such a pass until the next point of a step."""
 
 
 class Capture(Protocol):
@@ -122,6 +129,8 @@ class Attachment:
         self._begun = False
         self._by_hand = by_hand  # the user says when a step is done
         self._task = -1
+        self._mark = 0
+        self._evaluating = False
         self._complained = False
         self._handles: list[Any] = []
 
@@ -163,12 +172,20 @@ class Attachment:
     # -------------------------------------------------------------------------------------------------------- hooks
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
-        self._safely(self._tail.forward_entered, module.training and torch.is_grad_enabled())
+        if torch.compiler.is_compiling():
+            return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
+        learning = torch.is_grad_enabled()
+        if learning:
+            self._pass()
+        elif not self._reporter.activity:
+            self._reporter.activity, self._evaluating = EVALUATING, True
+        self._safely(self._tail.forward_entered, module.training and learning)
 
     def _on_gradient(self, _parameter: Tensor) -> None:
         task = _graph_task()
         if task != self._task or task == -1:
             self._task = task
+            self._pass()
             self._capture.capture(self._version() + 1, final=False)
 
     def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -177,6 +194,7 @@ class Attachment:
         self._depth += 1
 
     def _begin(self, has_closure: bool) -> None:
+        self._pass()
         self._safely(self._tail.at_gate)
         self._capture.capture(self._version() + 1, final=False)
         self._before_gate()
@@ -197,7 +215,17 @@ class Attachment:
         self._safely(self._fence.record, version)
         self._safely(self._after_update)
         self._begun = False
+        self._mark = self._reporter.mark = 0
         self._reporter.end_update()
+
+    def _pass(self) -> None:
+        """One more point of the step."""
+        self._mark += 1
+        self._reporter.mark = self._mark
+        if self._evaluating:
+            self._evaluating = False
+            if self._reporter.activity == EVALUATING:  # else the user has said something since
+                self._reporter.activity = ""
 
     def _safely(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         try:

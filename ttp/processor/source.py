@@ -79,6 +79,13 @@ class StateSource(Protocol):
 class UpdateReporter(Protocol):
     """The processor, as adapters know it. Training thread only; memory only."""
 
+    mark: int
+    """How many points of the running step the training thread has passed. Equal programs pass equal points, so the
+    ranks of a job can be compared; 0 after an update."""
+
+    activity: str
+    """What it does instead of training, in words: a hang is not looked for then. Empty: it trains."""
+
     def begin_update(self) -> None:
         """Just before the first write of an update. Waits while the world is frozen."""
 

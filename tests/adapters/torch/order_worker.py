@@ -63,6 +63,13 @@ class Looker:
         pass
 
 
+class Reporter(Gate):
+    """A gate with what else hooks tell a processor."""
+
+    mark = 0
+    activity = ""
+
+
 def marker(directory: Path, version: int) -> Path:
     """The file that says that rank 0 has captured."""
     return directory / f"captured-{version}"
@@ -78,9 +85,10 @@ def run(directory: Path, case: str, capture: Holder | Looker) -> dict[str, Any]:
     )
     assert len(gradient_triggers(ddp)) == (8 if case in ("unused", "static") else 1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    gate = Gate()
+    gate = Reporter()
     attach(optimizer, ddp, gate, capture, tail=Tail([optimizer]), fence=HostFence(), version=lambda: gate.version)
     finished_early: list[bool] = []
+    marks: list[int] = []
     for version in range(1, STEPS + 1):
         optimizer.zero_grad()
         batches = 2 if case in ("accumulate", "nosync") else 1
@@ -90,8 +98,14 @@ def run(directory: Path, case: str, capture: Holder | Looker) -> dict[str, Any]:
             with ddp.no_sync() if skip_reduction else contextlib.nullcontext():
                 ddp(torch.randn(4, 8)).sum().backward()
         finished_early.append(not marker(directory, version).exists())
+        marks.append(gate.mark)
         optimizer.step()
-    return {"held": list(capture.held), "early": sum(finished_early), "late": STEPS - sum(finished_early)}
+    return {
+        "held": list(capture.held),
+        "marks": marks,
+        "early": sum(finished_early),
+        "late": STEPS - sum(finished_early),
+    }
 
 
 def main(directory: Path, rank: int, cases: list[str]) -> None:

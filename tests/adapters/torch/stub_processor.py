@@ -25,6 +25,8 @@ class StubProcessor:
         self.gate = Gate()
         self.begun: list[int] = []
         self.written = 0
+        self.mark = 0
+        self.activity = ""
 
     def directory(self, _order: object) -> Path:
         return self.save_dir

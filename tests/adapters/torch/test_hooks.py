@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from ttp.adapters.torch.device import HostFence  # noqa: E402
-from ttp.adapters.torch.hooks import attach, gradient_triggers  # noqa: E402
+from ttp.adapters.torch.hooks import EVALUATING, attach, gradient_triggers  # noqa: E402
 from ttp.adapters.torch.tail import Tail  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
@@ -31,6 +31,8 @@ class Job:
 
     def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
         self.log: list[Any] = []
+        self.mark = 0
+        self.activity = ""
         self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
         make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
         self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
@@ -204,6 +206,105 @@ class TestForward:
         assert not Job().model._forward_pre_hooks
 
 
+def exponential(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+class TestMarks:
+    def test_every_point_of_a_step_is_one_more(self) -> None:
+        job = Job(scheduler=exponential)
+        for _ in range(2):
+            loss = job.model(torch.ones(4, 3)).sum()
+            assert job.mark == 1
+            loss.backward()
+            assert job.mark == 2
+            job.optimizer.step()
+            assert job.mark == 0
+
+    def test_without_the_hook_of_the_forward_pass(self) -> None:
+        job = Job()
+        job.backward()
+        assert job.mark == 1
+
+    def test_the_gate_is_a_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        seen: list[int] = []
+        job = Job(scheduler=exponential)
+        monkeypatch.setattr(job, "begin_update", lambda: seen.append(job.mark))
+        job.backward()
+        job.optimizer.step()
+        assert seen == [3]
+
+    def test_accumulated_passes_count_on(self) -> None:
+        job = Job(scheduler=exponential)
+        marks = []
+        for _ in range(3):
+            job.backward()
+            marks.append(job.mark)
+        assert marks == [2, 4, 6], "a rank that hangs in the second of them is behind one that waits in the third"
+        job.optimizer.step()
+        assert job.mark == 0
+
+    def test_equal_programs_pass_equal_points(self) -> None:
+        torch.manual_seed(0)
+        jobs = [Job(scheduler=exponential, averages=True) for _ in range(2)]
+        for job in jobs:
+            for _ in range(3):
+                job.model(torch.randn(8, 3)).abs().sum().backward()
+        assert jobs[0].mark == jobs[1].mark == 6
+
+    def test_an_evaluation_is_said_and_is_no_point(self) -> None:
+        job = Job(scheduler=exponential)
+        job.backward()
+        job.optimizer.step()
+        with torch.no_grad():
+            job.model(torch.ones(4, 3))
+            assert job.activity == EVALUATING and job.mark == 0
+            job.model(torch.ones(4, 3))
+        job.scheduler.step()
+        assert job.activity == EVALUATING, "what follows may be more of it"
+        job.model(torch.ones(4, 3))
+        assert job.activity == "" and job.mark == 1
+
+    def test_a_step_ends_an_evaluation_too(self) -> None:
+        job = Job(scheduler=exponential)
+        loss = job.model(torch.ones(4, 3)).sum()
+        with torch.no_grad():
+            job.model(torch.ones(4, 3))
+        loss.backward()
+        assert job.activity == ""
+
+    @pytest.mark.parametrize("mine", ["generation", ""])
+    def test_what_the_user_says_stays(self, mine: str) -> None:
+        job = Job(scheduler=exponential)
+        job.activity = mine
+        with torch.no_grad():
+            job.model(torch.ones(4, 3))
+        job.activity = mine
+        job.backward()
+        assert job.activity == mine
+        job.activity = "generation"
+        job.backward()
+        assert job.activity == "generation"
+
+    def test_a_model_that_is_being_compiled_is_not_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job(scheduler=exponential)
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        job.backward()
+        assert job.mark == 1, "the backward pass alone"
+
+    @pytest.mark.slow
+    @pytest.mark.filterwarnings("default")
+    def test_a_compiled_model_is_compiled_once(self) -> None:
+        dynamo: Any = pytest.importorskip("torch._dynamo")
+        job = Job(scheduler=exponential)
+        compiled = torch.compile(job.model, backend="eager")
+        for _ in range(5):
+            compiled(torch.ones(4, 3)).sum().backward()
+            job.optimizer.step()
+            job.scheduler.step()
+        assert dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 class TestByHand:
     def test_the_first_call_completes_the_version_that_the_hooks_ended(self) -> None:
         job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
@@ -304,3 +405,9 @@ def test_the_capture_comes_before_the_reduction(seen: list[dict[str, Any]], case
     assert holder["held"] == [1, 2, 3], "one capture before each update, of its version"
     assert other["early"] == 0, "the other rank had a reduced gradient although the first had not captured yet"
     assert other["late"] == 3, "and it got one afterwards"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ranks_pass_the_same_points(seen: list[dict[str, Any]], case: str) -> None:
+    marks = [rank[case]["marks"] for rank in seen]
+    assert marks[0] == marks[1] == [2 if case in ("accumulate", "nosync") else 1] * 3

@@ -97,6 +97,13 @@ class TestGradient:
         assert job.source.gradient_ready()
 
 
+def test_on_a_device_too_the_processor_is_told_where_the_step_is(make: Callable[..., Job]) -> None:
+    job = make()
+    reporter = _DeviceReporter(job.processor, job.source)  # type: ignore[arg-type]
+    reporter.mark, reporter.activity = 2, "evaluation"
+    assert (job.processor.mark, job.processor.activity) == (reporter.mark, reporter.activity) == (2, "evaluation")
+
+
 def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: Callable[..., Job]) -> None:
     job, device = make(), FakeRuntime()
     source: Any = job.source
