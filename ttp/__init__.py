@@ -19,7 +19,7 @@ from ttp.errors import (
 )
 
 if TYPE_CHECKING:
-    from ttp.api import restore, step_done, ttp_to_persist, wrap_optimizer
+    from ttp.api import paused, restore, step_done, ttp_to_persist, wrap_optimizer
     from ttp.core.layout import Layout
     from ttp.legacy import (
         ttp_end_updating_os,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "Layout": "ttp.core.layout",
+    "paused": "ttp.api",
     "restore": "ttp.api",
     "step_done": "ttp.api",
     "ttp_to_persist": "ttp.api",
@@ -59,6 +60,7 @@ __all__ = [
     "TtpError",
     "UsageError",
     "__version__",
+    "paused",
     "restore",
     "step_done",
     "ttp_end_updating_os",

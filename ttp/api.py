@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -18,6 +19,9 @@ log = logging.getLogger("ttp")
 
 UNDO_WAYS = ("preimage", None)
 """What ``wrap_optimizer(undo=...)`` may be."""
+
+ACTIVITY_MAX = 80
+"""Characters of what a rank says that it does; it is part of every heartbeat."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -184,3 +188,29 @@ def step_done() -> None:
     if adapter is None:
         raise UsageError("step_done() without wrap_optimizer()")
     adapter.step_done()
+
+
+@contextlib.contextmanager
+def paused(activity: str) -> Iterator[None]:
+    """Say that this rank does something else than training, on purpose, for as long as the block runs.
+
+    For evaluation, checkpoints of your own, a long wait for data: whatever keeps a rank away from its steps for longer
+    than ``TTP_HANG_S`` and longer than it ever did before, so that it would look like a hang. No hang is raised while
+    any rank is in such a block. The other ranks may wait for it outside. ::
+
+        with ttp.paused("evaluation"):
+            evaluate(model)
+
+    Blocks may be nested and be entered on several threads. Also a decorator. Faults are noticed as always. Without
+    ``TTP_PORT`` nothing happens.
+
+    Args:
+        activity: what it does, in a word or two; shown by ``ttp status``.
+
+    Raises:
+        UsageError: ``activity`` is no text, or empty.
+    """
+    if not isinstance(activity, str) or not activity.strip():
+        raise UsageError('paused() wants to know what is done instead of training: with ttp.paused("evaluation"): ...')
+    with session.current().paused(" ".join(activity.split())[:ACTIVITY_MAX]):
+        yield

@@ -7,8 +7,10 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -62,6 +64,8 @@ class Session:
         self.save_dir: Path | None = None
         self.processor: Processor | None = None
         self.in_train = False
+        self._pauses: list[list[str]] = []
+        self._pauses_lock = threading.Lock()
         self._preemption: Preemption | None = None
         configure_logging(config)
 
@@ -101,6 +105,27 @@ class Session:
         self._preemption.install()
         atexit.register(self._at_exit, os.getpid())
         return processor
+
+    # ---------------------------------------------------------------------------------------------------------- pauses
+
+    @contextlib.contextmanager
+    def paused(self, activity: str) -> Iterator[None]:
+        """See ``ttp.paused``."""
+        mine = [activity]  # a list, to be told from another pause of the same name
+        with self._pauses_lock:
+            self._pauses.append(mine)
+            self._show_pause()
+        try:
+            yield
+        finally:
+            with self._pauses_lock:
+                self._pauses = [pause for pause in self._pauses if pause is not mine]
+                self._show_pause()
+
+    def _show_pause(self) -> None:
+        if self.processor is not None:
+            self.processor.activity = self._pauses[-1][0] if self._pauses else ""
+            self.processor.say()
 
     # ------------------------------------------------------------------------------------------------------------ end
 
