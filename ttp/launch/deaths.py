@@ -16,6 +16,9 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 ORDERLY_EXITS = frozenset({EXIT_TRAINED, EXIT_NOT_SAVED, EXIT_SAVED})
 """Exit codes that are no fault: trained to the end, or released by the controller."""
 
+SIGKILLED = frozenset({-signal.SIGKILL, 128 + signal.SIGKILL})
+"""Exit codes of a process killed by SIGKILL: its own, and that of a shell around it."""
+
 POLL_S = 0.01
 """How often to look where the kernel has no pidfd (before Linux 5.3, some sandboxes)."""
 
@@ -98,11 +101,12 @@ def exit_code(child: Popen[Any]) -> int | None:
     return int(status.si_status) if status.si_code == os.CLD_EXITED else -int(status.si_status)
 
 
-def describe_exit(code: int) -> str:
-    """``killed by signal 9 (SIGKILL)`` or ``exited with code 1``."""
+def describe_exit(code: int, why: str = "") -> str:
+    """``killed by signal 9 (SIGKILL)`` or ``exited with code 1``; with ``: why`` where that is known."""
+    reason = f": {why}" if why else ""
     if code >= 0:
-        return f"exited with code {code}"
+        return f"exited with code {code}{reason}"
     try:
-        return f"killed by signal {-code} ({signal.Signals(-code).name})"
+        return f"killed by signal {-code} ({signal.Signals(-code).name}){reason}"
     except ValueError:
-        return f"killed by signal {-code}"
+        return f"killed by signal {-code}{reason}"

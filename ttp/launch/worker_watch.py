@@ -8,7 +8,8 @@ from collections.abc import Iterable, Mapping
 from subprocess import Popen
 from typing import Any, Protocol
 
-from ttp.launch.deaths import ORDERLY_EXITS, DeathWatch, describe_exit
+from ttp.launch.deaths import ORDERLY_EXITS, SIGKILLED, DeathWatch, describe_exit
+from ttp.launch.oom import OomWatch
 
 logger = logging.getLogger("ttp.launch")
 
@@ -33,14 +34,17 @@ class WorkerWatch:
         self._lock = threading.Lock()
         self._next: tuple[dict[int, Popen[Any]], Reporter] | None = None
         self._expected: set[int] = set()
+        self._oom = OomWatch()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="ttp-worker-watch", daemon=True)
         self._thread.start()
 
     def watch(self, workers: Mapping[int, Popen[Any]], reporter: Reporter) -> None:
         """Watch these workers (by global rank) instead of the earlier ones."""
+        oom = OomWatch(worker.pid for worker in workers.values())
         with self._lock:
             self._next = (dict(workers), reporter)
+            self._oom = oom
             self._expected = set()
 
     def expect(self, pids: Iterable[int]) -> None:
@@ -81,6 +85,6 @@ class WorkerWatch:
     def _tell(self, reporter: Reporter, rank: int, pid: int, code: int) -> None:
         if code in ORDERLY_EXITS or self.expects(pid):
             return
-        reason = describe_exit(code)
+        reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
         reporter.exited(rank, pid, reason)
         logger.warning("rank %d (pid %d): %s", rank, pid, reason)
