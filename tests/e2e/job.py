@@ -11,8 +11,10 @@ import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -55,10 +57,25 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
+        elif action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif action == "deadlock":
+            wait_for_ever()
+        elif action == "hold-gil":
+            re.match("(a+)+b", "a" * 64)  # never ends, and keeps the interpreter lock
+        elif action == "pause":
+            with ttp.paused("evaluation"):
+                time.sleep(6)
         elif action == "term-all":
             os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
         else:
             raise AssertionError(action)
+
+
+def wait_for_ever() -> None:
+    lock = threading.Lock()
+    lock.acquire()
+    lock.acquire()
 
 
 injector = Injector()
