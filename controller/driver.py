@@ -9,8 +9,10 @@ import json
 import logging
 import secrets
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+from ttp.controller.connection import Connection
 from ttp.controller.journal import Journal
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
@@ -20,15 +22,27 @@ from ttp.core.layout import Rank
 log = logging.getLogger("ttp.controller")
 
 HISTORY_MAX = 10_000
-"""Events kept for late watchers."""
+HISTORY_BYTES_MAX = 64 << 20
+"""Events kept for late watchers, and how much they may take together."""
+WATCH_MAX = 2 * HISTORY_MAX
+"""Events that a watcher may be behind."""
+RETRY_S = 1.0
+"""After a tick that failed."""
 
 
-@dataclass(slots=True)
-class Connection:
-    """One stream; ``None`` in the outbox ends it."""
+class Watch:
+    """The events that one watcher has not read yet. One that falls too far behind is let go: ``None`` is the last."""
 
-    id: ce.ConnectionId
-    outbox: asyncio.Queue[m.Order | None] = field(default_factory=asyncio.Queue)
+    def __init__(self, past: Iterable[Happening]) -> None:
+        self.queue: asyncio.Queue[Happening | None] = asyncio.Queue()
+        for happening in past:
+            self.queue.put_nowait(happening)
+
+    def add(self, happening: Happening) -> bool:
+        """Queue an event; false when it is too far behind."""
+        lagging = self.queue.qsize() >= WATCH_MAX
+        self.queue.put_nowait(None if lagging else happening)
+        return not lagging
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +70,22 @@ class Driver:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host)
         self.stopped = asyncio.Event()
         self.started_at = time.monotonic()
-        self.history: collections.deque[Happening] = collections.deque(maxlen=HISTORY_MAX)
+        self.history: collections.deque[Happening] = collections.deque()
+        self._history_bytes = 0
         self._journal = journal
         self._connections: dict[ce.ConnectionId, Connection] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
-        self._watchers: set[asyncio.Queue[Happening]] = set()
+        self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._plan_timer()
 
     # --------------------------------------------------------------------------------------------------------- inwards
 
-    def connect(self) -> Connection:
-        """A stream was opened."""
-        connection = Connection(ce.ConnectionId(next(self._ids)))
+    def connect(self, cancel: Callable[[], object]) -> Connection:
+        """A stream was opened; ``cancel`` ends it."""
+        connection = Connection(ce.ConnectionId(next(self._ids)), cancel)
         self._connections[connection.id] = connection
         return connection
 
@@ -99,17 +114,15 @@ class Driver:
         finally:
             self._saves.pop(request, None)
 
-    def watch(self, replay: int) -> asyncio.Queue[Happening]:
-        """A queue of events from now on, preceded by the last ``replay`` ones."""
-        queue: asyncio.Queue[Happening] = asyncio.Queue()
-        for happening in list(self.history)[-replay:] if replay else []:
-            queue.put_nowait(happening)
-        self._watchers.add(queue)
-        return queue
+    def watch(self, replay: int) -> Watch:
+        """Events from now on, preceded by the last ``replay`` ones."""
+        watch = Watch(list(self.history)[-replay:] if replay else [])
+        self._watchers.add(watch)
+        return watch
 
-    def unwatch(self, queue: asyncio.Queue[Happening]) -> None:
+    def unwatch(self, watch: Watch) -> None:
         """The watcher has left."""
-        self._watchers.discard(queue)
+        self._watchers.discard(watch)
 
     # -------------------------------------------------------------------------------------------------------- outwards
 
@@ -129,21 +142,24 @@ class Driver:
 
     def _send(self, connection_id: ce.ConnectionId, order: m.Order) -> None:
         connection = self._connections.get(connection_id)
-        if connection is None:
-            return
-        connection.outbox.put_nowait(order)
-        if isinstance(order, m.Refused):
-            connection.outbox.put_nowait(None)
+        if connection is not None and not connection.put(order):
+            log.warning("stream %s does not read what it is told: it is ended", connection_id)
+            asyncio.get_running_loop().call_soon(self.disconnect, connection)
 
     def _record(self, kind: str, incident: str, facts: dict[str, object]) -> None:
         text = json.dumps(facts, default=str)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
-        self.history.append(happening)
+        self._remember(happening)
         log.info("%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
-        for queue in self._watchers:
-            queue.put_nowait(happening)
+        self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)
+
+    def _remember(self, happening: Happening) -> None:
+        self.history.append(happening)
+        self._history_bytes += len(happening.facts)
+        while len(self.history) > HISTORY_MAX or (self._history_bytes > HISTORY_BYTES_MAX and len(self.history) > 1):
+            self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
         if self._timer is not None:
@@ -152,7 +168,15 @@ class Driver:
         deadline = self.machine.deadline()
         if deadline is not None:
             delay_s = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.feed, ce.Tick())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+
+    def _tick(self) -> None:
+        """Whatever goes wrong, there is a next tick."""
+        try:
+            self.feed(ce.Tick())
+        except Exception:
+            log.exception("what is due now could not be done")
+            self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
 
 
 def new_incident_id(number: int) -> str:

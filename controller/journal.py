@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.controller")
 
 FOLDER = "incidents"
+LINES_MAX = 100_000
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
 
 
@@ -32,8 +33,9 @@ class Journal:
         self._thread.start()
 
     def write(self, save_dir: str, happening: Happening) -> None:
-        """Queue one line; never blocks."""
-        self._inbox.put((save_dir, happening))
+        """Queue one line; never blocks. What a disk that hangs has not taken for so long is lost."""
+        if self._inbox.qsize() < LINES_MAX:
+            self._inbox.put((save_dir, happening))
 
     def close(self, timeout_s: float) -> None:
         """Write what is queued, for at most ``timeout_s``."""
@@ -69,7 +71,7 @@ def _append(base: Path, happening: Happening, line: str) -> bool:
             file.flush()
             if happening.kind in _FSYNC_AFTER:
                 os.fsync(file.fileno())
-    except OSError as problem:
+    except (OSError, ValueError) as problem:  # ValueError: no path that can be
         log.warning("cannot write the incident under %s: %s", base, problem)
         return False
     return True

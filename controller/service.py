@@ -19,13 +19,15 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from ttp._version import __version__
-from ttp.controller.driver import Connection, Driver
+from ttp.controller.connection import Connection
+from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.incident import Incident
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, compact_ranks
+from ttp.wire import limits
 from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
-from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, report_from_wire
+from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, parse_report
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
@@ -40,33 +42,36 @@ class ControllerService(rpc.ControllerServicer):
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
 
-    async def Attach(
-        self, request_iterator: AsyncIterator[pb.RankReport], context: Any
-    ) -> AsyncIterator[pb.ControllerOrder]:
-        """See the proto."""
-        connection = self._driver.connect()
+    async def Attach(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.ControllerOrder]:
+        """See the proto. Reports come in as bytes, see ``RawReports``."""
+        task = asyncio.current_task()
+        assert task is not None
+        connection = self._driver.connect(task.cancel)
         await context.send_initial_metadata(())
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
-            while (order := await connection.outbox.get()) is not None:
+            while (order := await connection.next()) is not None:
                 yield order_to_wire(order)
         finally:
             self._driver.disconnect(connection)
             reader.cancel()
 
-    async def _read(self, reports: AsyncIterator[pb.RankReport], connection: Connection) -> None:
+    async def _read(self, reports: AsyncIterator[bytes], connection: Connection) -> None:
         try:
-            async for message in reports:
-                self._driver.feed(ce.Received(connection.id, report_from_wire(message)))
+            async for data in reports:
+                if connection.closing:
+                    break
+                self._driver.feed(ce.Received(connection.id, parse_report(data)))
         except WireError as problem:
-            connection.outbox.put_nowait(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
+            log.warning("stream %s is refused: %s", connection.id, problem)
+            connection.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, str(problem)))
         except (grpc.RpcError, asyncio.CancelledError):
             pass  # the stream broke; what that means is decided by the machine
         except Exception:
             log.exception("a report could not be handled; its stream is closed")
         finally:
             self._driver.disconnect(connection)
-            connection.outbox.put_nowait(None)
+            connection.end()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""
@@ -74,11 +79,10 @@ class ControllerService(rpc.ControllerServicer):
 
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         """See the proto."""
-        queue = self._driver.watch(request.replay)
+        watch = self._driver.watch(request.replay)
         await context.send_initial_metadata(())
         try:
-            while True:
-                h = await queue.get()
+            while (h := await watch.queue.get()) is not None:
                 yield pb.Event(
                     sequence=h.sequence,
                     unix_s=h.unix_s,
@@ -87,29 +91,33 @@ class ControllerService(rpc.ControllerServicer):
                     incident=h.incident,
                     json=h.facts,
                 )
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this watcher is {WATCH_MAX} events behind")
         finally:
-            self._driver.unwatch(queue)
+            self._driver.unwatch(watch)
 
     async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:
         """See the proto."""
         members = self._driver.machine.job.members
-        ranks = [Rank(r) for r in request.ranks]
-        if request.host:
-            ranks += [r for r, member in members.items() if member.hello.host == request.host and r not in ranks]
         if request.pids and len(request.pids) != len(request.ranks):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
-        known = [r for r in ranks if r in members]
+        try:
+            kind = enum_from_wire(m.FaultKind, request.kind) if request.kind else m.FaultKind.OUTSIDE
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
+        if request.host:
+            pid_of |= {r: 0 for r, member in members.items() if member.hello.host == request.host and r not in pid_of}
+        known = {rank: pid for rank, pid in pid_of.items() if rank in members}
         if not known:
-            what = f"host {request.host!r}" if request.host else f"ranks {ranks}"
-            return pb.ReportFaultResponse(text=f"{what}: no such rank in this job; nothing was done")
-        kind = enum_from_wire(m.FaultKind, request.kind) if request.kind else m.FaultKind.OUTSIDE
-        pids = tuple(request.pids) + (0,) * (len(ranks) - len(request.pids)) if request.pids else ()
-        self._driver.accuse(tuple(ranks), kind, request.reason or "reported from outside", pids)
-        return pb.ReportFaultResponse(accused=known, text=f"an incident is open for ranks {known}")
+            what = f"host {request.host!r}" if request.host else f"ranks {compact_ranks(pid_of)}"
+            return pb.ReportFaultResponse(text=f"{what:.1000}: no such rank in this job; nothing was done")
+        reason = limits.text("reason", request.reason) or "reported from outside"
+        self._driver.accuse(tuple(known), kind, reason, tuple(known.values()) if any(known.values()) else ())
+        return pb.ReportFaultResponse(accused=known, text=f"an incident is open for ranks {compact_ranks(known)}")
 
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""
-        answer = await self._driver.save(request.reason)
+        answer = await self._driver.save(limits.text("reason", request.reason))
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
 
 
@@ -180,6 +188,17 @@ def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.In
     )
 
 
+class RawReports(grpc.aio.ServerInterceptor):
+    """Leaves reports in bytes: they are looked at before they are parsed, and what is wrong is said on the stream."""
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """See grpc.aio."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method != f"/{SERVICE}/Attach":
+            return handler
+        return grpc.stream_stream_rpc_method_handler(handler.stream_stream, None, handler.response_serializer)
+
+
 class TokenInterceptor(grpc.aio.ServerInterceptor):
     """Refuses every request without the job's token, except health checks."""
 
@@ -214,11 +233,7 @@ def _refuse_like(handler: Any) -> Any:
         (True, True): (grpc.stream_stream_rpc_method_handler, stream),
     }
     make, behaviour = kinds[(bool(handler.request_streaming), bool(handler.response_streaming))]
-    return make(
-        behaviour,
-        request_deserializer=handler.request_deserializer,
-        response_serializer=handler.response_serializer,
-    )
+    return make(behaviour, request_deserializer=None, response_serializer=handler.response_serializer)  # not even read
 
 
 async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc.aio.Server:
@@ -227,7 +242,7 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     Raises:
         RuntimeError: the port cannot be bound.
     """
-    interceptors = [TokenInterceptor(token)] if token else []
+    interceptors = [*([TokenInterceptor(token)] if token else []), RawReports()]
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
     rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
     health_servicer = health.HealthServicer()

@@ -12,9 +12,12 @@ from hypothesis import strategies as st
 
 from ttp.core import messages as m
 from ttp.core.decide import How
-from ttp.wire import convert
+from ttp.wire import convert, limits
 from ttp.wire.v1 import controller_pb2 as pb
 
+TEXTS = st.text(st.characters(exclude_categories=["Cs"]), max_size=20)
+NAMES = TEXTS.filter(lambda name: "\0" not in name)
+FILE_NAMES = st.text("abcXYZ019._-@", max_size=20)
 KINDS = [*convert.REPORTS, *convert.ORDERS]
 
 
@@ -33,11 +36,11 @@ def of(name: str, hint: typing.Any) -> st.SearchStrategy[typing.Any]:
         return values(hint)
     base = getattr(hint, "__supertype__", hint)
     if base is int:
-        return st.integers(0, 2**31 - 1)
+        return st.integers(0, min(2**31 - 1, limits.NUMBERS.get(name, 2**31)))
     return {
         bool: st.booleans(),
         bytes: st.binary(max_size=40),
-        str: st.text(st.characters(exclude_categories=["Cs"]), max_size=20),
+        str: FILE_NAMES if name in limits.FILE_NAMES else TEXTS if name in limits.TEXTS else NAMES,
     }[base]
 
 
@@ -85,7 +88,7 @@ def test_an_unspecified_enum_is_refused_in_words() -> None:
 def test_an_enum_value_of_the_future_is_refused_in_words() -> None:
     message = pb.RankReport(heartbeat=pb.Heartbeat(rank=1))
     message.heartbeat.phase = 99  # type: ignore[assignment]
-    with pytest.raises(convert.WireError):
+    with pytest.raises(convert.WireError, match="heartbeat: Phase 99 is not known here"):
         convert.report_from_wire(message)
 
 

@@ -19,6 +19,9 @@ Rank = NewType("Rank", int)
 Shard = NewType("Shard", str)
 Version = NewType("Version", int)
 
+WORLD_SIZE_MAX = 1 << 20
+"""Ranks of the largest world that is believed: ten times what ttp is made for."""
+
 REPLICATED = Shard("model")
 """The only shard of plain data parallelism: every rank holds all of it."""
 
@@ -69,6 +72,8 @@ class Layout:
 def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
     if world_size < 1:
         raise ConfigError(f"world size {world_size} is not a number of ranks; it must be at least 1")
+    if world_size > WORLD_SIZE_MAX:
+        raise ConfigError(f"world size {world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
     if not groups:
         raise ConfigError("a layout needs at least one shard")
     held: set[Rank] = set()

@@ -13,15 +13,28 @@ import types
 import typing
 from typing import Any
 
+from google.protobuf.message import DecodeError
+
 from ttp.core import messages as m
+from ttp.wire import limits
+from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
+
+__all__ = [
+    "ORDERS",
+    "REPORTS",
+    "WireError",
+    "enum_from_wire",
+    "enum_to_wire",
+    "order_from_wire",
+    "order_to_wire",
+    "parse_report",
+    "report_from_wire",
+    "report_to_wire",
+]
 
 REPORTS: tuple[type, ...] = typing.get_args(m.Report)
 ORDERS: tuple[type, ...] = typing.get_args(m.Order)
-
-
-class WireError(Exception):
-    """A message that does not make sense: an empty one, an unknown enum value."""
 
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
@@ -32,6 +45,20 @@ def report_to_wire(report: m.Report) -> pb.RankReport:
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
     """Core order -> protobuf."""
     return pb.ControllerOrder(**{_snake(type(order)): _to_wire(order)})
+
+
+def parse_report(data: bytes) -> m.Report:
+    """Bytes of a stream -> core report.
+
+    Raises:
+        WireError: they are no report, or one that does not make sense, or one that would take too much memory.
+    """
+    limits.check_size(data)
+    try:
+        message = pb.RankReport.FromString(data)
+    except DecodeError:
+        raise WireError(f"{len(data)} bytes that are no report") from None
+    return report_from_wire(message)
 
 
 def report_from_wire(message: pb.RankReport) -> m.Report:
@@ -60,10 +87,15 @@ def enum_to_wire(value: enum.Enum) -> int:
 
 
 def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
-    """Protobuf number -> core enum."""
-    name = getattr(pb, kind.__name__).Name(number).removeprefix(f"{_snake(kind).upper()}_")
+    """Protobuf number -> core enum.
+
+    Raises:
+        WireError: this version does not know it.
+    """
+    names = getattr(pb, kind.__name__).DESCRIPTOR.values_by_number
+    name = names[number].name if number in names else str(number)
     try:
-        return kind[name]
+        return kind[name.removeprefix(f"{_snake(kind).upper()}_")]
     except KeyError:
         raise WireError(f"{kind.__name__} {name} is not known here") from None
 
@@ -74,7 +106,7 @@ def _one_of(message: Any, oneof: str, kinds: dict[str, type]) -> Any:
         raise WireError(f"a message without a {oneof}: sent by a newer ttp?")
     try:
         return _from_wire(kinds[which], getattr(message, which))
-    except ValueError as problem:
+    except WireError as problem:
         raise WireError(f"{which}: {problem}") from None
 
 
@@ -99,16 +131,26 @@ def _plain(item: Any) -> Any:
 
 
 def _from_wire(kind: type, message: Any) -> Any:
-    return kind(**{name: _field(hint, getattr(message, name)) for name, hint in _FIELDS[kind]})
+    return kind(**{name: _field(name, hint, getattr(message, name)) for name, hint in _FIELDS[kind]})
 
 
-def _field(hint: Any, item: Any) -> Any:
+def _field(name: str, hint: Any, item: Any) -> Any:
     if typing.get_origin(hint) is tuple:
-        inner = typing.get_args(hint)[0]
-        return tuple(_field(inner, x) for x in item)
+        return _entries(name, typing.get_args(hint)[0], item)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         return enum_from_wire(hint, item)
+    if isinstance(item, str):
+        return limits.text(name, item)
+    if isinstance(item, int):
+        return limits.number(name, item)
     return _from_wire(hint, item) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else item
+
+
+def _entries(name: str, inner: Any, items: Any) -> tuple[Any, ...]:
+    taken = items[: limits.entries(name, len(items))]
+    if taken and isinstance(taken[0], int):
+        return tuple(taken)  # ranks: there may be a hundred thousand
+    return tuple(_field(name, inner, item) for item in taken)
 
 
 def _snake(kind: type) -> str:

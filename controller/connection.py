@@ -1,0 +1,66 @@
+"""One stream of a rank or a relay, as far as the controller writes to it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+from collections.abc import Callable
+
+from ttp.core import messages as m
+from ttp.core.controller_events import ConnectionId
+from ttp.core.layout import Rank
+
+ORDERS_MAX = 10_000
+"""Orders that wait for a stream to be read. A rank has a handful of them; more means that nobody reads."""
+PAGES_MAX = 4
+"""Pages of one rank that wait: a reader that is slow keeps the newest ones."""
+
+
+class Connection:
+    """Orders on their way to one stream. Nothing here waits, and nothing grows without bound.
+
+    Args:
+        id: never used twice.
+        cancel: ends the stream even if its peer does not read.
+    """
+
+    def __init__(self, id: ConnectionId, cancel: Callable[[], object]) -> None:
+        self.id = id
+        self.closing = False
+        """What comes in is not looked at any more."""
+        self._cancel = cancel
+        self._queue: asyncio.Queue[m.Order | Rank | None] = asyncio.Queue()
+        self._pages: dict[Rank, collections.deque[m.Keep]] = {}
+
+    def put(self, order: m.Order) -> bool:
+        """Queue an order; a refusal is the last one. False: nobody reads them, and the stream is ended."""
+        if self.closing:
+            return True
+        if self._queue.qsize() >= ORDERS_MAX:
+            self.closing = True
+            self._cancel()
+            return False
+        if isinstance(order, m.Keep):
+            self._put_page(order)
+        else:
+            self._queue.put_nowait(order)
+        if isinstance(order, m.Refused):
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """Nothing follows on what is queued."""
+        self.closing = True
+        self._queue.put_nowait(None)
+
+    async def next(self) -> m.Order | None:
+        """The next order; ``None`` after the last."""
+        item = await self._queue.get()
+        return self._pages[Rank(item)].popleft() if isinstance(item, int) else item
+
+    def _put_page(self, page: m.Keep) -> None:
+        """In the queue stands whose page it is, once for every page that waits."""
+        pages = self._pages.setdefault(page.of, collections.deque(maxlen=PAGES_MAX))
+        if len(pages) < PAGES_MAX:
+            self._queue.put_nowait(page.of)
+        pages.append(page)
