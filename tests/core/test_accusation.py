@@ -1,0 +1,103 @@
+"""Who is meant by a report from outside."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.core.talk import Talk
+from ttp.core import messages as m
+from ttp.core.accusation import HOSTS_SHOWN, who_is_meant
+from ttp.core.layout import Rank
+from ttp.testing.scenario import grid
+
+HOSTS = ["n16.a.example", "n17.a.example", "n17.b.example", "n18"]
+ADDRESSES = ["10.0.0.16", "10.0.0.17", "10.0.1.17", "10.0.0.18"]
+
+
+def job(ranks: int = 8) -> Talk:
+    """Two ranks on each host."""
+    talk = Talk(grid(1, 8), formed=False)
+    for rank in range(ranks):
+        talk.hello(rank, host=HOSTS[rank // 2], address=ADDRESSES[rank // 2])
+    return talk
+
+
+def meant(talk: Talk, *ranks: int, host: str = "") -> tuple[tuple[int, ...], str]:
+    found = who_is_meant(talk.machine.job, [Rank(r) for r in ranks], host)
+    return found.ranks, found.problem
+
+
+@pytest.mark.parametrize(
+    ("host", "ranks"),
+    [
+        ("n16.a.example", (0, 1)),
+        ("n16", (0, 1)),
+        ("N16", (0, 1)),
+        ("N16.A.example", (0, 1)),
+        ("n18", (6, 7)),
+        ("n18.cluster.example", (6, 7)),
+        ("10.0.1.17", (4, 5)),
+    ],
+)
+def test_a_host(host: str, ranks: tuple[int, ...]) -> None:
+    assert meant(job(), host=host) == (ranks, "")
+
+
+def test_ranks_and_a_host() -> None:
+    assert meant(job(), 5, 0, host="n16") == ((0, 1, 5), "")
+
+
+def test_a_short_name_of_two() -> None:
+    ranks, problem = meant(job(), host="n17")
+    assert ranks == () and "n17.a.example, n17.b.example: spell it out; nothing was done" in problem
+
+
+@pytest.mark.parametrize("host", ["n19", "n16.b.example", "10.0.0.1", "10", "n1", "."])
+def test_a_host_that_nobody_knows(host: str) -> None:
+    ranks, problem = meant(job(), host=host)
+    assert ranks == () and problem.startswith("no such rank") and ", ".join(HOSTS) in problem
+
+
+def test_many_hosts_are_not_listed() -> None:
+    talk = Talk(grid(1, 20), formed=False)
+    for rank in range(20):
+        talk.hello(rank, host=f"n{rank:02}")
+    assert meant(talk, host="x")[1].endswith(f"n{HOSTS_SHOWN - 1:02}, ...; nothing was done")
+
+
+def test_a_rank_that_is_none() -> None:
+    assert meant(job(), 8, 9) == ((), "no such rank: 8-9 (this job has 8 ranks, from 0); nothing was done")
+    assert meant(job(), -1)[0] == ()
+
+
+def test_the_others_are_accused_all_the_same() -> None:
+    assert meant(job(), 2, 9) == ((2,), "no such rank: 9 (this job has 8 ranks, from 0)")
+    assert meant(job(), 2, host="n19")[0] == (2,)
+
+
+def test_one_that_has_left() -> None:
+    talk = job()
+    talk.goodbye(1, m.GoodbyeReason.LEFT)
+    assert meant(talk, host="n16") == ((0,), "already gone: 1")
+
+
+def test_one_that_is_lost_may_be_accused() -> None:
+    talk = job()
+    talk.lost(1)
+    assert meant(talk, host="n16") == ((0, 1), "")
+
+
+def test_before_it_is_formed() -> None:
+    assert meant(job(7), 0) == (
+        (),
+        "the job is still forming (7 of 8 ranks) and has nothing to lose yet: no such rank can be accused, and nothing "
+        "was done",
+    )
+
+
+def test_before_anybody_is_there_and_after_everybody_was() -> None:
+    assert "no job has joined" in meant(Talk(formed=False), 0)[1]
+    talk = job()
+    for rank in range(8):
+        talk.goodbye(rank)
+    assert "the job is over" in meant(talk, 0)[1]
