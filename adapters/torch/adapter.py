@@ -98,7 +98,7 @@ class TorchAdapter:
             self._source.preimage = PreImage(self._optimizer, modules, runtime_of(self._device))
         barrier = None
         if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device)
+            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
         reporter = _DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             self._optimizer,
@@ -114,6 +114,10 @@ class TorchAdapter:
         )
         self._source.connect(processor, self._attachment)
         self._capture.capture(processor.gate.version, final=True)
+
+    def _gradient_final(self) -> None:
+        assert self._processor is not None
+        self._source.reduced.record(self._processor.gate.version + 1)
 
     @property
     def capture(self) -> LocalCapture:
@@ -156,6 +160,12 @@ class TorchAdapter:
             scaler=self._scaler,
         )
         self._load_modules(checkpoint, manifest)
+        if manifest.extra.get("disputed"):
+            log.warning(
+                "replicas of %s differed when version %s was saved; nobody could tell which was right: watch the loss",
+                ", ".join(map(str, manifest.extra["disputed"])),
+                manifest.version,
+            )
         for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
             log.warning("restored version %s, but %s", restored.version, note)
         if self._tail is not None:

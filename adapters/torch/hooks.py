@@ -197,8 +197,8 @@ class Attachment:
         self._pass()
         self._safely(self._tail.at_gate)
         self._capture.capture(self._version() + 1, final=False)
-        self._before_gate()
         self.redoable = not (has_closure or self._by_hand)
+        self._before_gate()
         self._reporter.begin_update()
         self._begun = True
         self._before_update(self._version())

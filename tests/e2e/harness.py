@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
@@ -98,6 +100,10 @@ class Job:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+        for orphan in psutil.process_iter(["environ"]):  # a launcher that is killed leaves its ranks behind
+            if (orphan.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    orphan.kill()
 
     def story(self) -> str:
         texts = [self.log.read_text()[-6000:]]

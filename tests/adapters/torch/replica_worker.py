@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -114,25 +115,72 @@ def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
     return seen
 
 
+def parked(job: Rank) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while not job.processor.gate.state().parked and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return job.processor.gate.state().parked
+
+
+def admitted(directory: Path, rank: int) -> dict[str, Any]:
+    """Rank 0 comes to the barrier only when rank 1, frozen in it, has made the update without it."""
+    job = Rank(directory, rank, two_shards())
+    redone, seen = directory / "redone", dict[str, Any]()
+
+    def linger(*_: Any) -> None:
+        deadline = time.monotonic() + PATIENCE_S
+        while rank == 0 and not redone.exists() and time.monotonic() < deadline:
+            time.sleep(0.005)
+
+    def control() -> None:
+        job.processor.gate.close()
+        seen.update(parked=parked(job), ready=job.adapter.source.gradient_ready(), admitted=job.processor.gate.admit())
+
+    job.optimizer.register_step_pre_hook(linger)
+    job.adapter.attach(job.processor)  # type: ignore[arg-type]
+    control_thread = threading.Thread(target=control)
+    if rank == 1:
+        control_thread.start()
+    job.step()
+    if rank == 1:
+        control_thread.join()
+        redone.touch()
+    return {**seen, "version": job.processor.gate.version}
+
+
 def death(directory: Path, rank: int) -> dict[str, Any]:
-    """Rank 0 dies before the barrier: rank 1 raises, and its copy is whole."""
+    """Rank 0 dies before the barrier: rank 1 stands at the gate. Released it raises; told to, it makes the update."""
     job = Rank(directory, rank, two_shards())
     if rank == 0:
         job.optimizer.register_step_pre_hook(lambda *_: os._exit(0))
     job.adapter.attach(job.processor)  # type: ignore[arg-type]
-    try:
-        job.step()
-    except RuntimeError as problem:
-        job.processor.gate.mark_torn()  # as the decorator does
-        state = job.processor.gate.state()
-        return {"collective": is_collective_error(problem), "phase": state.phase.value, "version": state.version}
-    return {}
+    gate, seen = job.processor.gate, dict[str, Any]()
+
+    def control(then: str) -> None:
+        while not job.processor.reported:
+            time.sleep(0.005)
+        gate.close()
+        seen.update(parked=parked(job), ready=job.adapter.source.gradient_ready())
+        seen.update(phase=gate.state().phase.value, version=gate.version, reported=list(job.processor.reported))
+        gate.open() if then == "open" else gate.admit()
+
+    for then in ("open", "admit"):
+        job.processor.reported.clear()
+        thread = threading.Thread(target=control, args=(then,))
+        thread.start()
+        try:
+            job.optimizer.step() if then == "admit" else job.step()
+            redone = gate.version
+        except RuntimeError as problem:
+            raised = is_collective_error(problem)
+        thread.join()
+    return {**seen, "raised": raised, "redone": redone}
 
 
 def main(directory: Path, rank: int) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD)
-    for case in (digests, barrier, no_barrier, death):
+    for case in (digests, barrier, no_barrier, admitted, death):
         print(json.dumps(case(directory, rank)), flush=True)
     os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
 

@@ -8,7 +8,7 @@ from typing import Any
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.messages import Commit, SaverOrder
+from ttp.core.messages import Commit, FaultKind, SaverOrder
 from ttp.processor.gate import Gate
 
 INCARNATION = 4
@@ -24,9 +24,14 @@ class StubProcessor:
         self.save_dir = save_dir
         self.gate = Gate()
         self.begun: list[int] = []
+        self.reported: list[str] = []
         self.written = 0
         self.mark = 0
         self.activity = ""
+
+    def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
+        self.gate.mark_torn()  # harmless outside of an update
+        self.reported.append(kind.value)
 
     def directory(self, _order: object) -> Path:
         return self.save_dir

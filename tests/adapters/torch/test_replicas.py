@@ -14,6 +14,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
@@ -68,9 +69,19 @@ def test_with_one_shard_or_undo_nobody_waits(told: list[list[dict[str, Any]]]) -
     assert [rank[2] for rank in told] == [{"one shard": True, "undo": True}] * 2
 
 
-def test_a_death_at_the_barrier_is_a_collective_that_failed(told: list[list[dict[str, Any]]]) -> None:
-    assert len(told[0]) == 3, "rank 0 died"
-    assert told[1][3] == {"collective": True, "phase": "idle", "version": 0}
+def test_frozen_in_the_barrier_it_makes_the_update_without_the_others_when_told_to(
+    told: list[list[dict[str, Any]]],
+) -> None:
+    assert told[1][3] == {"parked": True, "ready": True, "admitted": True, "version": 1}
+    assert told[0][3] == {"version": 1}
+
+
+def test_a_death_at_the_barrier_leaves_the_survivor_at_the_gate_with_its_gradient(
+    told: list[list[dict[str, Any]]],
+) -> None:
+    assert len(told[0]) == 4, "rank 0 died"
+    ready = {"reported": ["collective"], "parked": True, "ready": True, "phase": "idle", "version": 0}
+    assert told[1][4] == {**ready, "raised": True, "redone": 1}
 
 
 def test_where_a_barrier_is_needed() -> None:
@@ -82,8 +93,10 @@ def test_where_a_barrier_is_needed() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "found"), [(0, "is not initialised"), (3, "has 3 ranks")])
-def test_without_a_process_group_of_all_ranks(monkeypatch: pytest.MonkeyPatch, ranks: int, found: str) -> None:
+def test_without_a_process_group_of_all_ranks(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int, found: str
+) -> None:
     there = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: ranks > 0, get_world_size=lambda: ranks)
     monkeypatch.setattr("ttp.adapters.torch.barrier.dist", there)
     with pytest.raises(ConfigError, match=rf"{found}: call init_process_group\(\) before wrap_optimizer"):
-        UpdateBarrier(2, torch.device("cpu"))
+        UpdateBarrier(2, torch.device("cpu"), StubProcessor(tmp_path))
