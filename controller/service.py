@@ -23,6 +23,7 @@ from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
+from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.wire import limits
@@ -97,7 +98,6 @@ class ControllerService(rpc.ControllerServicer):
 
     async def ReportFault(self, request: pb.ReportFaultRequest, context: Any) -> pb.ReportFaultResponse:
         """See the proto."""
-        members = self._driver.machine.job.members
         if request.pids and len(request.pids) != len(request.ranks):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
         try:
@@ -105,15 +105,16 @@ class ControllerService(rpc.ControllerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
-        if request.host:
-            pid_of |= {r: 0 for r, member in members.items() if member.hello.host == request.host and r not in pid_of}
-        known = {rank: pid for rank, pid in pid_of.items() if rank in members}
-        if not known:
-            what = f"host {request.host!r}" if request.host else f"ranks {compact_ranks(pid_of)}"
-            return pb.ReportFaultResponse(text=f"{what:.1000}: no such rank in this job; nothing was done")
+        meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
+        if not meant.ranks:
+            return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
         reason = limits.text("reason", request.reason) or "reported from outside"
-        self._driver.accuse(tuple(known), kind, reason, tuple(known.values()) if any(known.values()) else ())
-        return pb.ReportFaultResponse(accused=known, text=f"an incident is open for ranks {compact_ranks(known)}")
+        pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
+        self._driver.accuse(meant.ranks, kind, reason, pids)
+        text = (
+            f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
+        )
+        return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""

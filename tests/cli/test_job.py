@@ -162,6 +162,21 @@ def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
     assert set(seen) <= keys_in_help(ttp, "report-fault")
 
 
+def test_report_fault_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4)
+    said = ttp("report-fault", "--rank", 1, "--rank", 9, "--port", controller.port)
+    assert said.code == 0
+    assert "ranks accused: 1." in said.out and "no such rank: 9" in said.out
+
+
+def test_report_fault_before_the_job_trains(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    said = ttp("report-fault", "--rank", 0, "--port", controller.port)
+    assert (said.code, said.out) == (1, "")
+    assert "no job has joined this controller yet" in said.err
+
+
 @pytest.mark.parametrize("whom", [["--rank", "9"], ["--host", "nowhere"]])
 def test_report_fault_of_nobody(ttp: Ttp, start: Start, whom: list[str]) -> None:
     controller = start()

@@ -11,7 +11,13 @@ from ttp.cli.output import Json, complain, print_json, say
 from ttp.errors import UsageError
 
 Ranks = Annotated[list[int] | None, typer.Option("--rank", min=0, help="An accused rank; may be repeated.")]
-Host = Annotated[str, typer.Option("--host", help="Accuse every rank of this host, as `ttp status` spells it.")]
+Host = Annotated[
+    str,
+    typer.Option(
+        "--host",
+        help="Accuse every rank of this host: its name as `ttp status` spells it, its short name, or its address.",
+    ),
+]
 Reason = Annotated[str, typer.Option("--reason", help="What is wrong, for the incident's file.")]
 
 
