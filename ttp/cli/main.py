@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from ttp.cli import incidents, inspection, listing, report_fault, save, simulate, status, verify, version
+from ttp.cli import chaos, incidents, inspection, listing, report_fault, save, simulate, status, verify, version
 from ttp.cli.output import complain
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
 
@@ -88,6 +88,7 @@ _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
+_register("chaos", _TRUST, chaos.chaos)
 _register("version", _ABOUT, version.version)
 
 

@@ -1,0 +1,107 @@
+"""Draws a campaign from a seed: which runs, in which jobs. Pure: the same arguments draw the same scripts."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ttp.chaos.kinds import KINDS, Kind
+from ttp.chaos.script import Run, Script
+
+RUNS_PER_JOB = 8
+STEPS_AFTER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A kind of job.
+
+    Args:
+        script: without runs.
+        weight: how often it is taken, among those that can bear a run.
+        features: of ``--include``; all of them have to be asked for.
+    """
+
+    script: Script
+    weight: int = 1
+    features: frozenset[str] = frozenset()
+
+
+SHAPES = {
+    "small": Shape(Script(1, 3), 3),
+    "pair": Shape(Script(1, 2), 2),
+    "stock": Shape(Script(1, 3, launcher="torchrun"), 2),
+    "wide": Shape(Script(1, 3, width=20_000), 3),
+    "two hosts": Shape(Script(2, 2), 1),
+    "two hosts, scheduled": Shape(Script(2, 2, restart="scheduler"), 2),
+    "three hosts, scheduled": Shape(Script(3, 1, restart="scheduler"), 1),
+    "watched": Shape(Script(1, 3, env=(("TTP_HANG_S", "3"),)), 1, frozenset({"hang"})),
+    "two places": Shape(Script(1, 3, width=20_000, fallback=True), 1, frozenset({"fallback"})),
+    "three hosts, standing by": Shape(Script(3, 1, restart="scheduler"), 1, frozenset({"standby"})),
+    "mirrored": Shape(Script(2, 2, restart="scheduler", env=(("TTP_MIRROR", "on"),)), 1, frozenset({"mirror"})),
+}
+"""Jobs that runs are drawn for, by name."""
+
+
+def draw(seed: int, runs: int, include: Collection[str] = (), offers: Collection[str] = ()) -> list[Script]:
+    """The scripts of a campaign.
+
+    Args:
+        seed: of everything.
+        runs: how many.
+        include: features that are off otherwise; see ``FEATURES``.
+        offers: what this machine has of ``hosts`` and ``mount``.
+    """
+    chance = random.Random(f"chaos {seed}")
+    shapes = {name: s for name, s in SHAPES.items() if s.features <= set(include) and s.script.needs <= set(offers)}
+    kinds = [k for k in KINDS if k.features <= set(include) and k.needs <= set(offers) and _bearing(k, shapes)]
+    by_shape: dict[str, list[Kind]] = {name: [] for name in shapes}
+    for kind in _chosen(kinds, runs, chance):
+        names = _bearing(kind, shapes)
+        by_shape[chance.choices(names, [shapes[n].weight for n in names])[0]].append(kind)
+    phases = {kind.title: itertools.cycle(chance.sample(kind.phases, len(kind.phases))) for kind in kinds}
+    scripts: list[Script] = []
+    for name, chosen in by_shape.items():
+        for group in _jobs(chosen):
+            job = replace(shapes[name].script, seed=chance.randrange(10**6))
+            scripts.append(_script(job, group, phases, chance))
+    chance.shuffle(scripts)
+    return scripts
+
+
+def _bearing(kind: Kind, shapes: Iterable[str]) -> list[str]:
+    """Names of the shapes that can bear the kind."""
+    return [name for name in shapes if name in kind.shapes]
+
+
+def _chosen(kinds: Sequence[Kind], runs: int, chance: random.Random) -> list[Kind]:
+    """By weight, as evenly as whole numbers allow; every kind at least once where there are runs enough."""
+    pool = [kind for kind in kinds for _ in range(kind.weight)]
+    first = chance.sample(kinds, min(runs, len(kinds)))
+    rest: list[Kind] = []
+    while len(first) + len(rest) < runs:
+        rest += chance.sample(pool, len(pool))
+    return [*first, *rest][:runs]
+
+
+def _jobs(kinds: Sequence[Kind]) -> list[list[Kind]]:
+    """Groups of runs for one job each. What costs rank-local state comes last: later bits have no reference."""
+    last = [kind for kind in kinds if kind.diverges]
+    others = [kind for kind in kinds if not kind.diverges]
+    jobs = max(len(last), -(-len(kinds) // RUNS_PER_JOB))
+    groups = [others[index::jobs] for index in range(jobs)]
+    for group, kind in zip(groups, last, strict=False):
+        group.append(kind)
+    return [group for group in groups if group]
+
+
+def _script(job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random) -> Script:
+    runs: list[Run] = []
+    step = chance.randint(0, 3)
+    for kind in kinds:
+        phase = next(phases[kind.title])
+        runs.append(kind.run(job, step, phase, f"r{len(runs)}", chance))
+        step += chance.randint(3, 4)
+    return replace(job, runs=tuple(runs), steps=runs[-1].step + STEPS_AFTER)

@@ -1,0 +1,262 @@
+"""Was the run as it should be? Pure: a record goes in, an outcome and findings come out.
+
+Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and there was nothing
+newer than what was on disk), ``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not
+save), ``lost`` (steps were lost without a word), ``stuck`` (it did not get anywhere).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ttp.chaos.notes import LifeKey, RankLife
+from ttp.chaos.record import Evidence, Record
+from ttp.errors import EXIT_NOT_SAVED
+
+COVERED = ("saved", "kept")
+_DISK = ("disk-full", "disk-ro")
+_DEADLY = ("kill", "segv", "exit", "raise", "term", "report", "partition", "unplug")
+"""What no job survives unsaved; times are taken from the first of these, if there is one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What came of a run.
+
+    Args:
+        outcome: see the module.
+        findings: what is wrong, in words; empty: nothing.
+        version: that the job went on from; None: it was not restarted.
+        lost_steps: finished by ranks that could still be read, and not in the checkpoint.
+        detect_ms: from the first fault to the open incident; None: there was none.
+        commit_ms: from the first fault to the last durable commit; None: there was none.
+        back_ms: from the first fault until the job trained again.
+        diverged: rank-local state was lost for good: the bits of later steps cannot be compared.
+    """
+
+    outcome: str
+    findings: tuple[str, ...]
+    version: int | None
+    lost_steps: int
+    detect_ms: float | None
+    commit_ms: float | None
+    back_ms: float | None
+    diverged: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a restart may resume from: at least what a readable rank had finished, at most what one had begun."""
+
+    lower: int
+    upper: int
+
+
+def judge(evidence: Evidence) -> Verdict:
+    """Check one run."""
+    record = evidence.record
+    if record.trouble:
+        return Verdict("stuck", (record.trouble,), None, 0, None, None, None, evidence.diverged)
+    lives = trained(evidence)
+    lost, findings = 0, [*_disk_findings(evidence), *_request_findings(evidence)]
+    version = None
+    for before, after in itertools.pairwise(lives):
+        version, missing, wrong = _resumed(evidence, before, after)
+        lost += missing
+        findings += wrong
+    diverged = evidence.diverged or any(_without_pages(evidence, life) for life in lives[1:])
+    findings += bit_findings(evidence, lives)
+    outcome = _outcome(evidence, lives, version, lost)
+    findings += _expectation(evidence, outcome, lost)
+    times = _times(record)
+    return Verdict(outcome, tuple(findings), version, lost, *times, diverged)
+
+
+def trained(evidence: Evidence) -> list[LifeKey]:
+    """Lives in which at least one rank got as far as to train."""
+
+    def began(life: LifeKey) -> bool:
+        return any(life in lives and lives[life].start is not None for lives in evidence.notes.values())
+
+    return [life for life in evidence.record.lives if began(life)]
+
+
+# ------------------------------------------------------------------------------------------------------------ versions
+
+
+def bounds(evidence: Evidence, life: LifeKey) -> Bounds:
+    """Statement 1 for one group of replicas: any rank that can be read will do; across a cut, on either side."""
+    gone, far = unreadable(evidence, life), _far_side(evidence, life)
+    there = {r: lives[life] for r, lives in evidence.notes.items() if life in lives and lives[life].start is not None}
+    base = max((rank_life.start or 0 for rank_life in there.values()), default=0)
+    begun = [rank_life.begun for rank_life in there.values()]
+    sides = [[there[r].finished for r in there if r not in gone and (r in far) is side] for side in (False, True)]
+    finished = min((max(side) for side in sides if side), default=base)
+    return Bounds(max(base, finished), max([base, *begun]))
+
+
+def _far_side(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    return frozenset(r for s in evidence.record.strikes if s.life == life for r in s.cut_off)
+
+
+def unreadable(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    """Ranks whose copy nobody could read any more in this life."""
+    return frozenset(r for s in evidence.record.strikes if s.life == life for r in s.unreadable)
+
+
+def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, int, list[str]]:
+    """Version, lost steps and findings of one restart."""
+    starts = {r: lives[after].start for r, lives in evidence.notes.items() if after in lives}
+    known = {start for start in starts.values() if start is not None}
+    if len(known) != 1:
+        return 0, 0, [f"the ranks resumed from different versions: {starts}"]
+    (version,) = known
+    limits = bounds(evidence, before)
+    findings = []
+    if version > limits.upper:
+        findings.append(f"resumed from version {version}, and nobody had begun a newer one than {limits.upper}")
+    on_disk = {found.version for found in evidence.record.found if not found.problems}
+    if version and version not in on_disk:
+        findings.append(f"resumed from version {version}, and the whole checkpoints are {sorted(on_disk)}")
+    return version, max(0, limits.lower - version), findings
+
+
+def _disk_findings(evidence: Evidence) -> Iterator[str]:
+    """Every checkpoint is whole; what was said to be committed was not more than could be."""
+    for found in evidence.record.found:
+        for problem in found.problems:
+            yield f"the checkpoint of version {found.version} is not whole: {problem}"
+    most = max((bounds(evidence, life).upper for life in trained(evidence)), default=0)
+    for seen in evidence.record.told("committed"):
+        if int(seen.facts["version"]) > most:
+            yield f"version {seen.facts['version']} was committed, and nobody had begun a newer one than {most}"
+    failures = [*evidence.record.told("save_failed"), *evidence.record.told("commit_failed")]
+    if evidence.record.struck(*_DISK, "disk-quota"):
+        for seen in failures:
+            if "errno" not in str(seen.facts.get("text", "")):
+                yield f"a save failed without its errno: {seen.facts.get('text', '')!r}"
+
+
+def _request_findings(evidence: Evidence) -> Iterator[str]:
+    """A checkpoint on request was written, or why not."""
+    for answer in evidence.record.answers:
+        if answer["answer"] != "save":
+            continue
+        if not answer.get("saved"):
+            if not _fatal(evidence.record):
+                yield f"a checkpoint was asked for and not written: {answer.get('text')}"
+        elif answer["version"] not in {found.version for found in evidence.record.found}:
+            yield f"version {answer['version']} was said to be saved and is not there"
+
+
+def _fatal(record: Record) -> bool:
+    return any(s.unreadable or s.cut_off or s.what in ("raise", "term", "report") for s in record.strikes)
+
+
+# ---------------------------------------------------------------------------------------------------------------- bits
+
+
+def bit_findings(evidence: Evidence, lives: list[LifeKey]) -> list[str]:
+    """The state after every restart, and every step of this run, has the bits of the unbroken run."""
+    if evidence.diverged:
+        return []
+    found: list[str] = []
+    for index, life in enumerate(lives):
+        lacking = _without_pages(evidence, life) if index else frozenset()
+        for rank, of_rank in sorted(evidence.notes.items()):
+            if life in of_rank:
+                found += _rank_bits(evidence, rank, of_rank[life], lacking)
+    for before, after in itertools.pairwise(lives):
+        found += _missing_pages(evidence, before, after)
+    return found[:6]
+
+
+def _without_pages(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    """Ranks whose own state is not in the checkpoint that this life was restored from."""
+    starts = {lives[life].start for lives in evidence.notes.values() if life in lives}
+    return frozenset(r for found in evidence.record.found if found.version in starts for r in found.missing_pages)
+
+
+def _rank_bits(evidence: Evidence, rank: int, life: RankLife, lacking: frozenset[int]) -> Iterator[str]:
+    known = evidence.reference[rank]
+    if life.start is not None and life.start_digests is not None:
+        shard, own = known[life.start]
+        if life.start_digests[0] != shard:
+            yield f"rank {rank}: weights or moments restored for version {life.start} are not the unbroken run's"
+        if rank not in lacking and life.start_digests[1] != own:
+            yield f"rank {rank}: its own state restored for version {life.start} is not the unbroken run's"
+    wrong = [version for version, digests in life.states.items() if digests != known[version]]
+    if wrong and not lacking:
+        yield f"rank {rank}: from version {min(wrong)} on its bits are not the unbroken run's"
+
+
+def _missing_pages(evidence: Evidence, before: LifeKey, after: LifeKey) -> Iterator[str]:
+    """Only a host of which no rank is left may cost rank-local state."""
+    missing = _without_pages(evidence, after)
+    started = {lives[before].start for lives in evidence.notes.values() if before in lives}
+    new = started != {lives[after].start for lives in evidence.notes.values() if after in lives}
+    if new and not missing <= (allowed := alone(evidence, before)):
+        yield f"rank-local state of ranks {sorted(missing)} was not saved; only that of {sorted(allowed)} may be lost"
+
+
+def alone(evidence: Evidence, life: LifeKey) -> frozenset[int]:
+    """Ranks whose pages nobody could reach: no rank of their host was left, or it was cut off."""
+    script, gone = evidence.script, unreadable(evidence, life)
+    hosts = [host for host in range(script.hosts) if gone.issuperset(script.ranks_of(host))]
+    if script.mirrored and len(hosts) == 1:
+        return frozenset()
+    cut = frozenset(range(script.world_size)) if _far_side(evidence, life) else frozenset()
+    return cut | frozenset(rank for host in hosts for rank in script.ranks_of(host))
+
+
+# ------------------------------------------------------------------------------------------------------------- outcome
+
+
+def _outcome(evidence: Evidence, lives: list[LifeKey], version: int | None, lost: int) -> str:
+    if len(lives) < 2:
+        return "unhurt"
+    if not lost:
+        first = bounds(evidence, lives[0])
+        start = min((ls[lives[0]].start or 0 for ls in evidence.notes.values() if lives[0] in ls), default=0)
+        return "saved" if version and version > start and first.upper > start else "kept"
+    said = any(e.facts.get("exit_code") == EXIT_NOT_SAVED for e in evidence.record.told("released"))
+    return "refused" if said else "lost"
+
+
+def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
+    wanted = evidence.record.run.expect
+    if wanted == "saved" and outcome not in COVERED:
+        yield f"{lost} finished steps are lost" if lost else "the job should have been saved and restarted, and was not"
+    if wanted == "unhurt" and outcome != "unhurt":
+        yield "a healthy job was restarted"
+    if wanted == "refused" and outcome not in ("refused", "kept"):
+        yield f"nothing could be saved, and the outcome is {outcome!r}"
+    if wanted == "any" and outcome == "lost" and _should_speak(evidence):
+        yield f"{lost} finished steps are lost, and nothing was said"
+
+
+def _should_speak(evidence: Evidence) -> bool:
+    """Somebody was left who could say why nothing was saved."""
+    return bool(evidence.record.struck(*_DISK)) and not evidence.record.struck("term")
+
+
+def _times(record: Record) -> tuple[float | None, float | None, float | None]:
+    """Milliseconds from the first strike that counts to the open incident, the last commit, and training again."""
+    strikes = [s for s in record.strikes if s.what not in ("cont", "heal", "disk-heal")]
+    deadly = [s for s in strikes if s.what in _DEADLY and s.who != "controller"]
+    since = min((strike.at_s for strike in deadly or strikes), default=None)
+    if since is None:
+        return None, None, None
+    opened = [e.at_s for e in record.told("opened") if e.at_s >= since]
+    committed = [e.at_s for e in record.told("committed") if e.at_s >= since]
+    return (
+        _ms(since, min(opened, default=None)),
+        _ms(since, max(committed, default=None)),
+        _ms(since, record.back_s),
+    )
+
+
+def _ms(since_s: float, at_s: float | None) -> float | None:
+    return None if at_s is None else round((at_s - since_s) * 1e3, 3)

@@ -1,0 +1,78 @@
+"""The file system that a hurt job saves to: one of its own, so that it can be filled and made read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from pathlib import Path
+
+from ttp.chaos.world import run
+
+BALLAST = ".ballast"
+QUOTA_BYTES = 1 << 20
+"""Of a rank with ``disk-quota``: enough for its notes and logs, too little for a piece of a wide model."""
+RETRY_S = 2.0
+
+
+class Disk:
+    """A file system in memory, mounted at ``path``. Mount it before the hosts are made: they inherit it.
+
+    Args:
+        path: where; created.
+        size: bytes.
+
+    Raises:
+        OSError: it cannot be mounted.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self.path = path
+        path.mkdir(parents=True, exist_ok=True)
+        run("mount", "-t", "tmpfs", "-o", f"size={size}", "chaos", str(path))
+
+    def fill(self) -> None:
+        """Leave not a byte."""
+        ballast = os.open(self.path / BALLAST, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            chunk = 1 << 24
+            while chunk >= 1:
+                try:
+                    os.posix_fallocate(ballast, os.fstat(ballast).st_size, chunk)
+                except OSError:
+                    chunk //= 2
+        finally:
+            os.close(ballast)
+
+    def protect(self) -> None:
+        """Make it read-only, as soon as nobody has a file open for writing.
+
+        Raises:
+            OSError: somebody always has.
+        """
+        deadline = time.monotonic() + RETRY_S
+        while True:
+            try:
+                run("mount", "-o", "remount,ro", str(self.path))
+                return
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+            time.sleep(0.002)
+
+    def heal(self) -> None:
+        """Undo both."""
+        run("mount", "-o", "remount,rw", str(self.path))
+        (self.path / BALLAST).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Unmount it; what was saved there is gone then."""
+        with contextlib.suppress(OSError):
+            run("umount", "--lazy", str(self.path))
+
+
+def limit(pid: int) -> None:
+    """The process can write no file larger than ``QUOTA_BYTES`` from now on."""
+    _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (QUOTA_BYTES, hard))

@@ -1,0 +1,338 @@
+"""Drives one script: starts the job, meets it where the script says, and judges each run when the next may begin.
+
+One thread owns everything here; ranks and observers put entries into its inbox. All ranks are held before the first
+step of a run until the run before is over: its incident is closed, the job trains again, nothing is pending.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.chaos import notes
+from ttp.chaos.checks import Verdict, judge
+from ttp.chaos.desk import Desk, GotUp, SatDown, Seat, Stands
+from ttp.chaos.inspection import checkpoints, closing_words
+from ttp.chaos.launches import Launches
+from ttp.chaos.line import END, HOLD
+from ttp.chaos.notes import Digests, LifeKey
+from ttp.chaos.place import Place
+from ttp.chaos.record import Evidence, Record, Seen, Strike
+from ttp.chaos.script import Fault, Script
+from ttp.chaos.strikes import MissedError, Scene, heal_all, strike, targets
+from ttp.chaos.vocabulary import START_PHASES
+
+LOOK_S = 0.05
+RUN_S_MAX = 120.0
+LAUNCHES_MAX = 3
+"""Of one run."""
+END_S = 30.0
+SETTLE_S = 0.15
+"""Longer than an observer needs to see that a controller is gone."""
+
+Reference = Mapping[int, Mapping[int, Digests]]
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """A run that is over."""
+
+    record: Record
+    verdict: Verdict
+
+
+class AbortedError(Exception):
+    """The job cannot be used any more; the text says why."""
+
+
+class Driver:
+    """One job.
+
+    Args:
+        script: what to do.
+        folder: of its own: logs, notes, checkpoints.
+        place: where it runs.
+        reference: digests of the unbroken run.
+        tell: called with every run that is over.
+    """
+
+    def __init__(
+        self, script: Script, folder: Path, place: Place, reference: Reference, tell: Callable[[Judged], None]
+    ) -> None:
+        self.script, self.folder, self._tell, self._reference = script, folder, tell, reference
+        self.closing: list[str] = []
+        """What was wrong with the job as a whole, when it was over."""
+        self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._desk = Desk(self._inbox)
+        self._scene = Scene(script, place.hosts, place.disk)
+        self._launches = Launches(script, folder, place, self._scene, self._desk.path, self._inbox)
+        self._index = -1
+        self._record: Record | None = None
+        self._pending: list[Fault] = []
+        self._arrived: dict[str, set[int]] = {}
+        self._timers: list[tuple[float, Fault]] = []
+        self._began_s = 0.0
+        self._stages: dict[int, tuple[str, float]] = {}
+        self._diverged = False
+        self._ended = False
+
+    def run(self) -> None:
+        """Do all of it. What could not be done is in the last verdict."""
+        self._desk.open()
+        try:
+            self._launches.start()
+            self._began_s = time.monotonic()
+            while not self._ended:
+                self._turn()
+            self._finish()
+        except (AbortedError, OSError) as problem:
+            self._abort(str(problem))
+        finally:
+            heal_all(self._scene)
+            self._launches.close()
+            self._desk.close()
+
+    # ------------------------------------------------------------------------------------------------------- the inbox
+
+    def _turn(self) -> None:
+        now = time.monotonic()
+        due = min((at for at, _ in self._timers), default=now + LOOK_S)
+        with contextlib.suppress(queue.Empty):
+            self._take(self._inbox.get(timeout=min(LOOK_S, max(0.0, due - now))))
+        self._fire_timers()
+        self._look_after_launchers()
+        self._maybe_next_run()
+        if time.monotonic() > self._began_s + RUN_S_MAX:
+            stages = sorted({stage for stage, _ in self._stages.values() if stage}) or ["without controller"]
+            raise AbortedError(f"nothing came of it within {RUN_S_MAX:g} s; the job is {' or '.join(stages)}")
+
+    def _take(self, entry: Any) -> None:
+        match entry:
+            case SatDown(seat):
+                self._sat_down(seat)
+            case Stands(seat, step, phase, _):
+                seat.standing = (step, phase)
+                self._stands(seat, step, phase)
+            case GotUp(seat):
+                if self._scene.seats.get(seat.rank) is seat:
+                    del self._scene.seats[seat.rank]
+            case {"event": kind}:
+                self._scene.leader = entry["host"]
+                self._heard(kind, entry)
+            case {"stage": stage}:
+                self._stages[entry["host"]] = (stage, entry["monotonic_s"])
+            case {"answer": _} if self._record is not None:
+                self._record.answers.append(entry)
+
+    def _sat_down(self, seat: Seat) -> None:
+        self._scene.seats[seat.rank] = seat
+        self._scene.hurt.discard(seat.rank)
+        if self._record is not None and seat.life not in self._record.lives:
+            self._record.lives.append(seat.life)
+            self._record.lives.sort()
+        waiting = [fault for fault in self._pending if fault.step is not None and seat.rank in fault.watchers]
+        ahead = self.script.runs[self._index + 1 :]
+        faults = [*waiting, *(f for run in ahead for f in run.faults if f.step is not None and seat.rank in f.watchers)]
+        points = {(fault.step, fault.phase) for fault in faults} | {(run.step, HOLD) for run in ahead}
+        seat.reply({"points": sorted(points), "phases": [*START_PHASES, END]})
+
+    def _stands(self, seat: Seat, step: int, phase: str) -> None:
+        if self._is_barrier(step, phase):
+            return  # held until all are there
+        for fault in list(self._pending):
+            here = fault.phase == phase and (fault.step == step if fault.step is not None else self._armed(fault))
+            if here and seat.rank in fault.watchers:
+                self._arrived.setdefault(fault.name, set()).add(seat.rank)
+                if fault.seconds:
+                    self._start_timer(fault)
+                elif set(fault.watchers) <= self._arrived[fault.name]:
+                    self._strike(fault)
+        self._let_go(seat)
+
+    def _let_go(self, seat: Seat) -> None:
+        """Let a rank go on, unless a fault waits for others to come to the same point."""
+        waits = any(seat.rank in self._arrived.get(fault.name, ()) and not fault.seconds for fault in self._pending)
+        if seat.standing is not None and not waits:
+            seat.standing = None
+            seat.reply({"do": "go"})
+
+    def _heard(self, kind: str, entry: dict[str, Any]) -> None:
+        seen = Seen(kind, entry["monotonic_s"], entry["unix_s"], entry["incident"], entry["facts"])
+        if self._record is None:
+            return
+        self._record.seen.append(seen)
+        self._scene.latest[kind] = seen.facts
+        for fault in list(self._pending):
+            if fault.event == kind and self._armed(fault):
+                if fault.seconds:
+                    self._start_timer(fault)
+                else:
+                    self._strike(fault)
+
+    # -------------------------------------------------------------------------------------------------------- striking
+
+    def _armed(self, fault: Fault) -> bool:
+        """What stands before it in the script has happened."""
+        assert self._record is not None
+        before = self._record.run.faults[: self._record.run.faults.index(fault)]
+        return not any(earlier in self._pending for earlier in before)
+
+    def _start_timer(self, fault: Fault) -> None:
+        self._pending.remove(fault)
+        self._timers.append((time.monotonic() + fault.seconds, fault))
+
+    def _fire_timers(self) -> None:
+        now = time.monotonic()
+        for entry in sorted(self._timers, key=lambda t: t[0]):
+            if entry[0] <= now:
+                self._timers.remove(entry)
+                self._strike(entry[1])
+
+    def _strike(self, fault: Fault) -> None:
+        """Do it, note it, and let those go on who waited for it."""
+        assert self._record is not None
+        if fault in self._pending:
+            self._pending.remove(fault)
+        inside = self._give_orders(fault)
+        at_s, life = time.monotonic(), self._life()
+        try:
+            done = strike(fault, self._scene)
+        except MissedError as problem:
+            self._record.missed.append(f"{fault.name}: {problem}")
+        else:
+            hurt = Strike(fault.name, fault.what, done.who, at_s, life, done.unreadable, done.cut_off)
+            self._record.strikes.append(hurt)
+        for rank in self._arrived.pop(fault.name, set()) - inside:
+            if rank in self._scene.seats:
+                self._let_go(self._scene.seats[rank])
+        for follower in [f for f in self._pending if f.after == fault.name]:
+            self._start_timer(follower)
+
+    def _give_orders(self, fault: Fault) -> set[int]:
+        """What ranks do to themselves they are told in answer to where they stand."""
+        if fault.what not in ("raise", "exit", "hang", "hang-gil"):
+            return set()
+        told = set()
+        for rank in targets(fault, self._scene):
+            seat = self._scene.seats.get(rank)
+            if seat is not None and seat.standing is not None:
+                seat.standing = None
+                seat.reply({"do": fault.what})
+                told.add(rank)
+        return told
+
+    def _life(self) -> LifeKey:
+        return max((seat.life for seat in self._scene.seats.values()), default=self._record_life())
+
+    def _record_life(self) -> LifeKey:
+        assert self._record is not None
+        return self._record.lives[-1]
+
+    # ------------------------------------------------------------------------------------------------------------- runs
+
+    def _maybe_next_run(self) -> None:
+        """When all ranks are held: judge the run that is over, begin the next one."""
+        standing = {seat.standing for seat in self._scene.seats.values()}
+        if len(self._scene.seats) < self.script.world_size or len(standing) != 1:
+            return
+        (where,) = standing
+        if where is None or not self._is_barrier(*where) or not self._quiet():
+            return
+        if self._record is not None:
+            self._judge()
+        if where[1] == END:
+            self._ended = True
+        else:
+            self._begin()
+        for seat in self._scene.seats.values():
+            seat.standing = None
+            seat.reply({"do": "go"})
+
+    def _is_barrier(self, step: int, phase: str) -> bool:
+        if phase == END:
+            return True
+        nxt = self._index + 1
+        return phase == HOLD and nxt < len(self.script.runs) and self.script.runs[nxt].step == step
+
+    def _quiet(self) -> bool:
+        """Nothing is pending, and a controller sees the job train."""
+        since = max((at_s for stage, at_s in self._stages.values() if stage == "training"), default=None)
+        if self._timers or since is None:
+            return False
+        record = self._record
+        if record is None:
+            return True
+        last = max((s.at_s for s in record.strikes), default=0.0)
+        beheaded = max((s.at_s for s in record.struck("kill", "segv") if s.who == "controller"), default=0.0)
+        if time.monotonic() < last + SETTLE_S or since < beheaded:
+            return False
+        record.back_s = record.back_s or max(since, last)
+        answered = [answer for answer in record.answers if answer["answer"] == "save"]
+        return len(answered) >= len(record.struck("save"))
+
+    def _begin(self) -> None:
+        self._index += 1
+        run = self.script.runs[self._index]
+        self._record = Record(run, lives=[self._life_of_seats()])
+        self._pending, self._timers, self._arrived = list(run.faults), [], {}
+        self._scene.latest = {}
+        self._scene.hurt = set()
+        self._began_s, self._launches.of_run = time.monotonic(), 0
+
+    def _life_of_seats(self) -> LifeKey:
+        return max(seat.life for seat in self._scene.seats.values())
+
+    def _judge(self) -> None:
+        assert self._record is not None
+        record = self._record
+        heal_all(self._scene)
+        record.missed += [f"{fault.name}: its moment never came ({fault.moment})" for fault in self._pending]
+        record.found = checkpoints(self._launches.save_dirs)
+        self._close_run(judge(self._evidence(record)))
+
+    def _evidence(self, record: Record) -> Evidence:
+        written = notes.read(self.folder, self.script.world_size)
+        return Evidence(self.script, record, written, self._reference, self._diverged)
+
+    def _close_run(self, verdict: Verdict) -> None:
+        assert self._record is not None
+        self._diverged = verdict.diverged
+        judged, self._record = Judged(self._record, verdict), None
+        self._tell(judged)
+
+    def _abort(self, why: str) -> None:
+        """The run that was on is judged by that; the others were never begun."""
+        if self._record is None:
+            self._index = max(self._index, 0)
+            self._record = Record(self.script.runs[self._index]) if self.script.runs else None
+        if self._record is not None:
+            self._record.trouble = why
+            self._close_run(judge(self._evidence(self._record)))
+
+    def _look_after_launchers(self) -> None:
+        """What a scheduler does; see ``Launches``."""
+        if not self._launches.over():
+            return
+        codes = self._launches.codes()
+        if self._record is None:
+            raise AbortedError(f"the job ended before it began: exit codes {codes}")
+        if set(codes) == {0}:
+            raise AbortedError("the job ended before all runs were done")
+        if self._launches.of_run >= LAUNCHES_MAX:
+            raise AbortedError(f"the job ended with {codes}, though it was started {self._launches.of_run} times")
+        self._record.exits += [code for code in codes if code is not None]
+        self._launches.again()
+
+    def _finish(self) -> None:
+        """All ranks have left the last hold: the job ends, and leaves nothing."""
+        if not self._launches.wait(END_S):
+            self.closing.append(f"the job had not ended {END_S:g} s after its last step")
+        codes = self._launches.codes()
+        if set(codes) != {0}:
+            self.closing.append(f"the job ended with exit codes {codes}")
+        self.closing += closing_words(self._launches.save_dirs, self._scene.hosts, range(self.script.hosts))

@@ -1,0 +1,57 @@
+"""Looking at what a hurt job left: its checkpoints, and what should not be there any more."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ttp.chaos.hosts import Hosts
+from ttp.chaos.launching import clean_environment
+from ttp.chaos.record import Found
+from ttp.errors import CheckpointError
+from ttp.store import names
+from ttp.store.manifest import Manifest
+from ttp.store.verify import verify_checkpoint
+
+LEAVE_S = 20.0
+"""A controller answers questions for a moment after the job is over; one that stood by for it takes a little longer."""
+
+
+def checkpoints(save_dirs: Sequence[Path]) -> list[Found]:
+    """Every checkpoint in these directories, read in full; by version."""
+    found = []
+    for path in (path for save_dir in save_dirs if save_dir.is_dir() for path in sorted(save_dir.iterdir())):
+        version = names.parse_checkpoint_name(path.name)
+        if version is not None:
+            found.append(Found(int(version), tuple(verify_checkpoint(path)), _missing_pages(path)))
+    return sorted(found, key=lambda f: f.version)
+
+
+def _missing_pages(path: Path) -> tuple[int, ...]:
+    try:
+        return tuple(int(rank) for rank in Manifest.load(path).missing_pages)
+    except CheckpointError:
+        return ()
+
+
+def closing_words(save_dirs: Sequence[Path], hosts: Hosts, numbers: Iterable[int]) -> list[str]:
+    """What is wrong with a job that is over: what ``ttp verify`` says, what still runs, what lies around."""
+    words = []
+    for save_dir in (save_dir for save_dir in save_dirs if checkpoints([save_dir])):
+        command = [sys.executable, "-m", "ttp", "verify", str(save_dir)]
+        done = subprocess.run(command, capture_output=True, text=True, env=clean_environment(), check=False)
+        if done.returncode:
+            words.append(f"ttp verify: {done.stderr.strip() or done.stdout.strip()}")
+    for host in numbers:
+        words += [f"left behind on host {host}: {what}" for what in _leftovers(hosts, host)]
+    return words
+
+
+def _leftovers(hosts: Hosts, host: int) -> list[str]:
+    deadline = time.monotonic() + LEAVE_S
+    while (left := hosts.leftovers(host)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return left

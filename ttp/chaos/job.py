@@ -1,0 +1,235 @@
+"""The job that is hurt: a small, deterministic DDP training, ``python -m ttp.chaos.job``.
+
+Its ranks differ in everything that ranks differ in: dropout, data, BatchNorm statistics, the random streams of Python
+and numpy. After each step and after a restore every rank writes down, with one write that survives a SIGKILL, a digest
+of what is equal on all ranks and one of what is its own.
+
+Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``, and what
+``ttp.chaos.line`` reads.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ttp
+from ttp.chaos.line import END, HOLD, LAUNCH, Line
+
+ACCUMULATION = 2
+RANK = int(os.environ.get("RANK", "0"))
+LIFE = (int(os.environ.get(LAUNCH, "0")), int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
+
+
+class Here:
+    """Where this rank is, and what is done to it there."""
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.line = Line(RANK, LIFE)
+
+    def at(self, phase: str) -> None:
+        """Come to ``phase`` of the current step."""
+        match self.line.at(self.step, phase):
+            case "raise":
+                raise ValueError("a wrong turn in the training loop")
+            case "exit":
+                os._exit(3)
+            case "hang":
+                time.sleep(1e6)
+            case "hang-gil":
+                ctypes.PyDLL(None).sleep(10**6)  # unlike CDLL it keeps the interpreter lock
+
+
+class Watched(nn.Module):
+    """Passes tensors through; forward and backward are points of the step."""
+
+    def __init__(self, here: Here) -> None:
+        super().__init__()
+        self._here = here
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """See the class."""
+        self._here.at("forward")
+        if x.requires_grad:
+            hook: Any = x.register_hook
+            hook(lambda _grad: self._here.at("backward"))
+        return x
+
+
+class TwoHalves(torch.optim.AdamW):
+    """AdamW that can be met half-way through its update."""
+
+    here: Here
+
+    def step(self, closure: Any = None) -> Any:
+        """Update the first half of the tensors, then the second."""
+        group = self.param_groups[0]
+        every = group["params"]
+        half = len(every) // 2
+        for index, part in enumerate((every[:half], every[half:])):
+            if index:
+                self.here.at("in_step")
+            group["params"] = part
+            try:
+                super().step(closure)
+            finally:
+                group["params"] = every
+
+
+class Schedule(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule that can be met in its step."""
+
+    here: ClassVar[Here | None] = None
+    """Of the class: what an instance has belongs to its state."""
+
+    def step(self, epoch: int | None = None) -> None:
+        """The next learning rate."""
+        if Schedule.here is not None:
+            Schedule.here.at("scheduler")
+        super().step(epoch)
+
+
+class Losses:
+    """The loss curve, as extra state."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        """For the checkpoint."""
+        return {"values": list(self.values)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """From a checkpoint."""
+        self.values = list(state["values"])
+
+
+class Training:
+    """Model, optimizer, schedule and streams of one rank."""
+
+    def __init__(self, here: Here, width: int) -> None:
+        self.here = here
+        torch.manual_seed(1)
+        net = nn.Sequential(
+            nn.Linear(16, width), nn.BatchNorm1d(width), nn.ReLU(), Watched(here), nn.Dropout(0.2),
+            nn.Linear(width, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4),
+        )  # fmt: skip
+        self.model = DistributedDataParallel(net)
+        self.optimizer = TwoHalves(self.model.parameters(), lr=1e-2)
+        self.optimizer.here = here
+        self.schedule = Schedule(self.optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+        Schedule.here = here  # from now on: making a schedule is a step of it
+        self.losses = Losses()
+        torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
+        random.seed(200 + RANK)
+        np.random.seed(300 + RANK)
+
+    def one_step(self, step: int) -> None:
+        """Train ``step`` (from 0), which makes version ``step + 1``."""
+        self.optimizer.zero_grad()
+        total = 0.0
+        for micro in range(ACCUMULATION):
+            self.model.require_backward_grad_sync = micro == ACCUMULATION - 1
+            loss = self._loss(step, micro)
+            total += float(loss.detach())
+            if self.model.require_backward_grad_sync:
+                self.here.at("loss")
+                self.losses.values.append(total)  # before the gradients leave this rank: it may die right after
+            loss.backward()  # type: ignore[no-untyped-call]
+        self.here.at("allreduced")
+        note("update", step + 1)
+        self.optimizer.step()
+        note("version", step + 1)
+        self.here.at("stepped")
+        self.schedule.step()
+        self.here.at("scheduled")
+        note("state", step + 1, *self.digests())
+
+    def _loss(self, step: int, micro: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1000 * step + 100 * micro + RANK)
+        data, target = torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
+        data = data + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        return nn.functional.cross_entropy(self.model(data), target) / ACCUMULATION
+
+    def digests(self) -> tuple[str, str]:
+        """Of the weights, moments and schedule; of what this rank has for itself."""
+        moments = self.optimizer.state_dict()["state"]
+        shard = [*self.model.module.parameters(), *(v for s in moments.values() for _, v in sorted(s.items()))]
+        schedule = repr(self.schedule.get_last_lr()).encode()
+        own = [*self.model.module.buffers(), torch.get_rng_state()]
+        streams = repr((random.getstate(), np.random.get_state(), self.losses.values)).encode()
+        return digest((_bytes(t) for t in shard), schedule), digest((_bytes(t) for t in own), streams)
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().contiguous().numpy().view(np.uint8).data if tensor.dim() else tensor.numpy().tobytes()
+
+
+def digest(parts: Iterable[Any], last: bytes) -> str:
+    """Of all parts, one after the other."""
+    h = xxhash.xxh3_128()
+    for part in (*parts, last):
+        h.update(part)
+    return str(h.hexdigest())
+
+
+def note(kind: str, value: int, *more: str) -> None:
+    """Append to this rank's notes with one write."""
+    words = (f"{time.monotonic():.6f}", f"{LIFE[0]}.{LIFE[1]}", kind, str(value), *more)
+    with (Path(os.environ["CHAOS_DIR"]) / f"rank{RANK}.log").open("a") as log:
+        log.write(" ".join(words) + "\n")
+
+
+@ttp.ttp_to_persist
+def train(here: Here, steps: int, width: int) -> None:
+    """The training loop; what a user of ttp writes is in it: three lines."""
+    training = Training(here, width)
+    ttp.wrap_optimizer(
+        training.optimizer,
+        model=training.model,
+        scheduler=training.schedule,
+        save_dir=os.environ["CHAOS_SAVE_DIR"],
+        extra_state=training.losses,
+    )
+    here.at("joined")
+    start = ttp.restore()
+    here.step = start
+    note("start", start, *training.digests())
+    here.at("restored")
+    for step in range(start, steps):
+        here.step = step
+        with ttp.paused("held between two runs"):
+            here.at(HOLD)
+        here.at("data")
+        training.one_step(step)
+    here.step = steps
+    with ttp.paused("held after the last run"):
+        here.at(END)
+
+
+def main() -> int:
+    """One rank's life."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    train(Here(), int(os.environ["CHAOS_STEPS"]), int(os.environ["CHAOS_WIDTH"]))
+    dist.barrier()
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,296 @@
+"""The kinds of runs that a campaign draws from."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from ttp.chaos.script import Fault, Run, Script
+from ttp.chaos.vocabulary import STEP_PHASES, Target
+
+ONE_HOST = ("small", "pair", "stock", "wide")
+SEVERAL_HOSTS = ("two hosts", "two hosts, scheduled", "three hosts, scheduled")
+SCHEDULED = ("two hosts, scheduled", "three hosts, scheduled")
+NO_PAIR = ("small", "stock", "wide")
+INCIDENT = ("opened", "answer", "plan", "saved", "commit", "committed")
+
+
+@dataclass(slots=True)
+class Scene:
+    """What a kind is drawn for: one job, one step, one phase."""
+
+    job: Script
+    step: int
+    phase: str
+    prefix: str
+    chance: random.Random
+
+    @property
+    def rank(self) -> int:
+        """Any rank."""
+        return self.chance.randrange(self.job.world_size)
+
+    def several(self, least: int, most: int) -> tuple[int, ...]:
+        """Some ranks."""
+        count = self.chance.randint(least, most)
+        return tuple(sorted(self.chance.sample(range(self.job.world_size), count)))
+
+    def seconds(self, least: float, most: float) -> float:
+        """Some time."""
+        return round(self.chance.uniform(least, most), 3)
+
+    def here(self, what: str, who: Target, name: str = "first", seconds: float = 0.0) -> Fault:
+        """At this step and phase."""
+        seen_by = None if who.kind == "ranks" else self._rank_on_another_host(who)
+        return Fault(f"{self.prefix} {name}", what, who, self.step, self.phase, seen_by, seconds=seconds)
+
+    def _rank_on_another_host(self, who: Target) -> int:
+        others = [r for r in range(self.job.world_size) if who.kind != "host" or self.job.host_of(r) not in who.numbers]
+        return self.chance.choice(others)
+
+    def at_event(self, event: str, what: str, who: Target, name: str = "second") -> Fault:
+        """When the controller tells it."""
+        return Fault(f"{self.prefix} {name}", what, who, event=event)
+
+    def later(self, seconds: float, what: str, who: Target, name: str = "second", after: str = "first") -> Fault:
+        """After another fault."""
+        return Fault(f"{self.prefix} {name}", what, who, after=f"{self.prefix} {after}", seconds=seconds)
+
+    def next_start(self, phase: str, what: str, who: Target) -> Fault:
+        """When the job has been started again."""
+        return Fault(f"{self.prefix} second", what, who, phase=phase)
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of run.
+
+    Args:
+        title: its name in the report.
+        faults: draws them.
+        expect: what it has to come to.
+        weight: how often it is drawn.
+        phases: where in a step it may begin.
+        shapes: names of the jobs that can bear it.
+        needs: what the machine has to offer for it.
+        features: of ``--include``.
+        diverges: it costs rank-local state.
+    """
+
+    title: str
+    faults: Callable[[Scene], tuple[Fault, ...]]
+    expect: str = "saved"
+    weight: int = 1
+    phases: tuple[str, ...] = STEP_PHASES
+    shapes: tuple[str, ...] = ONE_HOST
+    needs: frozenset[str] = field(default=frozenset())
+    features: frozenset[str] = field(default=frozenset())
+    diverges: bool = False
+
+    def run(self, job: Script, step: int, phase: str, prefix: str, chance: random.Random) -> Run:
+        """One of this kind."""
+        return Run(self.title, self.faults(Scene(job, step, phase, prefix, chance)), self.expect)
+
+
+def ranks(*numbers: int) -> Target:
+    """These."""
+    return Target("ranks", numbers)
+
+
+CONTROLLER, LAUNCHER, DISK, ALL = Target("controller"), Target("launcher"), Target("disk"), Target("all")
+SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("bystander")
+
+
+def _kill(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("kill", ranks(s.rank)),)
+
+
+def _kill_any_moment(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("kill", ranks(s.rank), seconds=s.seconds(0.0005, 0.02)),)
+
+
+def _one(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
+    return lambda s: (s.here(what, ranks(s.rank)),)
+
+
+def _several(s: Scene) -> tuple[Fault, ...]:
+    most = s.job.world_size - 1
+    return (s.here("kill", ranks(*s.several(min(2, most), most))),)
+
+
+def _everybody(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("kill", ranks(*range(s.job.world_size))),)
+
+
+def _kill_then(event: str, who: Target) -> Callable[[Scene], tuple[Fault, ...]]:
+    return lambda s: (s.here("kill", ranks(s.rank)), s.at_event(event, "kill", who))
+
+
+def _two_at_different_moments(s: Scene) -> tuple[Fault, ...]:
+    one, two = s.chance.sample(range(s.job.world_size), 2)
+    return s.here("kill", ranks(one)), s.later(s.seconds(0, 0.2), "kill", ranks(two))
+
+
+def _kill_and_at_the_next_start(s: Scene) -> tuple[Fault, ...]:
+    phase = s.chance.choice(("joined", "restored"))
+    return s.here("kill", ranks(s.rank)), s.next_start(phase, "kill", ranks(s.rank))
+
+
+def _controller(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("kill", CONTROLLER),)
+
+
+def _controller_then_rank(s: Scene) -> tuple[Fault, ...]:
+    return s.here("kill", CONTROLLER), s.later(s.seconds(0, 2), "kill", ranks(s.rank))
+
+
+def _kill_then_controller(s: Scene) -> tuple[Fault, ...]:
+    return s.here("kill", ranks(s.rank)), s.at_event(s.chance.choice(INCIDENT), "kill", CONTROLLER)
+
+
+def _kill_then_controller_and_saver(s: Scene) -> tuple[Fault, ...]:
+    both = s.at_event("plan", "kill", CONTROLLER), s.later(0, "kill", SAVER, "third", "second")
+    return s.here("kill", ranks(s.rank)), *both
+
+
+def _pause(who: Callable[[Scene], Target], least: float, most: float) -> Callable[[Scene], tuple[Fault, ...]]:
+    def draw(s: Scene) -> tuple[Fault, ...]:
+        paused = who(s)
+        return s.here("stop", paused), s.later(s.seconds(least, most), "cont", paused)
+
+    return draw
+
+
+def _stopped_while_another_dies(s: Scene) -> tuple[Fault, ...]:
+    stopped, dying = s.chance.sample(range(s.job.world_size), 2)
+    return s.here("stop", ranks(stopped)), s.later(0.05, "kill", ranks(dying))
+
+
+def _controller_stopped_while_one_dies(s: Scene) -> tuple[Fault, ...]:
+    dies = s.later(0.05, "kill", ranks(s.rank))
+    return s.here("stop", CONTROLLER), dies, s.later(s.seconds(0.5, 3), "cont", CONTROLLER, "third")
+
+
+def _save(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("save", CONTROLLER),)
+
+
+def _save_and_kill(s: Scene) -> tuple[Fault, ...]:
+    event = s.chance.choice(("acknowledged", "answer", "plan", "saved", "commit"))
+    return s.here("save", CONTROLLER), s.at_event(event, "kill", ranks(s.rank))
+
+
+def _quota(s: Scene) -> tuple[Fault, ...]:
+    poor, dying = s.chance.sample(range(s.job.world_size), 2)
+    return s.here("disk-quota", ranks(poor)), s.later(0.02, "kill", ranks(dying))
+
+
+def _disk(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
+    def draw(s: Scene) -> tuple[Fault, ...]:
+        dies = s.later(0.02, "kill", ranks(s.rank))
+        return s.here(what, DISK), dies, s.at_event("released", "disk-heal", DISK, "third")
+
+    return draw
+
+
+def _disk_for_a_moment(s: Scene) -> tuple[Fault, ...]:
+    dies = s.later(0.02, "kill", ranks(s.rank))
+    return s.here("disk-full", DISK), dies, s.at_event("save_failed", "disk-heal", DISK, "third")
+
+
+def _host(what: str, number: int | None = None) -> Callable[[Scene], tuple[Fault, ...]]:
+    """This host, or any but the first, on which the controller is."""
+
+    def draw(s: Scene) -> tuple[Fault, ...]:
+        host = s.chance.randrange(1, s.job.hosts) if number is None else number
+        return (s.here(what, Target("host", (host,))),)
+
+    return draw
+
+
+def _flap(s: Scene) -> tuple[Fault, ...]:
+    host = Target("host", (s.chance.randrange(1, s.job.hosts),))
+    what = s.chance.choice(("partition", "unplug"))
+    return s.here(what, host), s.later(s.seconds(0.2, 2.5), "heal", host)
+
+
+def _cut_and_healed_late(s: Scene) -> tuple[Fault, ...]:
+    host = Target("host", (s.chance.randrange(1, s.job.hosts),))
+    return s.here("partition", host), s.at_event("released", "heal", host)
+
+
+def _all_ranks_of_a_host(s: Scene) -> tuple[Fault, ...]:
+    return (s.here("kill", ranks(*s.job.ranks_of(s.chance.randrange(s.job.hosts)))),)
+
+
+_HOSTS, _MOUNT = frozenset({"hosts"}), frozenset({"mount"})
+_OUTER = tuple(p for p in STEP_PHASES if p != "in_step")
+_WIDE = ("wide",)
+
+KINDS: tuple[Kind, ...] = (
+    Kind("kill a rank", _kill, weight=9),
+    Kind("kill a rank at any moment", _kill_any_moment, weight=4, phases=("data",)),
+    Kind("segfault of a rank", _one("segv")),
+    Kind("a rank exits", _one("exit")),
+    Kind("exception in a rank", _one("raise"), weight=3),
+    Kind("SIGTERM to a rank", _one("term")),
+    Kind("SIGTERM to the job", lambda s: (s.here("term", LAUNCHER),), weight=2),
+    Kind("accused from outside", _one("report")),
+    Kind("kill several ranks at once", _several, weight=3, shapes=NO_PAIR),
+    Kind("kill all ranks at once", _everybody, "any"),
+    Kind("kill a rank, then the saver", _kill_then("plan", SAVER), weight=3, shapes=NO_PAIR),
+    Kind("kill a rank, then another one", _kill_then("plan", BYSTANDER), weight=2, shapes=NO_PAIR),
+    Kind("kill a rank, then the committer", _kill_then("commit", COMMITTER), weight=2, shapes=NO_PAIR),
+    Kind("kill two ranks, one after the other", _two_at_different_moments, weight=2, shapes=NO_PAIR),
+    Kind("kill a rank, and one at the next start", _kill_and_at_the_next_start, weight=2),
+    Kind("kill the controller", _controller, "unhurt", weight=4),
+    Kind("kill the controller, then a rank", _controller_then_rank, weight=3),
+    Kind("kill a rank, then the controller", _kill_then_controller, weight=4),
+    Kind("kill a rank, then controller and saver", _kill_then_controller_and_saver, weight=2, shapes=NO_PAIR),
+    Kind("pause a rank", _pause(lambda s: ranks(s.rank), 0.2, 1.5), "unhurt", weight=2),
+    Kind("pause the controller", _pause(lambda _: CONTROLLER, 0.2, 4), "unhurt", weight=2),
+    Kind("kill a rank while another is stopped", _stopped_while_another_dies, weight=2, shapes=NO_PAIR),
+    Kind("kill a rank while the controller is stopped", _controller_stopped_while_one_dies, weight=2),
+    Kind("checkpoint on request", _save, "unhurt", weight=2),
+    Kind("kill a rank during a checkpoint on request", _save_and_kill, weight=2, phases=_OUTER),
+    Kind("a rank cannot write, another dies", _quota, weight=2, shapes=_WIDE, phases=_OUTER),
+    Kind("full disk", _disk("disk-full"), "refused", shapes=_WIDE, needs=_MOUNT),
+    Kind("read-only disk", _disk("disk-ro"), "refused", shapes=_WIDE, needs=_MOUNT),
+    Kind("full disk for a moment", _disk_for_a_moment, "any", shapes=_WIDE, needs=_MOUNT),
+    Kind("kill a rank of several hosts", _kill, weight=3, shapes=("two hosts", "two hosts, scheduled"), needs=_HOSTS),
+    Kind("short loss of a host's network", _flap, "unhurt", weight=2, shapes=SEVERAL_HOSTS, needs=_HOSTS),
+    Kind("kill all ranks of a host", _all_ranks_of_a_host, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+    Kind("kill a host", _host("kill"), weight=3, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+    Kind("cut off a host", _host("partition"), weight=2, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+    Kind("pull a host's cable", _host("unplug"), shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+    Kind("cut off the controller's host", _host("partition", 0), shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+    Kind("cut off a host, heal it late", _cut_and_healed_late, shapes=SCHEDULED, needs=_HOSTS, diverges=True),
+)
+
+
+def _hung(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
+    return lambda s: (s.here(what, ranks(s.rank)),)
+
+
+def _host_then_controller(s: Scene) -> tuple[Fault, ...]:
+    host = Target("host", (s.chance.randrange(1, s.job.hosts),))
+    return s.here("kill", host), s.at_event("plan", "kill", CONTROLLER)
+
+
+_HANG, _STANDBY = frozenset({"hang"}), frozenset({"standby"})
+_BY, _SEEN = ("three hosts, standing by",), ("watched",)
+_FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
+_PLACES = ("two places",)
+
+KINDS += (
+    Kind("a rank hangs", _hung("hang"), weight=2, shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank hangs with the interpreter lock", _hung("hang-gil"), shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("a rank is stopped for good", _hung("stop"), shapes=_SEEN, features=_HANG, phases=_OUTER),
+    Kind("kill the controller's host", _host("kill", 0), weight=3, shapes=_BY, features=_STANDBY, diverges=True),
+    Kind("kill a host, then the controller", _host_then_controller, shapes=_BY, features=_STANDBY, diverges=True),
+    Kind("full disk, second place", _disk("disk-full"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),
+    Kind("read-only disk, second place", _disk("disk-ro"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),
+    Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
+)
+"""Every kind of run."""

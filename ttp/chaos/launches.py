@@ -1,0 +1,145 @@
+"""The scheduler of a hurt job: starts its launchers, starts them again when all have left, hears its controller."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import queue
+import secrets
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from ttp.chaos import launching
+from ttp.chaos.place import Place
+from ttp.chaos.script import Script
+from ttp.chaos.strikes import Scene, heal_all
+
+GIVE_UP_S = 5.0
+"""How long launchers may take to leave after another one has; then their hosts are taken away."""
+
+
+class Launches:
+    """Starts and restarts of one job.
+
+    Args:
+        script: the job.
+        folder: of the job.
+        place: where it runs.
+        scene: gets the processes.
+        socket_path: where ranks call in.
+        inbox: gets what observers say.
+    """
+
+    def __init__(
+        self,
+        script: Script,
+        folder: Path,
+        place: Place,
+        scene: Scene,
+        socket_path: Path,
+        inbox: queue.SimpleQueue[Any],
+    ) -> None:
+        self.of_run = 0
+        """Starts since the current run began."""
+        self._script, self._folder, self._place, self._scene = script, folder, place, scene
+        self._socket_path, self._inbox = socket_path, inbox
+        self._token = secrets.token_hex(16)
+        self._count = 0
+        self._left_at: float | None = None
+
+    @property
+    def save_dir(self) -> Path:
+        """Where the job saves."""
+        return (self._place.disk.path if self._place.disk is not None else self._folder) / "checkpoints"
+
+    @property
+    def save_dirs(self) -> list[Path]:
+        """Where the job's checkpoints are: where it saves, and where it saves otherwise."""
+        return [self.save_dir, self._folder / launching.FALLBACK]
+
+    def start(self) -> None:
+        """Start the launchers on all hosts; hosts that were taken away are replaced."""
+        script, hosts = self._script, self._place.hosts
+        env = launching.environment(
+            script,
+            self._folder,
+            self.save_dir,
+            self._socket_path,
+            self._count,
+            port=self._place.port,
+            token=self._token,
+        )
+        for host in range(script.hosts):
+            hosts.power_on(host)
+            if host not in self._scene.observers:
+                self._observe(host)
+        self._scene.dead.clear()
+        self._scene.hurt.clear()
+        interface = "eth0" if script.hosts > 1 else ""
+        for host in range(script.hosts):
+            command = launching.command(script, host, hosts.addresses[0])
+            settings = launching.on_host(env, self._folder / f"run-{host}", interface)
+            self._scene.launchers[host] = hosts.start(host, command, settings, self._folder / f"launcher-{host}.log")
+        self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
+
+    def again(self) -> None:
+        """Start the job once more. Where there are several hosts they are replaced: some may not even be in reach."""
+        if self._script.hosts > 1:
+            for host in range(self._script.hosts):
+                self._place.hosts.power_off(host)
+            self._end_observers()
+        heal_all(self._scene)
+        self.start()
+
+    def over(self) -> bool:
+        """Whether all launchers have left, or have had the time to."""
+        running = [host for host, process in self._scene.launchers.items() if process.poll() is None]
+        if not running:
+            return True
+        alive = self._script.hosts - len(self._scene.dead)
+        if len(running) == alive:
+            return False
+        self._left_at = self._left_at or time.monotonic()
+        return time.monotonic() > self._left_at + GIVE_UP_S
+
+    def wait(self, timeout_s: float) -> bool:
+        """Whether all launchers leave within ``timeout_s``."""
+        deadline = time.monotonic() + timeout_s
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            for process in self._scene.launchers.values():
+                process.wait(max(0.1, deadline - time.monotonic()))
+            return True
+        return False
+
+    def codes(self) -> list[int | None]:
+        """Exit codes of the launchers by host; None: it still runs."""
+        return [process.poll() for process in self._scene.launchers.values()]
+
+    def close(self) -> None:
+        """Listen no more. What runs on the hosts ends with them."""
+        self._end_observers()
+
+    # -------------------------------------------------------------------------------------------------------- observers
+
+    def _observe(self, host: int) -> None:
+        """Listen to the controller on a host: the one that leads, or one that stands by."""
+        command = [sys.executable, "-m", "ttp.chaos.observe", "127.0.0.1", str(self._place.port)]
+        env = launching.clean_environment() | {"TTP_TOKEN": self._token, "GRPC_VERBOSITY": "NONE"}
+        observer = self._place.hosts.listen(host, command, env)
+        self._scene.observers[host] = observer
+        threading.Thread(target=self._read, args=(host, observer), name="chaos-observer", daemon=True).start()
+
+    def _read(self, host: int, observer: subprocess.Popen[str]) -> None:
+        assert observer.stdout is not None
+        for line in observer.stdout:
+            self._inbox.put({**json.loads(line), "host": host})
+
+    def _end_observers(self) -> None:
+        for observer in self._scene.observers.values():
+            observer.kill()
+            observer.wait()
+        self._scene.observers.clear()

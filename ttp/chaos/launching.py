@@ -1,0 +1,89 @@
+"""How the hurt job is started: on which host, by which command, with which environment."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from ttp.chaos.line import LAUNCH, SOCKET
+from ttp.chaos.script import Script
+
+MASTER_PORT = 29500
+CONTROLLER_PORT = 23456
+MAX_RESTARTS = 1000
+FALLBACK = "fallback"
+"""Below the job's folder: its TTP_FALLBACK_DIR, if the script says that it has one."""
+_FOREIGN = ("TTP_", "TORCHELASTIC", "PET_", "CHAOS_")
+_FOREIGN_NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+PATIENCE = {"TTP_OT": "60", "TTP_ANSWER_S": "2"}
+"""A run that waits for the usual six minutes teaches nothing more."""
+
+
+def clean_environment() -> dict[str, str]:
+    """This process's, without what is meant for another job."""
+    return {k: v for k, v in os.environ.items() if not k.startswith(_FOREIGN) and k not in _FOREIGN_NAMES}
+
+
+def environment(
+    script: Script, folder: Path, save_dir: Path, socket_path: Path, launch: int, *, port: int, token: str
+) -> dict[str, str]:
+    """Of the launchers. ``TTP_RUN_DIR`` is for ``on_host`` to add."""
+    fallback = {"TTP_FALLBACK_DIR": str(folder / FALLBACK)} if script.fallback else {}
+    return {
+        **clean_environment(),
+        **PATIENCE,
+        **fallback,
+        **dict(script.env),
+        "CHAOS_DIR": str(folder),
+        "CHAOS_SAVE_DIR": str(save_dir),
+        "CHAOS_STEPS": str(script.steps),
+        "CHAOS_WIDTH": str(script.width),
+        SOCKET: str(socket_path),
+        LAUNCH: str(launch),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "GRPC_VERBOSITY": "NONE",
+        "TTP_PORT": str(port),
+        "TTP_TOKEN": token,
+    }
+
+
+def on_host(env: Mapping[str, str], run_dir: Path, interface: str) -> dict[str, str]:
+    """What differs between hosts."""
+    network = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+    return {**env, **network, "TTP_RUN_DIR": str(run_dir)}
+
+
+def command(script: Script, host: int, address: str) -> list[str]:
+    """Of the launcher on one host.
+
+    Args:
+        script: the job.
+        host: number of the host.
+        address: of the first host.
+    """
+    program = ["-m", "ttp", "run"] if script.launcher == "ttp" else ["-m", "torch.distributed.run"]
+    flags = ["--standalone"]
+    if script.hosts > 1:
+        flags = ["--nnodes", str(script.hosts), "--node-rank", str(host)]
+        flags += ["--master-addr", address, "--master-port", str(MASTER_PORT)]
+    restarts = MAX_RESTARTS if script.restart == "agent" else 0
+    flags += ["--nproc-per-node", str(script.ranks_per_host), "--max-restarts", str(restarts)]
+    return [sys.executable, *program, *flags, "-m", "ttp.chaos.job"]
+
+
+def unbroken(script: Script, folder: Path) -> tuple[list[str], dict[str, str]]:
+    """Command and environment of the same training on one host, without ttp and without anybody hurting it."""
+    plain = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(script.world_size)]
+    env = {
+        **clean_environment(),
+        "CHAOS_DIR": str(folder),
+        "CHAOS_SAVE_DIR": str(folder / "checkpoints"),
+        "CHAOS_STEPS": str(script.steps),
+        "CHAOS_WIDTH": str(script.width),
+        "OMP_NUM_THREADS": "1",
+    }
+    return [sys.executable, *plain, "-m", "ttp.chaos.job"], env

@@ -1,0 +1,76 @@
+"""What the ranks wrote down: which versions they began, finished, and with which bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LifeKey = tuple[int, int]
+"""Which start of the job: launches by the scheduler, restarts by the launcher since."""
+
+Digests = tuple[str, str]
+"""Of what is equal on all ranks, and of what is a rank's own."""
+
+
+@dataclass(slots=True)
+class RankLife:
+    """One rank between two restarts. ``start`` is None if it died before it was restored."""
+
+    start: int | None = None
+    start_digests: Digests | None = None
+    begun: int = 0
+    """The newest version whose update it began; the start if none."""
+    finished: int = 0
+    """The newest version that it finished; the start if none."""
+    states: dict[int, Digests] = field(default_factory=dict)
+    """At the end of each step, by version."""
+
+
+Notes = Mapping[int, Mapping[LifeKey, RankLife]]
+"""By rank, then by life."""
+
+
+def read(folder: Path, ranks: int) -> Notes:
+    """The notes of all ranks of a job."""
+    return {rank: parse(_lines(folder / f"rank{rank}.log")) for rank in range(ranks)}
+
+
+def parse(lines: Iterable[str]) -> dict[LifeKey, RankLife]:
+    """The notes of one rank. A last line that was cut off by a crash is ignored."""
+    lives: dict[LifeKey, RankLife] = {}
+    for line in lines:
+        words = line.split()
+        if len(words) < 4:
+            continue
+        _, life, kind, number, *digests = words
+        launch, restart = life.split(".")
+        _take(lives.setdefault((int(launch), int(restart)), RankLife()), kind, int(number), digests)
+    return lives
+
+
+def _take(life: RankLife, kind: str, version: int, digests: list[str]) -> None:
+    pair = (digests[0], digests[1]) if len(digests) == 2 else None
+    match kind:
+        case "start":
+            life.start, life.start_digests, life.begun, life.finished = version, pair, version, version
+        case "update":
+            life.begun = version
+        case "version":
+            life.finished = version
+        case "state" if pair is not None:
+            life.states[version] = pair
+
+
+def _lines(path: Path) -> list[str]:
+    return path.read_text().split("\n")[:-1] if path.exists() else []
+
+
+def reference(notes: Notes) -> dict[int, dict[int, Digests]]:
+    """From the notes of an unbroken run: the digests of every version, by rank."""
+    known: dict[int, dict[int, Digests]] = {}
+    for rank, lives in notes.items():
+        (life,) = lives.values()
+        assert life.start == 0 and life.start_digests is not None
+        known[rank] = {0: life.start_digests, **life.states}
+    return known

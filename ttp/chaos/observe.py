@@ -1,0 +1,104 @@
+"""``python -m ttp.chaos.observe ADDRESS PORT``: what a controller tells, as JSON lines on stdout; orders on stdin.
+
+A process of its own, because it has to live in the network of a host. Lines: ``{"event": kind, ...}``,
+``{"stage": ..., "live": n}`` whenever that changes (``stage`` is empty while there is no controller),
+``{"answer": order, ...}``. Orders: ``{"order": "save"}``, ``{"order": "report", "ranks": [2]}``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import grpc
+
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
+
+REPLAY = 10_000
+LOOK_S = 0.1
+ANSWER_S = 60.0
+
+_lock = threading.Lock()
+
+
+def say(**words: Any) -> None:
+    """One line on stdout; ends the process when nobody listens any more."""
+    try:
+        with _lock:
+            sys.stdout.write(json.dumps(words) + "\n")
+            sys.stdout.flush()
+    except OSError:
+        os._exit(0)
+
+
+def watch(address: str, port: int, token: str) -> None:
+    """Tell every event; controllers come and go, and what a new connection repeats is dropped."""
+    seen: set[tuple[int, float]] = set()
+    while True:
+        try:
+            with open_channel(address, port) as channel:
+                calls = stub(channel).WatchEvents(pb.WatchEventsRequest(replay=REPLAY), metadata=metadata(token))
+                for e in calls:
+                    if (e.sequence, e.unix_s) in seen:
+                        continue
+                    seen.add((e.sequence, e.unix_s))
+                    times = {"monotonic_s": e.monotonic_s, "unix_s": e.unix_s}
+                    say(event=e.kind, incident=e.incident, facts=json.loads(e.json), **times)
+        except grpc.RpcError:
+            time.sleep(LOOK_S / 2)
+
+
+def look(address: str, port: int, token: str) -> None:
+    """Tell the stage of the job and how many ranks are live, whenever that changes."""
+    last: tuple[str, int, int] | None = None
+    while True:
+        with contextlib.suppress(grpc.RpcError), open_channel(address, port) as channel:
+            while True:
+                status = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=2, metadata=metadata(token))
+                last = _tell((status.stage, sum(r.state == "live" for r in status.ranks), status.pid), last)
+                time.sleep(LOOK_S)
+        last = _tell(("", 0, 0), last)  # a new channel for the next try: an old one would wait before it tries again
+        time.sleep(LOOK_S)
+
+
+def _tell(now: tuple[str, int, int], last: tuple[str, int, int] | None) -> tuple[str, int, int]:
+    if now != last:
+        say(stage=now[0], live=now[1], monotonic_s=time.monotonic())
+    return now
+
+
+def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
+    """Carry out one order."""
+    words: dict[str, Any] = {"answer": order["order"]}
+    try:
+        with open_channel(address, port) as channel:
+            if order["order"] == "save":
+                request = pb.SaveNowRequest(reason="chaos")
+                saved = stub(channel).SaveNow(request, timeout=ANSWER_S, metadata=metadata(token))
+                words |= {"saved": saved.saved, "version": saved.version, "text": saved.text}
+            else:
+                accused = pb.ReportFaultRequest(ranks=order["ranks"], reason="chaos")
+                words["text"] = stub(channel).ReportFault(accused, timeout=5, metadata=metadata(token)).text
+    except grpc.RpcError as problem:
+        words["text"] = str(problem)
+    say(**words)
+
+
+def main() -> int:
+    """Until stdin ends."""
+    where = (sys.argv[1], int(sys.argv[2]), os.environ.get("TTP_TOKEN", ""))
+    for work in (watch, look):
+        threading.Thread(target=work, args=where, daemon=True).start()
+    for line in sys.stdin:
+        threading.Thread(target=obey, args=(json.loads(line), *where), daemon=True).start()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,92 @@
+"""Somewhere to run a job: hosts, a disk where one is needed, a port; all of it is taken down in the end."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ttp.chaos import world
+from ttp.chaos.disk import Disk
+from ttp.chaos.hosts import Hosts
+from ttp.chaos.launching import CONTROLLER_PORT
+from ttp.chaos.namespaces import Namespaces
+from ttp.chaos.script import Script
+from ttp.chaos.this_machine import ThisMachine, new_tag
+from ttp.errors import ConfigError
+
+BYTES_PER_WIDTH = 1_000
+CHECKPOINTS = 6
+"""Kept ones, drafts and the one that is being written."""
+SPARE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one job runs."""
+
+    hosts: Hosts
+    disk: Disk | None
+    port: int
+
+
+@dataclass(slots=True)
+class Places:
+    """Makes them; no two that exist at the same time get in each other's way."""
+
+    _free: set[int] = field(default_factory=lambda: set(range(1, 255)))
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @contextlib.contextmanager
+    def place(self, script: Script, folder: Path) -> Iterator[Place]:
+        """For one job, whose files go to ``folder``.
+
+        Raises:
+            ConfigError: this machine cannot offer what the script needs.
+        """
+        if not world.inside():
+            with contextlib.closing(_this_machine(script)) as machine:
+                yield Place(machine, None, free_port())
+            return
+        with self._lock:
+            network = self._free.pop()
+        try:
+            with _disk(script, folder) as disk, contextlib.closing(Namespaces(network, script.hosts, folder)) as hosts:
+                yield Place(hosts, disk, CONTROLLER_PORT)
+        finally:
+            with self._lock:
+                self._free.add(network)
+
+
+def missing(script: Script) -> str:
+    """What the script needs and only a world of our own can offer, in words; empty: nothing."""
+    words = {"hosts": "several hosts", "mount": "a disk that can be filled"}
+    return " and ".join(words[need] for need in sorted(script.needs))
+
+
+def _this_machine(script: Script) -> ThisMachine:
+    if script.needs:
+        raise ConfigError(f"{missing(script)}: not to be had here: {world.obstacle() or 'not inside a world'}")
+    return ThisMachine(new_tag())
+
+
+@contextlib.contextmanager
+def _disk(script: Script, folder: Path) -> Iterator[Disk | None]:
+    if "mount" not in script.needs:
+        yield None
+        return
+    disk = Disk(folder / "disk", SPARE_BYTES + CHECKPOINTS * BYTES_PER_WIDTH * script.width)
+    try:
+        yield disk
+    finally:
+        disk.close()
+
+
+def free_port() -> int:
+    """A port that nobody listens on now."""
+    with socket.socket() as probing:
+        probing.bind(("", 0))
+        return int(probing.getsockname()[1])

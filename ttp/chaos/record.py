@@ -1,0 +1,109 @@
+"""What is known of one run when it is over: what was done, what the controller told, what is on the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ttp.chaos.notes import Digests, LifeKey, Notes
+from ttp.chaos.script import Run, Script
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """Something that a controller recorded. ``at_s`` is the monotonic clock of this machine."""
+
+    kind: str
+    at_s: float
+    unix_s: float
+    incident: str
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Strike:
+    """One fault, done.
+
+    Args:
+        name: of the fault.
+        what: was done.
+        who: it was done to, in words, numbers resolved.
+        at_s: when, monotonic.
+        life: in which life of the job.
+        unreadable: ranks whose state cannot be had any more in that life.
+        cut_off: ranks that cannot be reached by the others; either side may be the one that goes on.
+    """
+
+    name: str
+    what: str
+    who: str
+    at_s: float
+    life: LifeKey
+    unreadable: frozenset[int] = frozenset()
+    cut_off: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A checkpoint on the disk: its version, what is wrong with it, and whose rank-local state it lacks."""
+
+    version: int
+    problems: tuple[str, ...] = ()
+    missing_pages: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Record:
+    """One run of a job. Filled while it goes on.
+
+    Args:
+        run: what was planned.
+        lives: of the job while the run lasted, in order; the first is the one that was hurt.
+        strikes: what was done.
+        missed: faults whose moment never came, with the reason.
+        seen: what controllers told meanwhile.
+        found: checkpoints after it.
+        answers: of the controller to requests.
+        exits: codes of launchers that ended meanwhile.
+        trouble: what made the run end before it was over; empty: nothing.
+        back_s: when the job was seen training again, monotonic; None: never.
+    """
+
+    run: Run
+    lives: list[LifeKey] = field(default_factory=list)
+    strikes: list[Strike] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
+    seen: list[Seen] = field(default_factory=list)
+    found: list[Found] = field(default_factory=list)
+    answers: list[Mapping[str, Any]] = field(default_factory=list)
+    exits: list[int] = field(default_factory=list)
+    trouble: str = ""
+    back_s: float | None = None
+
+    def struck(self, *words: str) -> list[Strike]:
+        """Strikes of these kinds."""
+        return [strike for strike in self.strikes if strike.what in words]
+
+    def told(self, kind: str) -> list[Seen]:
+        """Events of this kind, in order."""
+        return [seen for seen in self.seen if seen.kind == kind]
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A record with what it is judged against.
+
+    Args:
+        script: the job.
+        record: the run.
+        notes: of all ranks.
+        reference: digests of an unbroken run, by rank and version.
+        diverged: an earlier run of this job has cost rank-local state: later bits cannot be the reference's.
+    """
+
+    script: Script
+    record: Record
+    notes: Notes
+    reference: Mapping[int, Mapping[int, Digests]]
+    diverged: bool = False

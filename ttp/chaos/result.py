@@ -1,0 +1,117 @@
+"""What is kept of a run: one line of JSON, enough for the report and to repeat it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.chaos.driver import Judged
+from ttp.chaos.script import Script
+from ttp.errors import ConfigError
+
+FILE = "results.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One run.
+
+    Args:
+        job: number of the job that it belonged to.
+        folder: name of the job's folder.
+        title: the kind of run.
+        phase: where it was met first.
+        step: in which it was met.
+        faults: what was done, in words.
+        world: like ``1x3``: hosts, ranks on each.
+        launcher: of the job.
+        expect: see ``ttp.chaos.vocabulary.OUTCOMES``.
+        outcome: see ``ttp.chaos.checks``.
+        findings: what is wrong; empty: nothing.
+        missed: faults whose moment never came.
+        version: that the job went on from; None: it was not restarted.
+        lost_steps: see ``Verdict``.
+        detect_ms: see ``Verdict``.
+        commit_ms: see ``Verdict``.
+        back_ms: see ``Verdict``.
+    """
+
+    job: int
+    folder: str
+    title: str
+    phase: str
+    step: int
+    faults: tuple[str, ...]
+    world: str
+    launcher: str
+    expect: str
+    outcome: str
+    findings: tuple[str, ...]
+    missed: tuple[str, ...]
+    version: int | None
+    lost_steps: int
+    detect_ms: float | None
+    commit_ms: float | None
+    back_ms: float | None
+
+    @property
+    def good(self) -> bool:
+        """Nothing was wrong."""
+        return not self.findings
+
+    def to_json(self) -> dict[str, Any]:
+        """As a line of ``results.jsonl``."""
+        return dataclasses.asdict(self)
+
+
+def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
+    """What is kept of a run that was judged."""
+    run, verdict = judged.record.run, judged.verdict
+    return Result(
+        job=job,
+        folder=folder.name,
+        title=run.title,
+        phase=run.faults[0].moment,
+        step=run.step,
+        faults=tuple(f"{s.what} {s.who}" for s in judged.record.strikes),
+        world=f"{script.hosts}x{script.ranks_per_host}",
+        launcher=script.launcher,
+        expect=run.expect,
+        outcome=verdict.outcome,
+        findings=verdict.findings,
+        missed=tuple(judged.record.missed),
+        version=verdict.version,
+        lost_steps=verdict.lost_steps,
+        detect_ms=verdict.detect_ms,
+        commit_ms=verdict.commit_ms,
+        back_ms=verdict.back_ms,
+    )
+
+
+def write(path: Path, result: Result) -> None:
+    """Append one line."""
+    with path.open("a") as file:
+        file.write(json.dumps(result.to_json()) + "\n")
+
+
+def read(path: Path) -> list[Result]:
+    """All lines of a file.
+
+    Raises:
+        ConfigError: it cannot be read, or is something else.
+    """
+    try:
+        return list(_results(path.read_text().splitlines()))
+    except (OSError, ValueError, TypeError) as problem:
+        raise ConfigError(f"{path} does not hold the results of a campaign: {problem}") from None
+
+
+def _results(lines: Iterable[str]) -> Iterator[Result]:
+    for line in lines:
+        words = json.loads(line)
+        values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in words.items()}
+        yield Result(**values)

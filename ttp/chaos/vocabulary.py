@@ -1,0 +1,139 @@
+"""The words of a chaos script: where a step can be met, what an incident tells, who can be hurt, and how."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+STEP_PHASES = (
+    "data",
+    "forward",
+    "loss",
+    "backward",
+    "allreduced",
+    "in_step",
+    "stepped",
+    "scheduler",
+    "scheduled",
+)
+"""Points of a step at which a rank can be met, in their order; ``in_step``: half-way through ``optimizer.step()``."""
+
+START_PHASES = ("joined", "restored")
+"""Points of a start: after ``wrap_optimizer()``, after ``restore()``."""
+
+EVENTS = (
+    "abdicated",
+    "acknowledged",
+    "answer",
+    "closed",
+    "commit",
+    "commit_failed",
+    "committed",
+    "done",
+    "evidence",
+    "fallback",
+    "finished",
+    "formed",
+    "gone",
+    "incarnation",
+    "joined",
+    "left",
+    "nothing_new",
+    "opened",
+    "plan",
+    "reconnected",
+    "refused",
+    "released",
+    "replan",
+    "restore",
+    "retracted",
+    "save_failed",
+    "saved",
+    "stack",
+    "standby",
+    "thawed",
+    "witness_asked",
+)
+"""What the controller tells whoever watches it; see ``WatchEvents``."""
+
+LAUNCHERS = ("ttp", "torchrun")
+RESTARTS = ("agent", "scheduler")
+"""Who starts a job again: the launcher, in place; or, after the launchers have left, whoever started them."""
+
+OUTCOMES = ("saved", "unhurt", "refused", "any")
+"""What a run may be expected to come to; see ``ttp.chaos.checks``."""
+
+FEATURES = ("fallback", "hang", "mirror", "standby")
+"""What is drawn only when asked for, with ``--include``."""
+
+_PROCESSES = ("ranks", "all", "saver", "committer", "bystander")
+
+
+@dataclass(frozen=True, slots=True)
+class Deed:
+    """One way to hurt.
+
+    Args:
+        targets: the kinds of target that it can be done to.
+        inside: done by the rank itself, at a phase.
+        needs: ``hosts`` (several of them), ``mount`` (a file system of the job's own), or nothing.
+    """
+
+    targets: tuple[str, ...]
+    inside: bool = False
+    needs: str = ""
+
+
+DEEDS: dict[str, Deed] = {
+    "kill": Deed((*_PROCESSES, "controller", "launcher", "host")),
+    "segv": Deed((*_PROCESSES, "controller")),
+    "term": Deed((*_PROCESSES, "launcher")),
+    "stop": Deed((*_PROCESSES, "controller", "host")),
+    "cont": Deed((*_PROCESSES, "controller", "host")),
+    "raise": Deed(("ranks", "all"), inside=True),
+    "exit": Deed(("ranks", "all"), inside=True),
+    "hang": Deed(("ranks", "all"), inside=True),
+    "hang-gil": Deed(("ranks", "all"), inside=True),
+    "partition": Deed(("host",), needs="hosts"),
+    "unplug": Deed(("host",), needs="hosts"),
+    "heal": Deed(("host",), needs="hosts"),
+    "disk-quota": Deed(_PROCESSES),
+    "disk-full": Deed(("disk",), needs="mount"),
+    "disk-ro": Deed(("disk",), needs="mount"),
+    "disk-heal": Deed(("disk",), needs="mount"),
+    "save": Deed(("controller",)),
+    "report": Deed(_PROCESSES),
+}
+"""Every word for ``what``."""
+
+ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "random", "saver")
+"""Words for ``who`` that need no number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Who is hurt. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
+
+    kind: str
+    numbers: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        if not self.numbers:
+            return self.kind
+        word = {"ranks": "rank" if len(self.numbers) == 1 else "ranks"}.get(self.kind, self.kind)
+        return f"{word} {' '.join(map(str, self.numbers))}"
+
+
+_NUMBERED = re.compile(r"(ranks?|host)((?:[ ,]+\d+)+)")
+
+
+def parse_target(text: str) -> Target | None:
+    """``rank 2``, ``ranks 0 3``, ``host 1``, or one of ``ALONE``; None for anything else."""
+    if text in ALONE:
+        return Target(text)
+    match = _NUMBERED.fullmatch(text)
+    if match is None:
+        return None
+    numbers = tuple(dict.fromkeys(int(n) for n in re.findall(r"\d+", match[2])))
+    kind = "host" if match[1] == "host" else "ranks"
+    return None if kind == "host" and len(numbers) != 1 else Target(kind, numbers)

@@ -1,0 +1,85 @@
+"""A world of our own: the whole of ``ttp chaos`` runs inside namespaces, so that nothing of it can be left behind.
+
+Network, mounts and processes of the hurt jobs belong to one tree of namespaces. When its first process ends, by
+whatever death, the kernel ends all others, takes down the network and unmounts the file systems. The first process dies
+with the one that the user started. This needs Linux, ``iproute2`` and ``util-linux``, and root, or a system that lets
+users make namespaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+
+INSIDE = "CHAOS_WORLD"
+TOOLS = ("ip", "bridge", "mount", "nsenter", "setpriv", "sh", "unshare")
+PACKAGES = "iproute2, mount and util-linux"
+_NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=KILL", "--mount-proc")
+
+
+def inside() -> bool:
+    """Whether this process is in a world of its own already."""
+    return os.environ.get(INSIDE) == "1"
+
+
+def obstacle() -> str:
+    """Why there can be no world here, in words; empty: there can."""
+    if not sys.platform.startswith("linux"):
+        return "namespaces are a feature of Linux"
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} not found (install {PACKAGES})"
+    bridge = "ip link add b0 type bridge && mount -t tmpfs none /dev/shm && unshare --net true"
+    trial = subprocess.run(_command(["sh", "-c", bridge]), capture_output=True, text=True, check=False)
+    if trial.returncode:
+        said = (trial.stderr.strip().splitlines() or ["no reason given"])[-1]
+        return f"this user may not make namespaces ({said}); root may"
+    return ""
+
+
+def enter(arguments: Sequence[str]) -> int:
+    """Run ``python -m ttp ARGUMENTS`` inside a new world. Returns its exit code; nothing of it is left then."""
+    command = _command([sys.executable, "-m", "ttp", *arguments])
+    process = subprocess.Popen(command, env={**os.environ, INSIDE: "1"})
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:  # it was told too, by the terminal or by the line below
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+        return 128 + signal.SIGINT
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _interrupted(_signum: int, _frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _command(command: Sequence[str]) -> list[str]:
+    user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
+    return ["setpriv", "--pdeathsig", "KILL", "unshare", *user, *_NAMESPACES, *command]
+
+
+def settle() -> None:
+    """Make a new world habitable: it has no network yet, and its names are unknown."""
+    run("ip", "link", "set", "lo", "up")
+    signal.signal(signal.SIGTERM, _interrupted)  # the first process of a world gets only what it asks for
+
+
+def run(*command: str, timeout_s: float = 20) -> str:
+    """Run a tool; returns what it says.
+
+    Raises:
+        OSError: it failed; with its own words.
+    """
+    done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_s, check=False)
+    if done.returncode:
+        raise OSError(f"{' '.join(command)}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
