@@ -1,0 +1,133 @@
+"""kill -9 of processes of several sizes: when each witness knows, and when a controller has opened the incident."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from benchmarks.result import Result, median_of
+from benchmarks.world import controller, ranks, scratch, wait_for
+from ttp.launch.fault_report import FaultReporter
+from ttp.launch.sentinel_watch import SentinelWatch
+from ttp.processor.lookout import REASON
+from ttp.processor.neighbours import Neighbours
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+BUDGET_MS = 2.0
+LOOK_AROUND_S = 1.5
+"""How long watchers may take to find a sentinel. Nothing is measured meanwhile."""
+Times = dict[str, float]
+
+
+def run(quick: bool) -> list[Result]:
+    """By resident size: witnesses beside each other, then whole jobs."""
+    sizes, repeat = ((0.05, 1), 2) if quick else ((0.05, 1, 4), 9)
+    results = [witnesses(gib, repeat) for gib in sizes]
+    for launcher in (False, True):
+        results += [incidents(gib, 1 if quick else 5, launcher) for gib in sizes]
+    return results
+
+
+def witnesses(gib: float, repeat: int) -> Result:
+    """One process is killed; three witnesses in this process note the time."""
+    runs = [_witnessed(gib) for _ in range(repeat)]
+    value, p90 = median_of([run["sentinel"] for run in runs])
+    socket_ms, pidfd_ms = (statistics.median(run[key] for run in runs) for key in ("socket", "pidfd"))
+    how = f"same runs: end of a socket {socket_ms:.0f} ms, pidfd {pidfd_ms:.0f} ms"
+    return Result(f"kill -9 -> a neighbour knows, {gib:g} GiB", value, "ms", BUDGET_MS, how, p90)
+
+
+def incidents(gib: float, repeat: int, launcher: bool) -> Result:
+    """A rank of a job is killed; the time is that of the controller's first record."""
+    value, p90 = median_of([_opened_ms(gib, launcher) for _ in range(repeat)])
+    witness = "neighbour and launcher watch" if launcher else "a neighbour watches"
+    return Result(f"kill -9 -> incident open, {gib:g} GiB, {witness}", value, "ms", BUDGET_MS, "jobs of 2", p90)
+
+
+def _witnessed(gib: float) -> Times:
+    times: Times = {}
+    with scratch() as directory, socket.create_server(("127.0.0.1", 0)) as server:
+        command = [
+            sys.executable,
+            "-m",
+            "benchmarks.victim",
+            str(directory),
+            "1",
+            str(server.getsockname()[1]),
+            str(gib),
+        ]
+        with subprocess.Popen(command) as victim:
+            connection, _ = server.accept()
+            connection.recv(1)
+            told = threading.Event()
+            ring = Neighbours(directory, 0, 1, lambda *_: told.set())
+            ring.start()
+            waits = {"sentinel": told.wait, "socket": lambda: _end_of(connection), "pidfd": lambda: _end(victim.pid)}
+            threads = [threading.Thread(target=_note, args=(times, *item)) for item in waits.items()]
+            for thread in threads:
+                thread.start()
+            time.sleep(0.3)  # all of them wait; nothing is measured yet
+            killed_at = time.monotonic()
+            victim.kill()
+            for thread in threads:
+                thread.join()
+            ring.close()
+            connection.close()
+    return {name: (at - killed_at) * 1e3 for name, at in times.items()}
+
+
+def _note(times: Times, name: str, wait: Callable[[], object]) -> None:
+    wait()
+    times[name] = time.monotonic()
+
+
+def _end_of(connection: socket.socket) -> None:
+    with contextlib.suppress(ConnectionResetError):
+        connection.recv(1)
+
+
+def _end(pid: int) -> None:
+    descriptor = os.pidfd_open(pid)
+    select.select([descriptor], [], [])
+    os.close(descriptor)
+
+
+def _opened_ms(gib: float, launcher: bool) -> float:
+    with scratch() as directory:
+        (directory / "run").mkdir()
+        with (
+            controller(directory / "run") as (port, service, _),
+            ranks(2, port, directory, 1, gib) as processes,
+        ):
+            reporter, watch = FaultReporter("127.0.0.1", port, ""), SentinelWatch(directory / "run")
+            pids = {rank: process.pid for rank, process in processes.items()}
+            if launcher:
+                watch.watch(pids, lambda rank, pid: reporter.exited(rank, pid, REASON))
+            wait_for(service, 3)
+            opened: list[float] = []
+            watcher = threading.Thread(target=_watch, args=(service, opened), daemon=True)
+            watcher.start()
+            time.sleep(LOOK_AROUND_S)
+            killed_at = time.monotonic()
+            os.kill(pids[1], signal.SIGKILL)
+            watcher.join(120)
+            watch.close()
+            reporter.close()
+            return (opened[0] - killed_at) * 1e3
+
+
+def _watch(service: ControllerStub, opened: list[float]) -> None:
+    for event in service.WatchEvents(pb.WatchEventsRequest()):
+        if event.kind == "opened":
+            opened.append(event.monotonic_s)
+            return
