@@ -79,6 +79,7 @@ class TestMirror:
                 data = f"{version} {final}".encode()
                 host.write(version, final, data)
                 host.wait_for(version, final, INCARNATION, data)
+        assert not host.mirror._wake.is_set(), "it sleeps"
 
     def test_behind_a_slow_receiver_changes_gather(self, host: Host) -> None:
         host.receiver.open.clear()

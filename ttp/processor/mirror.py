@@ -138,9 +138,9 @@ class KeptPages:
         return ""
 
     def _writer(self, of: int) -> PageWriter:
-        """Anew where another rank of this host has taken the page over, or the file is gone."""
+        """Anew where another rank of this host has taken the page over, the file is gone or could not be written."""
         writer = self._writers.get(of)
-        if writer is None or writer.problem or not writer.in_place():
+        if writer is None or not writer.in_place():
             if writer is not None:
                 writer.close(unlink=False)
             writer = self._writers[of] = PageWriter(self._directory, of, incarnation=self._incarnation)

@@ -83,7 +83,7 @@ def train(job: Job, rank: int) -> dict[str, object]:
         manifest = Manifest.load(Path(job.load))
         restored = restore.restore_into(Path(job.load), manifest, model=model, optimizer=optimizer)
         start, notes = restored.version, restored.notes
-    layouts = [watch.layout]
+    layouts, previous = [watch.layout], []
     for step in range(start, job.steps):
         if step and step == job.hang_at:
             hang(rank, partial(save, job, step, names, optimizer, watch), model)
@@ -97,12 +97,19 @@ def train(job: Job, rank: int) -> dict[str, object]:
         optimizer.zero_grad()
         watch.update_finished()
         layouts.append(watch.layout)
+        previous.append(watch.previous)
         if rank == 0 and step + 1 in job.save_at:
             thread = threading.Thread(target=save, args=(job, step + 1, names, optimizer, watch))
             thread.start()
             thread.join()
     shown = cast("Any", model)._get_ddp_logging_data().get("rebuilt_per_bucket_param_indices")
-    return {"digest": digest(names, optimizer), "layouts": layouts, "shown": shown, "notes": notes}
+    return {
+        "digest": digest(names, optimizer),
+        "layouts": layouts,
+        "previous": previous,
+        "shown": shown,
+        "notes": notes,
+    }
 
 
 def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) -> None:

@@ -97,6 +97,7 @@ def test_the_layout_is_known_after_the_first_update_and_stays_known_after_a_resu
     first, second, *others = small_buckets.unbroken["layouts"]
     assert (first, {second, *others}) == (None, {small_buckets.unbroken["shown"]})
     assert "," in second
+    assert small_buckets.unbroken["previous"] == small_buckets.unbroken["layouts"][:-1], "for an update that is undone"
     assert set(small_buckets.resumed(10, hang_at=0)["layouts"]) == {second}
 
 

@@ -143,6 +143,38 @@ class TestBracket:
         assert log[:2] == UPDATE[:2] and log[-3:] == UPDATE[-3:]
         assert job.gate.version == 1
 
+    def test_what_comes_before_the_gate_and_what_behind_it(self) -> None:
+        job = Job()
+        job.detach()
+        attach(
+            job.optimizer,
+            job.model,
+            job,
+            job,
+            tail=job.tail,
+            fence=job.fence,
+            version=lambda: job.gate.version,
+            before_gate=lambda: job.log.append("barrier"),
+            before_update=lambda version: job.log.append(("copy of", version)),
+        )
+        job.optimizer.step()
+        assert job.taken() == [(1, "early"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
+
+    def test_a_barrier_that_fails_leaves_the_bracket_as_it_was(self) -> None:
+        job = Job()
+
+        def fail() -> None:
+            raise RuntimeError("gloo: connection closed by peer")
+
+        job.detach._before_gate, before = fail, job.detach._before_gate
+        with pytest.raises(RuntimeError, match="connection closed"):
+            job.optimizer.step()
+        assert job.gate.state().phase is Phase.IDLE
+        job.detach._before_gate = before
+        job.taken()
+        job.optimizer.step()
+        assert job.taken() == UPDATE
+
     def test_a_skipped_step_is_no_version(self) -> None:
         scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
         job = Job(scaler=scaler)

@@ -63,6 +63,11 @@ class TestDigest:
         del other.optimizer.state[other.model.second.weight]["exp_avg"]
         assert one.digest() != other.digest()
 
+    def test_so_does_another_shape_or_type_of_the_same_bytes(self) -> None:
+        forms = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(3), torch.zeros(6, dtype=torch.int32)]
+        forms.append(torch.zeros(6, device="meta"))
+        assert len({Inspector().look([Leaf("x", form, True)], 0).digest for form in forms}) == len(forms)
+
     def test_what_may_differ_is_not_looked_at(self) -> None:
         one, other = Replica(), Replica()
         other.model.norm.get_buffer("running_mean").add_(1)

@@ -120,7 +120,7 @@ def test_a_finished_update_is_undone(started: Callable[..., Job], kind: str) -> 
     assert job.facts()[:3] == now[:3], "nobody writes to the state of a frozen rank"
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", ["adamw with two groups", "sgd", "odd"])
 def test_a_torn_update_is_undone(started: Callable[..., Job], kind: str) -> None:
     job = started(OPTIMIZERS[kind])
     job.train(2)
@@ -157,14 +157,11 @@ class TestWhatIsAtHand:
 
     def test_nothing_before_the_first_update_nor_in_one(self, started: Callable[..., Job]) -> None:
         job = started()
-        source = job.adapter.source
-        assert not source.has_preimage
+        assert not job.adapter.source.has_preimage
         job.train(1)
-        assert source.has_preimage
-        inside: list[bool] = []
-        job.optimizer.register_step_pre_hook(lambda *_: inside.append(source.has_preimage))
-        job.train(1)
-        assert inside == [False]
+        assert job.adapter.source.has_preimage
+        job.processor.gate.begin_update()
+        assert not job.adapter.source.has_preimage
 
     def test_nothing_of_what_was_there_before_a_restore(self, started: Callable[..., Job]) -> None:
         job = started()
@@ -231,19 +228,26 @@ def test_on_a_device_the_copies_are_of_what_the_device_has_done() -> None:
     assert kept.version == 5 and kept.image(5).state[parameter]["step"].item() == 1.0
 
 
-def test_lists_of_tensors_come_and_go(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_tensors_come_and_go() -> None:
     parameter = nn.Parameter(torch.zeros(3))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    optimizer.state[parameter] = {"past": [torch.ones(2)], "pair": (torch.ones(1), "text"), "note": {"a": [1]}}
+    optimizer.state[parameter] = {
+        "past": [torch.ones(2)],
+        "pair": (torch.ones(1), "text"),
+        "note": {"a": [1]},
+        "ids": {7},
+    }
     kept = PreImage(optimizer)
     for version in range(4):
         kept.take(version)
         state = optimizer.state[parameter]
         state["past"].append(torch.full((2,), float(version)))
         state["note"]["a"].append(version)
+        state["ids"].add(version)
         image = kept.image(version).state[parameter]
         assert [t.tolist() for t in image["past"]] == [[1.0, 1.0], *([float(v)] * 2 for v in range(version))]
         assert image["note"] == {"a": [1, *range(version)]} and image["pair"][1] == "text"
+        assert image["ids"] == {7, *range(version)}
     state["past"].clear()
     kept.take(5)
     assert not any("past" in place for place in kept._memory), "what is gone takes no memory"
