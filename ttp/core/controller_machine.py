@@ -112,8 +112,11 @@ class ControllerMachine:
                 self._rescue.request(event, now)
             case Tick():
                 self._look_for_hangs(now)
+        frozen = self.incident is not None
         self._expire(now)
         self._rescue.advance(now)
+        if frozen and self.incident is None:
+            self._hangs.restart(now)  # nobody could move, and that was no hang
         self._maybe_finished(now)
         self._maybe_stop(now)
         return self._outbox.take()
@@ -218,15 +221,15 @@ class ControllerMachine:
         first = hello.rank not in self.job.members
         self.job.join(connection, hello, now)
         self._outbox.send(connection, m.Welcome(hello.rank, self.term, self.job.incarnation, hello.ttp_version))
-        self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
-        self._standby.tell(hello.rank)
+        if first:  # one that comes back has not moved
+            self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
+        self._standby.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         if self.job.complete:
             self.job.gather_until = None
             if first:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
-                self._standby.recruit()
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
             self._counted = self._sent_on

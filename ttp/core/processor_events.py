@@ -204,6 +204,7 @@ class Connect:
 
     start_controller: bool  # nobody answers: start one if it may run here
     address: str = ""  # of a standby controller (host:port); empty: where the job says
+    within_s: float | None = None  # seconds after which somebody else is asked; None: nobody else could be
 
 
 @dataclass(frozen=True, slots=True)

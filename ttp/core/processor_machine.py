@@ -130,6 +130,8 @@ class Manners:
     """Failed attempts after which a controller is started, if it may run on this host."""
     failover_s: float = 0.5
     """A lost controller is tried again for so long before a standby controller is asked to take over."""
+    connect_s: float = 1.0
+    """How long a controller may take to answer while others could take over; twice as long each round."""
     redo_s: float = 30.0
     """How long an update that is made on request may take."""
 
@@ -240,7 +242,8 @@ class ProcessorMachine:
             self._connect_at = None
             start = self._attempts >= self.manners.start_controller_after
             home = self._route.address == HOME
-            self._do(Connect(start and home and self._route.went_round, self._route.address))
+            within_s = self.manners.connect_s * 2**self._route.rounds if self._route.standbys else None
+            self._do(Connect(start and home and self._route.went_round, self._route.address, within_s))
         if self._welcomed and now >= self._beat_at:
             self._beat_at = now + self.manners.heartbeat_s
             o = self._observed

@@ -32,7 +32,12 @@ class Route:
     @property
     def went_round(self) -> bool:
         """Everybody was asked since the controller was lost; trivially so without standbys."""
-        return not self.standbys or self._walked >= len(self._ring())
+        return not self.standbys or self.rounds > 0
+
+    @property
+    def rounds(self) -> int:
+        """How often everybody was asked in vain; bounded, as it is used as an exponent."""
+        return min(self._walked // len(self._ring()), 4)
 
     def announced(self, addresses: tuple[str, ...]) -> None:
         """The controller says who stands by."""

@@ -36,20 +36,22 @@ class Standby:
         """A new incarnation: the processes that looked after them are gone."""
         self._up, self._asked = {}, set()
 
-    def recruit(self) -> None:
-        """Ask hosts that have none, until there are enough or no hosts are left."""
-        for host, ranks in self._job.hosts().items():
-            if len(self._up.keys() | self._asked) >= self._wanted:
-                return
-            able = next((r for r in ranks if r in self._job.live), None)
-            if host != self._host and able is not None and host not in self._asked and host not in self._up:
-                self._asked.add(host)
-                self._outbox.send_to(able, m.StandBy(able, self._job.term))
+    def joined(self, rank: Rank) -> None:
+        """A host can be asked as soon as a rank of it has come: the sooner one stands by, the better."""
+        self.tell(rank)
+        self._ask(rank)
+
+    def _ask(self, rank: Rank) -> None:
+        host = self._job.members[rank].hello.host
+        enough = len(self._up) + len(self._asked) >= self._wanted
+        if not (enough or host == self._host or host in self._asked or host in self._up):
+            self._asked.add(host)
+            self._outbox.send_to(rank, m.StandBy(rank, self._job.term))
 
     def answered(self, report: m.StandbyUp) -> None:
         """A host has one now, or cannot have one."""
         host = self._job.members[report.rank].hello.host
-        if host not in self._asked:
+        if host not in self._asked or host in self._up:
             return
         if not report.address:
             self._wanted_less(host)
@@ -61,7 +63,7 @@ class Standby:
             self.tell(rank)
 
     def tell(self, rank: Rank) -> None:
-        """The rank may have joined after they were announced."""
+        """The rank may have come after they were announced."""
         if self._up:
             self._outbox.send_to(rank, m.Standbys(rank, self._job.term, self.addresses))
 
@@ -69,4 +71,5 @@ class Standby:
         """It stays among those that were asked, so that it is not asked again; another one is."""
         self._wanted += 1
         self._outbox.record("no_standby", host=host)
-        self.recruit()
+        for rank in sorted(self._job.live):
+            self._ask(rank)

@@ -259,8 +259,8 @@ class Processor:
 
     def _perform(self, action: pm.Action) -> None:
         match action:
-            case pm.Connect(start_controller, address):
-                self._aside("ttp-connect", lambda: self._connect(start_controller, address))
+            case pm.Connect():
+                self._aside("ttp-connect", lambda: self._connect(action))
             case pm.Send(report):
                 if self._stream is not None:
                     self._stream.send(report)
@@ -407,9 +407,9 @@ class Processor:
 
     # ------------------------------------------------------------------------------------------------------ connecting
 
-    def _connect(self, start_controller: bool, address: str) -> None:
+    def _connect(self, action: pm.Connect) -> None:
         try:
-            if start_controller and self.config.port is not None and is_local(self.env.master_addr):
+            if action.start_controller and self.config.port is not None and is_local(self.env.master_addr):
                 ensure_controller(
                     self.env.master_addr,
                     self.config.port,
@@ -418,7 +418,7 @@ class Processor:
                     bind=self.config.bind,
                     patience_s=JOIN_PATIENCE_S,
                 )
-            self._open_stream(address)
+            self._open_stream(action.address, action.within_s)
         except ConfigError as problem:
             if not self._joined.is_set():
                 self._problem = problem
@@ -429,7 +429,7 @@ class Processor:
             log.debug("cannot connect", exc_info=True)
             self._inbox.put(pm.StreamDown(repr(problem)))
 
-    def _open_stream(self, address: str) -> None:
+    def _open_stream(self, address: str, within_s: float | None) -> None:
         """To the controller at ``address`` (host:port), or to the one of the environment."""
         assert self.config.port is not None
         host, _, port = address.rpartition(":") if address else (self.env.master_addr, "", str(self.config.port))
@@ -443,6 +443,7 @@ class Processor:
             on_up=lambda: self._inbox.put(pm.StreamUp()),
             on_order=lambda order: self._inbox.put(pm.OrderReceived(order)),
             on_down=self._on_down,
+            within_s=within_s,
         )
         self._stream.start()
 

@@ -28,6 +28,7 @@ class Stream:
         on_up: the controller has accepted the stream.
         on_order: an order came in.
         on_down: the stream ended, with the reason in words.
+        within_s: seconds that the controller has to accept the stream; None: as many as the network takes.
     """
 
     def __init__(
@@ -39,10 +40,11 @@ class Stream:
         on_up: Callable[[], None],
         on_order: Callable[[m.Order], None],
         on_down: Callable[[str], None],
+        within_s: float | None = None,
     ) -> None:
         self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
         self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
-        self._port = port
+        self._port, self._within_s = port, within_s
         self._channel = wire.open_channel(address, port)
         self._call = wire.stub(self._channel).Attach(self._reports(), metadata=wire.metadata(token))
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
@@ -67,6 +69,19 @@ class Stream:
         self._call.cancel()
         self._channel.close()
 
+    def _wait_accepted(self) -> None:
+        """The controller sends its metadata when it accepts the stream."""
+        if self._within_s is None:
+            self._call.initial_metadata()
+            return
+        timer = threading.Timer(self._within_s, self._call.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._call.initial_metadata()
+        finally:
+            timer.cancel()
+
     def _reports(self) -> Iterator[pb.RankReport]:
         while True:
             report = self._outbox.get()
@@ -77,7 +92,7 @@ class Stream:
     def _read(self) -> None:
         reason = "the controller ended the stream"
         try:
-            self._call.initial_metadata()  # sent when the controller accepts the stream
+            self._wait_accepted()
             forks.close_in_children(self._port)
             self._on_up()
             for message in self._call:
