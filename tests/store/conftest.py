@@ -12,9 +12,9 @@ import pytest
 
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
-from ttp.store import names
+from ttp.store import durable, names
 from ttp.store.commit import commit
-from ttp.store.digest import digest_bytes
+from ttp.store.digest import HashingFile, Progress, digest_bytes
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
 from ttp.testing.bad_disk import BadDisk, why_not
@@ -68,6 +68,36 @@ class World:
             (draft / file).write_bytes(data)
         (draft / "__0_0.distcp").write_bytes(b"of a saver that died")
         return draft
+
+    def save(
+        self, version: int, incident: str = "first", generation: int = 1, progress: Progress | None = None
+    ) -> Path:
+        """As savers do it: pieces, their names, and nothing else."""
+        draft = self.save_dir / names.draft_name(Version(version), incident)
+        draft.mkdir(exist_ok=True)
+        contents = self.contents(version, incident)
+        for file, data in contents.items():
+            (draft / file).parent.mkdir(exist_ok=True)
+            if file.startswith("__"):
+                piece = HashingFile(draft / file, progress)
+                piece.write(data)
+                piece.sync_and_close()
+            else:
+                durable.write_durably(draft / file, data)
+        for directory in sorted({(draft / file).parent for file in contents}, reverse=True):
+            durable.sync_directory(directory)
+        return draft
+
+    def finish(self, version: int, incident: str = "first", disk: Disk | None = None, **changes: object) -> Path:
+        """Commit what ``save`` has written, with an adapter that syncs too; ``changes`` are those of the order."""
+
+        def finalise(directory: Path) -> list[Piece]:
+            data = b"all tensors"
+            durable.write_durably(directory / ".metadata", data)
+            return [Piece(".metadata", len(data), digest_bytes(data), "metadata", "", Rank(1))]
+
+        order = replace(self.order(version, incident), **changes)  # type: ignore[arg-type]
+        return self.commit(order, disk, finalise=finalise)[0]
 
     @staticmethod
     def finalise(directory: Path) -> Sequence[Piece]:

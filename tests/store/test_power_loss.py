@@ -9,18 +9,12 @@ from __future__ import annotations
 import errno
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from ttp.core.layout import Rank
-from ttp.core.messages import Piece
-from ttp.store import durable, names
 from ttp.store.catalog import scan
 from ttp.store.choice import look_back
-from ttp.store.digest import HashingFile, digest_bytes
 from ttp.store.writable import check_writable
 from ttp.testing.bad_disk import BadDisk, Rule
 from ttp.testing.crash import Disk, Line, Loss, Tree, build
@@ -41,47 +35,22 @@ CASES = {
 LOSSES = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, seed) for seed in range(4)]
 
 
-def save(world: World, version: int, incident: str) -> None:
-    """As savers do it: pieces, their names, and nothing else."""
-    draft = world.save_dir / names.draft_name(world.order(version).version, incident)
-    draft.mkdir()
-    for file, data in world.contents(version, incident).items():
-        (draft / file).parent.mkdir(exist_ok=True)
-        if file.startswith("__"):
-            piece = HashingFile(draft / file)
-            piece.write(data)
-            piece.sync_and_close()
-        else:
-            durable.write_durably(draft / file, data)
-    for directory in sorted({(draft / file).parent for file in world.contents(version, incident)}, reverse=True):
-        durable.sync_directory(directory)
-
-
-def finish(world: World, version: int, incident: str, keep: int = 9) -> None:
-    def finalise(directory: Path) -> list[Piece]:
-        data = b"all tensors"
-        durable.write_durably(directory / ".metadata", data)
-        return [Piece(".metadata", len(data), digest_bytes(data), "metadata", "", Rank(1))]
-
-    world.commit(replace(world.order(version, incident), keep=keep), finalise=finalise)
-
-
 @pytest.fixture
 def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule, ...]) -> Sequence[Line]:
     """What the kernel was asked: a new save_dir, old checkpoints, then a save and a commit that removes one of them."""
     on_disk = type(world)(bad_disk.mountpoint / "checkpoints")
     check_writable(str(on_disk.save_dir))
     for version in (6, 8):
-        save(on_disk, version, "first")
-        finish(on_disk, version, "first")
+        on_disk.save(version)
+        on_disk.finish(version)
     if occupied:
-        save(on_disk, 12, "another")
-        finish(on_disk, 12, "another")
+        on_disk.save(12, "another")
+        on_disk.finish(12, "another")
     bad_disk.rules(*lacks)
     bad_disk.mark("begin")
-    save(on_disk, 12, "first")
+    on_disk.save(12)
     bad_disk.mark("saved")
-    finish(on_disk, 12, "first", keep=2)
+    on_disk.finish(12, keep=2)
     bad_disk.mark("committed")
     return bad_disk.journal()
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING
 
 import xxhash
 
+from ttp.store.durable import naming
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -115,9 +117,11 @@ class HashingFile(io.BufferedIOBase):
             self.flush()
             if self._problem is not None:  # somebody swallowed it
                 raise self._problem
-            self._sync()
+            with naming(self.path):
+                self._sync()
         except OSError as problem:
-            raise self._refused(problem) from None
+            self._problem = problem
+            raise
         finally:
             self.close()
         return self.size, _text(self._hash)
@@ -142,19 +146,24 @@ class HashingFile(io.BufferedIOBase):
         if self._problem is not None:
             raise self._problem
         try:
-            for start in range(0, len(view), _CHUNK):
-                chunk = view[start : start + _CHUNK]
-                self._hash.update(chunk)
-                while chunk:
-                    count = os.write(self._fd, chunk)
-                    self._written += count
-                    self._progress(count)
-                    chunk = chunk[count:]
-                if self._written - self._started >= _WRITEBACK:
-                    _start_writeback(self._fd, self._started, self._written - self._started)
-                    self._started = self._written
+            with naming(self.path):
+                self._write_chunks(view)
         except OSError as problem:
-            raise self._refused(problem) from None
+            self._problem = problem
+            raise
+
+    def _write_chunks(self, view: memoryview) -> None:
+        for start in range(0, len(view), _CHUNK):
+            chunk = view[start : start + _CHUNK]
+            self._hash.update(chunk)
+            while chunk:
+                count = os.write(self._fd, chunk)
+                self._written += count
+                self._progress(count)
+                chunk = chunk[count:]
+            if self._written - self._started >= _WRITEBACK:
+                _start_writeback(self._fd, self._started, self._written - self._started)
+                self._started = self._written
 
     def _sync(self) -> None:
         """Piece by piece first: fsync alone may take minutes, and nobody could tell it from a disk that hangs."""
@@ -162,13 +171,6 @@ class HashingFile(io.BufferedIOBase):
             _finish_writeback(self.fileno(), start, _WRITEBACK)
             self._progress(min(_WRITEBACK, self._written - start))
         os.fsync(self.fileno())
-
-    def _refused(self, problem: OSError) -> OSError:
-        """``problem`` with the name of the file; whoever swallows it meets it again."""
-        if problem.errno is not None and problem.filename is None:
-            problem = OSError(problem.errno, problem.strerror, str(self.path))
-        self._problem = problem
-        return problem
 
 
 def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -19,7 +20,7 @@ def write_durably(path: Path, data: bytes) -> None:
     draft = path.with_name(f".{path.name}.{os.getpid()}.new")
     draft.unlink(missing_ok=True)
     try:
-        with draft.open("xb", buffering=0) as file:
+        with naming(path), draft.open("xb", buffering=0) as file:
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[file.write(remaining) :]
@@ -53,6 +54,18 @@ def sync_directory(path: Path) -> None:
     """
     handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(handle)
+        with naming(path):
+            os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Calls with a descriptor fail without saying which file it was: add its name."""
+    try:
+        yield
+    except OSError as problem:
+        if problem.errno is None or problem.filename is not None:
+            raise
+        raise OSError(problem.errno, problem.strerror, str(path)) from None

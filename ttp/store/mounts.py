@@ -11,6 +11,8 @@ import errno
 import os
 from pathlib import Path
 
+import psutil
+
 
 class Mounts:
     """Remembers where directories are mounted.
@@ -33,10 +35,15 @@ class Mounts:
             return
         with contextlib.suppress(FileNotFoundError):  # somebody removed it, or what it was on
             os.close(os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))  # an automounter mounts it now
-        if not mount.is_mount():
+        if mount not in _mountpoints():
             raise OSError(errno.ENODEV, "not mounted any more, as it was when the job started", str(mount))
 
 
 def _mount_of(directory: Path) -> Path:
-    real = Path(os.path.realpath(directory))  # a link is no mount, what it points to may be one
-    return next((place for place in (real, *real.parents) if place.is_mount()), Path(real.anchor))
+    known, real = _mountpoints(), Path(os.path.realpath(directory))  # a link is no mount, what it points to may be one
+    return next((place for place in (real, *real.parents) if place in known), Path(real.anchor))
+
+
+def _mountpoints() -> set[Path]:
+    """From the kernel's list: looking at the places themselves would not tell bind mounts, and might hang."""
+    return {Path("/"), *(Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True))}

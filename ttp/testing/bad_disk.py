@@ -57,9 +57,17 @@ class BadDisk:
         )
         try:
             self._reply()
+            self._teach()
         except BaseException:
             self.close()
             raise
+
+    def _teach(self) -> None:
+        """The kernel closes a file and learns that FLUSH is not answered; see ``fuse_wire.OPCODES``."""
+        probe = self.mountpoint / ".bad-disk"
+        probe.touch()
+        probe.unlink()
+        self._ask("begin")
 
     def rules(self, *rules: Rule) -> None:
         """From now on these apply, the first that fits; without any all goes well."""
@@ -117,8 +125,7 @@ class BadDisk:
             self._server.wait()
         assert self._server.stdout is not None
         self._server.stdout.close()
-        if self.mountpoint.is_mount() or self._server.returncode != 0:
-            wire.unmount(self.mountpoint)
+        wire.unmount(self.mountpoint)  # it has done so itself, unless it died
 
     def __enter__(self) -> BadDisk:
         return self

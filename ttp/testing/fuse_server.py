@@ -108,6 +108,7 @@ class Server:
             "hits": lambda _: [rule.hits for rule in self.rules],
             "mark": lambda text: self.tree.note("mark", text),
             "journal": self._journal,
+            "begin": lambda _: self.tree.journal.clear() if self.tree.journal is not None else None,
             "die": self._die,
         }
         ((verb, argument),) = command.items()
