@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from types import MappingProxyType
 from typing import NewType
 
@@ -21,6 +22,8 @@ Version = NewType("Version", int)
 
 WORLD_SIZE_MAX = 1 << 20
 """Ranks of the largest world that is believed: ten times what ttp is made for."""
+
+_SHOWN_MAX = 100
 
 REPLICATED = Shard("model")
 """The only shard of plain data parallelism: every rank holds all of it."""
@@ -81,12 +84,15 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
         if not ranks:
             raise ConfigError(f"shard {shard!r} has an empty replica group")
         if len(set(ranks)) != len(ranks):
-            raise ConfigError(f"shard {shard!r} names a rank twice: {list(ranks)}")
+            twice = next(rank for rank, following in zip(ranks, ranks[1:], strict=False) if rank == following)
+            raise ConfigError(f"shard {shard!r} names a rank twice: {twice}")
         if ranks[0] < 0 or ranks[-1] >= world_size:
-            raise ConfigError(f"shard {shard!r} names a rank outside 0..{world_size - 1}: {list(ranks)}")
+            outside = ranks[0] if ranks[0] < 0 else ranks[-1]
+            raise ConfigError(f"shard {shard!r} names a rank outside 0..{world_size - 1}: {outside}")
         held.update(ranks)
     if len(held) != world_size:
-        raise ConfigError(f"ranks {compact_ranks(set(range(world_size)) - held)} hold no shard")
+        idle = islice((rank for rank in range(world_size) if rank not in held), _SHOWN_MAX)
+        raise ConfigError(f"ranks {compact_ranks(idle)} hold no shard ({world_size - len(held)} in all)")
 
 
 def compact_ranks(ranks: Iterable[int]) -> str:

@@ -204,12 +204,16 @@ class Membership:
             )
         if not 0 <= hello.rank < hello.world_size:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
-        if self.layout is not None and self.layout.digest == hello.layout_digest:
+        known = self.layout is not None and self.layout.digest == hello.layout_digest
+        if known and not self.starts_incarnation(hello):
             return None  # checked when the first rank announced it
+        groups = {g.name: g.ranks for g in hello.groups}
         try:
-            layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+            layout = Layout(hello.world_size, groups)
         except ConfigError as problem:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank} announces an impossible layout: {problem}"
+        if len(groups) != len(hello.groups):
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank} announces a shard twice"
         if layout.digest != hello.layout_digest:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not belong together"
         return None

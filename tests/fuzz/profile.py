@@ -1,0 +1,62 @@
+"""How long is looked for. The default suite looks at the same few hundred inputs each time; ``-m slow`` at new ones."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+Body = Callable[[Any], None]
+
+
+def fuzz(inputs: st.SearchStrategy[Any], examples: int, campaign: int = 50) -> Callable[[Body], Any]:
+    """A test that gives ``inputs`` to its body: ``examples`` of them, and ``campaign`` times as many with ``-m slow``.
+
+    The test has an attribute ``target``, which makes an input out of bytes: for fuzzers that look at coverage.
+    """
+
+    def make(body: Body) -> Any:
+        def once(data: Any) -> None:
+            body(data)
+
+        def quick() -> None:
+            settings(**_PLAIN, max_examples=examples, derandomize=True, database=None)(given(inputs)(once))()
+
+        def long() -> None:
+            settings(**_PLAIN, max_examples=examples * campaign, print_blob=True, database=None)(given(inputs)(once))()
+
+        @pytest.mark.parametrize("search", [quick, pytest.param(long, marks=pytest.mark.slow)], ids=["quick", "long"])
+        def test(search: Callable[[], None]) -> None:
+            search()
+
+        test.__name__, test.__doc__ = body.__name__, body.__doc__
+        test.target = given(inputs)(once).hypothesis.fuzz_one_input  # type: ignore[attr-defined]
+        return test
+
+    return make
+
+
+_PLAIN: dict[str, Any] = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@contextmanager
+def at_most(mebibytes: float) -> Iterator[None]:
+    """What is done inside may have so much memory of Python's at once."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1] / (1 << 20)
+    finally:
+        tracemalloc.stop()
+    assert peak <= mebibytes, f"{peak:.1f} MiB"
+
+
+def jsonable(value: Any) -> None:
+    """Fails when ``value`` cannot be written as JSON that everybody can read."""
+    json.loads(json.dumps(value, default=str))
