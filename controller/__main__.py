@@ -78,7 +78,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     )
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir)
-    driver = Driver(patience, journal, config.host or socket.gethostname())
+    driver = Driver(patience, journal, config.host or socket.gethostname(), port)
     bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
         server = await start_server(driver, bind, port, config.token)

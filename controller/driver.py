@@ -64,10 +64,11 @@ class Driver:
         patience: see ``Patience``.
         journal: where incidents are written.
         host: name of this host, as ranks name theirs.
+        port: where it will listen.
     """
 
-    def __init__(self, patience: ce.Patience, journal: Journal, host: str = "") -> None:
-        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host)
+    def __init__(self, patience: ce.Patience, journal: Journal, host: str = "", port: int = 0) -> None:
+        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port)
         self.stopped = asyncio.Event()
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()

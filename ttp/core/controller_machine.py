@@ -75,9 +75,12 @@ class ControllerMachine:
         new_id: makes an incident's id from its number; injected, so that runs can be repeated.
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         host: where it runs, as ranks name their hosts.
+        port: where it listens; 0: that is of no interest.
     """
 
-    def __init__(self, patience: Patience, new_id: Callable[[int], str], now: float, host: str = "") -> None:
+    def __init__(
+        self, patience: Patience, new_id: Callable[[int], str], now: float, host: str = "", port: int = 0
+    ) -> None:
         self.patience = patience
         self.job = Membership()
         self.finished_at: float | None = None
@@ -88,7 +91,7 @@ class ControllerMachine:
         self._restoring = Restoring(self.job, self._outbox)
         self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
-        self._standby = Standby(self.job, self._outbox, host, patience.standbys)
+        self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
         self._sent_on = self._counted = False
 
