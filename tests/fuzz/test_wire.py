@@ -152,30 +152,49 @@ def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list
     rescue(subject)
 
 
-def rescue(subject: ControllerMachine) -> None:
+def rescue(subject: ControllerMachine, version: int = 5) -> None:
     """The job of three ranks is saved as if nobody else had spoken."""
     actions = subject.on_event(StreamEnded(HONEST[2]), 2.0)
     assert [a.connection for a in actions if isinstance(a, Send) and isinstance(a.order, m.Freeze)] == HONEST[:2]
     assert subject.incident is not None
     incident = subject.incident.id
     for rank in (0, 1):
-        frozen = m.Frozen(Rank(rank), incident, Version(5), m.Phase.IDLE, True)
-        actions = subject.on_event(Received(HONEST[rank], frozen), 2.0)
+        frozen = m.Frozen(Rank(rank), incident, Version(version), m.Phase.IDLE, True)
+        actions = check(subject.on_event(Received(HONEST[rank], frozen), 2.0))
     (save,) = [a.order for a in actions if isinstance(a, Send) and isinstance(a.order, m.Save)]
-    assert save.version == 5
-    piece = replace(PIECE, writer=save.rank)
-    actions = subject.on_event(
-        Received(HONEST[save.rank], m.Saved(save.rank, incident, save.generation, (piece,))), 2.0
-    )
+    assert save.version == version
+    saved = m.Saved(save.rank, incident, save.generation, (replace(PIECE, writer=save.rank),))
+    actions = check(subject.on_event(Received(HONEST[save.rank], saved), 2.0))
     (commit,) = [a.order for a in actions if isinstance(a, Send) and isinstance(a.order, m.Commit)]
     done = m.Committed(commit.rank, incident, commit.generation, "/save/step_5", 1)
-    subject.on_event(Received(HONEST[commit.rank], done), 2.0)
-    actions = subject.on_event(Tick(), 10.0)
+    check(subject.on_event(Received(HONEST[commit.rank], done), 2.0))
+    actions = check(subject.on_event(Tick(), 10.0))
     released = [a for a in actions if isinstance(a, Send) and isinstance(a.order, m.Release)]
     assert [(a.connection, a.order.exit_code) for a in released if isinstance(a.order, m.Release)] == [
         (HONEST[0], 75),
         (HONEST[1], 75),
     ]
+
+
+@pytest.mark.parametrize("name", ["launch", "term_seen", "version"])
+def test_from_the_largest_number_that_is_believed_everything_can_be_counted_on(name: str) -> None:
+    subject, most = machine(), limits.NUMBERS[name]
+    for rank, connection in enumerate(HONEST):
+        report = parsed(said(hello(rank, LAYOUT, **{name: most})))
+        assert report is not None
+        check(subject.on_event(Received(connection, report), 0.0))
+    rescue(subject, most if name == "version" else 5)
+
+
+@pytest.mark.parametrize("name", list(limits.NUMBERS))
+def test_a_larger_number_is_refused_in_words(name: str) -> None:
+    too_much = limits.NUMBERS[name] + 1
+    text = f"{name} {too_much} is more than the {limits.NUMBERS[name]} that can be"
+    with pytest.raises(WireError, match=text):
+        if name == "term":
+            order_from_wire(pb.ControllerOrder(finished=pb.Finished(term=too_much)))
+        else:
+            parse_report(said(hello(0, LAYOUT, **{name: too_much})).SerializeToString())
 
 
 # ---------------------------------------------------------------------------------------------------- memory and time
