@@ -68,6 +68,16 @@ def test_what_is_neither_says_what_is_wanted(name: str, hint: str) -> None:
         Config.from_env({name: "no"})
 
 
+@pytest.mark.parametrize("mode", ["sample", "all", "off"])
+def test_how_much_replicas_look_at_themselves(mode: str) -> None:
+    assert Config.from_env({"TTP_DIGEST": mode}).digest == mode
+
+
+def test_a_mode_that_is_none() -> None:
+    with pytest.raises(ConfigError, match=r"TTP_DIGEST='some'.* one of sample, all, off is wanted"):
+        Config.from_env({"TTP_DIGEST": "some"})
+
+
 def test_every_setting_is_documented() -> None:
     documented = (ROOT / "docs" / "configuration.md").read_text()
     for setting in fields(Config):
