@@ -1,8 +1,9 @@
 """Was the run as it should be? Pure: a record goes in, an outcome and findings come out.
 
 Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and there was nothing
-newer than what was on disk), ``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not
-save), ``lost`` (steps were lost without a word), ``stuck`` (it did not get anywhere).
+newer than what was on disk), ``gone`` (restarted from what was on disk: no rank was left that had anything newer),
+``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not save), ``lost`` (steps were
+lost without a word), ``stuck`` (it did not get anywhere).
 """
 
 from __future__ import annotations
@@ -217,12 +218,14 @@ def alone(evidence: Evidence, life: LifeKey) -> frozenset[int]:
 def _outcome(evidence: Evidence, lives: list[LifeKey], version: int | None, lost: int) -> str:
     if len(lives) < 2:
         return "unhurt"
-    if not lost:
-        first = bounds(evidence, lives[0])
-        start = min((ls[lives[0]].start or 0 for ls in evidence.notes.values() if lives[0] in ls), default=0)
-        return "saved" if version and version > start and first.upper > start else "kept"
-    said = any(e.facts.get("exit_code") == EXIT_NOT_SAVED for e in evidence.record.told("released"))
-    return "refused" if said else "lost"
+    if lost:
+        said = any(e.facts.get("exit_code") == EXIT_NOT_SAVED for e in evidence.record.told("released"))
+        return "refused" if said else "lost"
+    hurt = [of_rank[lives[0]] for of_rank in evidence.notes.values() if lives[0] in of_rank]
+    start = min((life.start or 0 for life in hurt), default=0)
+    if version and version > start:
+        return "saved"
+    return "gone" if max((life.finished for life in hurt), default=start) > start else "kept"
 
 
 def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
@@ -231,7 +234,7 @@ def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
         yield f"{lost} finished steps are lost" if lost else "the job should have been saved and restarted, and was not"
     if wanted == "unhurt" and outcome != "unhurt":
         yield "a healthy job was restarted"
-    if wanted == "refused" and outcome not in ("refused", "kept"):
+    if wanted == "refused" and outcome not in ("refused", "kept", "gone"):
         yield f"nothing could be saved, and the outcome is {outcome!r}"
     if wanted == "any" and outcome == "lost" and _should_speak(evidence):
         yield f"{lost} finished steps are lost, and nothing was said"

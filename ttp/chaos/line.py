@@ -33,9 +33,9 @@ class Line:
         self._file: Any = None
         path = os.environ.get(SOCKET)
         if path:
-            connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-            connection.connect(path)
-            self._file = connection.makefile("rw", encoding="utf-8")
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.connect(path)
+                self._file = connection.makefile("rw", encoding="utf-8")  # it keeps the connection open
             told = self._ask({"rank": rank, "life": life})
             self._points = {(step, phase) for step, phase in told["points"]}
             self._phases = set(told["phases"])
@@ -45,6 +45,11 @@ class Line:
         if (step, phase) not in self._points and phase not in self._phases:
             return "go"
         return str(self._ask({"step": step, "phase": phase})["do"])
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._file is not None:
+            self._file.close()
 
     def _ask(self, said: dict[str, Any]) -> dict[str, Any]:
         """Say and wait. Whoever was listening is gone: then this job is nobody's, and ends."""

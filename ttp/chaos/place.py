@@ -69,7 +69,7 @@ def missing(script: Script) -> str:
 
 def _this_machine(script: Script) -> ThisMachine:
     if script.needs:
-        raise ConfigError(f"{missing(script)}: not to be had here: {world.obstacle() or 'not inside a world'}")
+        raise ConfigError(f"{missing(script)}: not to be had here: {world.obstacle() or 'namespaces are not wanted'}")
     return ThisMachine(new_tag())
 
 

@@ -15,7 +15,7 @@ from ttp._version import __version__
 from ttp.chaos.checks import COVERED
 from ttp.chaos.result import Result
 
-OUTCOMES = ("saved", "kept", "unhurt", "refused", "lost", "stuck")
+OUTCOMES = ("saved", "kept", "unhurt", "gone", "refused", "lost", "stuck")
 MOMENTS = ("detect_ms", "commit_ms")
 
 _MEANING = """\
@@ -28,8 +28,9 @@ that no process and no file in shared memory is left behind. Where all ranks of 
 are, too (unless mirrored): weights and moments are compared then, and the job's later bits have no reference.
 
 - **saved**: restarted from a new checkpoint, no finished step lost. **kept**: restarted, and nothing newer than what
-  was on disk could be lost. **unhurt**: never restarted. **refused**: steps were lost, and ttp said why it could not
-  save. **lost**: steps were lost without a word. **stuck**: it did not get anywhere.
+  was on disk could be lost. **unhurt**: never restarted. **gone**: no rank was left that had anything newer than what
+  was on disk. **refused**: steps were lost, and ttp said why it could not save. **lost**: steps were lost without a
+  word. **stuck**: it did not get anywhere.
 - **detected**: from the fault to the open incident. **committed**: from the fault to the durable checkpoint; of several
   faults from the first that a job cannot survive. Both include what the machine did meanwhile."""
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ttp.chaos.vocabulary import DEEDS, START_PHASES, Target
+from ttp.config import Config
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Script:
     @property
     def mirrored(self) -> bool:
         """Whether rank-local state is kept on another host, too."""
-        return dict(self.env).get("TTP_MIRROR") == "on"
+        return Config.from_env(dict(self.env)).mirror
 
     def host_of(self, rank: int) -> int:
         """The host that a rank runs on."""

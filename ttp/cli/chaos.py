@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ttp.chaos.script import Script
 
 EXIT_FINDINGS = 1
-_STYLES = {"saved": "green", "kept": "green", "unhurt": "green", "refused": "yellow", "lost": "red", "stuck": "red"}
+_STYLES = {"saved": "green", "kept": "green", "unhurt": "green"}
 
 ScriptFile = Annotated[Path | None, typer.Option("--script", help="Do what this TOML file says, instead of drawing.")]
 Runs = Annotated[int, typer.Option("--runs", min=1, help="How many runs to draw.")]
@@ -37,6 +37,7 @@ Include = Annotated[
 ]
 Only = Annotated[int | None, typer.Option("--only", min=0, help="Only the job with this number of what was drawn.")]
 Draw = Annotated[bool, typer.Option("--draw", help="Only write the scripts to --out; hurt nobody.")]
+Plain = Annotated[bool, typer.Option("--plain", help="No namespaces: this machine is the only host.")]
 Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of jobs without findings, too.")]
 
 
@@ -77,6 +78,7 @@ def chaos(
     include: Include = "",
     only: Only = None,
     draw: Draw = False,
+    plain: Plain = False,
     keep: Keep = False,
     json: Json = False,
 ) -> None:
@@ -94,7 +96,7 @@ def chaos(
     from ttp.chaos import world
 
     if not (world.inside() or draw):
-        obstacle = world.obstacle()
+        obstacle = "--plain" if plain else world.obstacle()
         if not obstacle:
             raise typer.Exit(world.enter(sys.argv[1:]))
         say(f"This machine is the only host, and its disk stays whole: {obstacle}.", aside())
@@ -195,7 +197,7 @@ def _line(number: int, total: int, result: Result) -> Text:
     times = [
         f"{name} {ms:.0f} ms" for name, ms in (("detected", result.detect_ms), ("committed", result.commit_ms)) if ms
     ]
-    outcome = (result.outcome, _STYLES[result.outcome] if result.good else "bold red")
+    outcome = (result.outcome, _STYLES.get(result.outcome, "yellow") if result.good else "bold red")
     words: list[str | tuple[str, str]] = [
         f"{number}/{total}  {result.folder}  {result.title}, {result.phase}: ",
         outcome,

@@ -1,0 +1,202 @@
+"""A good run has no findings; every way to tamper with it has one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from tests.chaos.evidence import AT_S, FIRST, SECOND, Story, life, seen
+from ttp.chaos.checks import Verdict, judge
+from ttp.chaos.notes import RankLife
+from ttp.chaos.record import Found, Strike
+from ttp.chaos.script import Fault, Script
+from ttp.chaos.vocabulary import Target
+
+
+def verdict(story: Story) -> Verdict:
+    return judge(story.evidence())
+
+
+def test_a_good_run_is_saved_and_has_no_findings() -> None:
+    assert verdict(Story()) == Verdict("saved", (), 5, 0, 2.0, 50.0, 4000.0, False)
+
+
+def resume_from(story: Story, version: int) -> None:
+    for rank, lives in story.notes.items():
+        lives[SECOND] = life(rank, version, version + 2)
+
+
+def lose_a_step(story: Story) -> None:
+    resume_from(story, 2)
+
+
+def resume_from_the_future(story: Story) -> None:
+    story.found = [*story.found, Found(7)]
+    resume_from(story, 7)
+
+
+def resume_from_nowhere(story: Story) -> None:
+    story.found = [Found(2)]
+
+
+def resume_differently(story: Story) -> None:
+    story.notes[2][SECOND] = life(2, 4, 7)
+
+
+def break_the_checkpoint(story: Story) -> None:
+    story.found = [Found(2), Found(5, ("piece __0_0.distcp is damaged",))]
+
+
+def break_the_one_before(story: Story) -> None:
+    story.found = [Found(2, ("piece __0_0.distcp is missing",)), Found(5)]
+
+
+def commit_the_future(story: Story) -> None:
+    story.events = [*story.events, seen("committed", version=9)]
+
+
+def change(story: Story, rank: int, **fields: object) -> None:
+    story.notes[rank][SECOND] = replace(story.notes[rank][SECOND], **fields)  # type: ignore[arg-type]
+
+
+def change_weights(story: Story) -> None:
+    change(story, 0, start_digests=("other", "own 0 5"))
+
+
+def change_random_streams(story: Story) -> None:
+    change(story, 1, start_digests=("shard 5", "other"))
+
+
+def change_a_later_step(story: Story) -> None:
+    change(story, 2, states={6: ("shard 6", "own 2 6"), 7: ("other", "own 2 7")})
+
+
+def lose_a_page(story: Story) -> None:
+    story.found = [Found(2), Found(5, (), (1,))]
+
+
+def restart_a_healthy_job(story: Story) -> None:
+    story.expect = "unhurt"
+
+
+def never_restart(story: Story) -> None:
+    story.lives = [FIRST]
+
+
+def get_stuck(story: Story) -> None:
+    story.trouble = "nothing came of it"
+
+
+def forget_a_request(story: Story) -> None:
+    story.answers = [{"answer": "save", "saved": True, "version": 4}]
+
+
+def forget_the_errno(story: Story) -> None:
+    story.strikes = [*story.strikes, Strike("full", "disk-full", "disk", AT_S, FIRST)]
+    story.events = [*story.events, seen("save_failed", text="it did not work")]
+
+
+TAMPERINGS: list[tuple[Callable[[Story], None], str]] = [
+    (lose_a_step, "3 finished steps are lost"),
+    (resume_from_the_future, "nobody had begun a newer one than 6"),
+    (resume_from_nowhere, "the whole checkpoints are [2]"),
+    (resume_differently, "resumed from different versions"),
+    (break_the_checkpoint, "the checkpoint of version 5 is not whole: piece __0_0.distcp is damaged"),
+    (break_the_one_before, "the checkpoint of version 2 is not whole"),
+    (commit_the_future, "version 9 was committed"),
+    (change_weights, "rank 0: weights or moments restored for version 5"),
+    (change_random_streams, "rank 1: its own state restored for version 5"),
+    (change_a_later_step, "rank 2: from version 7 on its bits"),
+    (lose_a_page, "rank-local state of ranks [1] was not saved"),
+    (restart_a_healthy_job, "a healthy job was restarted"),
+    (never_restart, "should have been saved and restarted"),
+    (get_stuck, "nothing came of it"),
+    (forget_a_request, "version 4 was said to be saved and is not there"),
+    (forget_the_errno, "a save failed without its errno"),
+]
+
+
+@pytest.mark.parametrize(("tamper", "said"), TAMPERINGS, ids=[tamper.__name__ for tamper, _ in TAMPERINGS])
+def test_tampering_is_found(tamper: Callable[[Story], None], said: str) -> None:
+    story = Story()
+    tamper(story)
+    findings = verdict(story).findings
+    assert any(said in finding for finding in findings), findings
+
+
+def test_what_only_the_dead_had_is_not_lost() -> None:
+    """Rank 0 had finished version 5 and is the one that died: version 4 is the newest that can be read."""
+    story = Story(strikes=[Strike("first", "kill", "rank 0", AT_S, FIRST, frozenset({0}))], found=[Found(2), Found(4)])
+    story.events = [seen("committed", version=4)]
+    resume_from(story, 4)
+    assert (verdict(story).outcome, verdict(story).findings) == ("saved", ())
+
+
+def test_nobody_is_left() -> None:
+    story = Story(strikes=[Strike("first", "kill", "ranks 0 1 2", AT_S, FIRST, frozenset({0, 1, 2}))], expect="any")
+    story.events, story.found = [], [Found(2)]
+    resume_from(story, 2)
+    assert (verdict(story).outcome, verdict(story).findings) == ("gone", ())
+
+
+def test_nothing_was_newer() -> None:
+    story = Story(events=[seen("opened", AT_S + 0.002)], found=[Found(2)])
+    for rank, lives in story.notes.items():
+        lives[FIRST] = life(rank, 2, 2, 3)
+    resume_from(story, 2)
+    assert (verdict(story).outcome, verdict(story).findings) == ("kept", ())
+
+
+def test_a_refusal_is_told_from_a_loss() -> None:
+    story = Story(expect="refused", found=[Found(2)], events=[seen("released", exit_code=70)])
+    resume_from(story, 2)
+    assert (verdict(story).outcome, verdict(story).lost_steps, verdict(story).findings) == ("refused", 3, ())
+    story.events = []
+    assert verdict(story).outcome == "lost" and verdict(story).findings
+
+
+def test_across_a_cut_either_side_may_go_on() -> None:
+    cut = Strike("first", "partition", "host 1", AT_S, FIRST, cut_off=frozenset({0}))
+    story = Story(Script(3, 1), strikes=[cut], found=[Found(2), Found(4, (), (0,))])
+    story.events = [seen("committed", version=4)]
+    resume_from(story, 4)
+    answer = verdict(story)
+    assert (answer.outcome, answer.findings, answer.diverged) == ("saved", (), True)
+
+
+def host_is_lost(script: Script) -> Story:
+    """Rank 1 is alone on its host, and its page is gone with it."""
+    story = Story(script, found=[Found(2), Found(5, (), (1,))])
+    change(story, 1, start_digests=("shard 5", "re-derived"), states={6: ("other", "other")})
+    return story
+
+
+def test_a_lost_host_costs_its_random_streams_unless_they_are_mirrored() -> None:
+    assert (verdict(host_is_lost(Script(3, 1))).findings, verdict(host_is_lost(Script(3, 1))).diverged) == ((), True)
+    mirrored = Script(3, 1, env=(("TTP_MIRROR", "on"),))
+    assert "rank-local state of ranks [1] was not saved" in verdict(host_is_lost(mirrored)).findings[0]
+
+
+def test_bits_have_no_reference_after_a_host_was_lost() -> None:
+    story = Story(diverged=True)
+    change_weights(story)
+    assert verdict(story).findings == () and verdict(story).diverged
+
+
+def test_a_second_fault_in_a_second_life() -> None:
+    """Killed again right after the restart, before any step: resumed from the same version."""
+    third = (0, 2)
+    again = Strike("second", "kill", "rank 0", AT_S + 3, SECOND, frozenset({0}))
+    story = Story(lives=[FIRST, SECOND, third])
+    story.strikes.append(again)
+    for rank, lives in story.notes.items():
+        lives[SECOND], lives[third] = (RankLife(5, lives[SECOND].start_digests, 5, 5), life(rank, 5, 7))
+    assert (verdict(story).outcome, verdict(story).version, verdict(story).findings) == ("saved", 5, ())
+
+
+def test_times_count_from_the_first_fault_that_no_job_survives() -> None:
+    story = Story(faults=(Fault("first", "kill", Target("controller"), 5, "backward"),))
+    story.strikes.insert(0, Strike("zero", "kill", "controller", AT_S - 2, FIRST))
+    assert (verdict(story).detect_ms, verdict(story).commit_ms) == (2.0, 50.0)

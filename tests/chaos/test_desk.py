@@ -1,0 +1,59 @@
+"""Ranks call in over a real socket; who hurts them meets them where they stand."""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from ttp.chaos.desk import Desk, GotUp, SatDown, Stands
+from ttp.chaos.line import SOCKET, Line
+
+PATIENCE_S = 20
+
+
+@pytest.fixture
+def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[Any]]:
+    calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    desk = Desk(calls)
+    desk.open()
+    monkeypatch.setenv(SOCKET, str(desk.path))
+    yield calls
+    desk.close()
+    assert not desk.path.parent.exists()
+
+
+def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[Any]) -> None:
+    said: list[str] = []
+
+    def rank() -> None:
+        line = Line(2, (0, 3))
+        said.extend([line.at(4, "data"), line.at(5, "data"), line.at(6, "end")])
+        line.close()
+
+    thread = threading.Thread(target=rank)
+    thread.start()
+    down = inbox.get(timeout=PATIENCE_S)
+    assert isinstance(down, SatDown)
+    seat = down.seat
+    assert (seat.rank, seat.life, seat.pid) == (2, (0, 3), os.getpid())
+    seat.reply({"points": [[5, "data"]], "phases": ["end"]})
+    first = inbox.get(timeout=PATIENCE_S)
+    assert isinstance(first, Stands)
+    assert (first.step, first.phase) == (5, "data")  # it did not ask at step 4
+    seat.reply({"do": "raise"})
+    second = inbox.get(timeout=PATIENCE_S)
+    assert (second.step, second.phase) == (6, "end")
+    seat.reply({"do": "go"})
+    thread.join(PATIENCE_S)
+    assert said == ["go", "raise", "go"]
+    assert inbox.get(timeout=PATIENCE_S) == GotUp(seat)
+
+
+def test_without_a_socket_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SOCKET, raising=False)
+    assert Line(0, (0, 0)).at(0, "data") == "go"
