@@ -1,39 +1,54 @@
 """Every interleaving of the real machines in a small world, explored breadth first with states seen before left out.
 
-A state is the controller's machine, the machines of the ranks, what is on its way in each direction of each stream,
-the gates, what each saver is doing, and the storage. Anything enabled may happen next: a message arrives, an update
-begins or ends, a saver finishes a piece, a committer renames, a rank is killed or its stream breaks (what was said
-last may arrive or not), the controller dies and another takes over, and only when nothing else can happen: time passes
-to the next deadline. Ranks in ``hanging`` never leave the barrier.
+A state is the controllers' machines, the machines of the ranks, what is on its way in each direction of each stream,
+the gates, what each saver is doing, and the storage. Anything enabled may happen next: a message arrives, a second time
+too, an update begins or ends, a rank comes to the gate, a saver finishes a piece, a committer renames, a rank is killed
+or its stream breaks (what was said last may arrive or not), a controller dies and another takes over, and only when
+nothing else can happen: time passes to the next deadline. Ranks in ``hanging`` never leave the barrier.
+
+With a rival there are two controllers. A rank whose stream breaks goes to the one that its machine wants to go to, and
+asks it to take over; the other one goes on with whom it has.
+
+``python -m tests.core.model --large`` explores larger worlds than the tests do and prints how many states they have.
 """
 
 from __future__ import annotations
 
-import enum
-import io
-import pickle
+import sys
+import time
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any
 
+from tests.core.machines import GONE, Machines
 from tests.core.oracle import best
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core.controller_events import ConnectionId, Patience, Received, Record, Send, StreamEnded, Tick
 from ttp.core.controller_machine import ControllerMachine
-from ttp.core.decide import Answer
+from ttp.core.decide import Answer, How
+from ttp.core.incident import Incident
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.route import HOME
+from ttp.testing.scenario import grid
 
 PATIENCE = Patience(
-    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=1e6, linger_s=1
+    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=1e6, linger_s=1, standbys=0
 )
 MANNERS = pm.Manners(
-    heartbeat_s=1e9, rescue_s=400, alone_s=1e8, start_controller_after=10**9, retry_min_s=0, retry_max_s=0
+    heartbeat_s=1e9,
+    rescue_s=400,
+    alone_s=1e8,
+    start_controller_after=10**9,
+    retry_min_s=0,
+    retry_max_s=0,
+    failover_s=0,
 )
 BASE, NEXT = Version(1), Version(2)
 END = "end"
+RIVAL = "rival"
+"""Address and host of the second controller."""
 
 
 class Broken(AssertionError):  # noqa: N818 - it is what it says
@@ -48,6 +63,8 @@ class Gate:
     updating: bool = False
     closed: bool = False
     acked: bool = False
+    parked: bool = False
+    admitted: bool = False
 
     @property
     def phase(self) -> m.Phase:
@@ -56,10 +73,10 @@ class Gate:
 
 @dataclass(frozen=True, slots=True)
 class State:
-    controller: bytes
-    ranks: tuple[bytes, ...]  # empty: gone
+    controllers: tuple[int, ...]  # numbers of machines
+    ranks: tuple[int, ...]
     exits: tuple[int | None, ...]
-    streams: tuple[int, ...]  # 0: none, its rank wants to connect
+    streams: tuple[int, ...]  # 0: none, its rank wants to connect; else its remainder says to which controller
     up: tuple[tuple[tuple[int, Any], ...], ...]  # (stream, what is said on it)
     down: tuple[tuple[Any, ...], ...]
     gates: tuple[Gate, ...]
@@ -69,6 +86,7 @@ class State:
     kills: int
     breaks: int
     takeovers: int
+    repeats: int
     opened: int  # streams so far
     now: float
 
@@ -83,54 +101,13 @@ class Names:
         return f"i{self.controller}.{number}"
 
 
-_SHARED: dict[tuple[str, str], object] = {}
-"""Layouts and hellos never change: one object of each is enough for all states."""
+def _deadline(machine: Any) -> float | None:
+    due: float | None = machine.deadline()
+    return due
 
 
-class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: object) -> tuple[str, str] | None:
-        if not isinstance(obj, (Layout, m.Hello)):
-            return None
-        key = (type(obj).__name__, repr(obj))
-        _SHARED.setdefault(key, obj)
-        return key
-
-
-class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: tuple[str, str]) -> object:
-        return _SHARED[pid]
-
-
-def dump(machine: object) -> bytes:
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(machine)
-    return buffer.getvalue()
-
-
-def load(dumped: bytes) -> Any:
-    return _Unpickler(io.BytesIO(dumped)).load()
-
-
-def canonical(value: Any) -> Any:  # noqa: PLR0911 - one line for each kind of value
-    """What a machine knows, without the order in which it came to know it."""
-    if isinstance(value, (str, int, float, bool, bytes, type(None))):
-        return value
-    if isinstance(value, (Layout, m.Hello, enum.Enum)):
-        return repr(value)
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted(map(repr, map(canonical, value))))
-    if isinstance(value, (dict, MappingProxyType)):
-        return tuple(sorted((repr(canonical(k)), canonical(v)) for k, v in value.items()))
-    if isinstance(value, (list, tuple, deque)):
-        return tuple(map(canonical, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return (type(value).__name__, *(canonical(getattr(value, f.name)) for f in fields(value)))
-    if hasattr(value, "__dict__"):
-        return (type(value).__name__, *(canonical(v) for k, v in sorted(vars(value).items()) if k not in SILENT))
-    return repr(value)
-
-
-SILENT = {"patience", "manners", "_patience", "_new_id"}
+def _address(machine: pm.ProcessorMachine) -> str:
+    return machine._route.address
 
 
 class Model:
@@ -141,7 +118,11 @@ class Model:
         kills: how many ranks may be killed.
         hanging: ranks that never leave the barrier, so that their update never begins.
         breaks: how many streams may break.
-        takeovers: how often the controller may die and be replaced.
+        takeovers: how often a controller may die; the first one is replaced, the rival is not.
+        repeats: how many messages may arrive twice.
+        rival: there is a second controller, which stands by.
+        gradients: ranks at the closed gate can make the update on request.
+        preimages: ranks that have made the update can go back.
         late: whoever has to connect again may take longer than the grace.
         eager: orders arrive at once; reports still interleave.
     """
@@ -154,14 +135,21 @@ class Model:
         *,
         breaks: int = 0,
         takeovers: int = 0,
+        repeats: int = 0,
+        rival: bool = False,
+        gradients: bool = False,
+        preimages: bool = False,
         late: bool = False,
         eager: bool = False,
     ) -> None:
         self.layout, self.kills, self.hanging, self.eager = layout, kills, hanging, eager
-        self.breaks, self.takeovers, self.late = breaks, takeovers, late
+        self.breaks, self.takeovers, self.repeats, self.late = breaks, takeovers, repeats, late
+        self.rival, self.gradients, self.preimages = rival, gradients, preimages
         self.world = layout.world_size
         self.outcomes: set[tuple[int | None, ...]] = set()
-        self._keys: dict[bytes, int] = {}
+        self.hows: set[str] = set()
+        """What savers were told to do first."""
+        self.machines = Machines()
 
     def explore(self, states_max: int) -> int:
         """Look at every state; the number of them.
@@ -170,14 +158,14 @@ class Model:
             Broken: an invariant does not hold in one of them, or there are more than ``states_max``.
         """
         start = self._start()
-        seen = {self._key(start)}
+        seen = {hash(start)}
         frontier: deque[tuple[State, Any]] = deque([(start, ())])
         while frontier:
             state, path = frontier.popleft()
             ended = True
             for name, after in self._moves(state, path):
                 ended = False
-                key = self._key(after)
+                key = hash(after)
                 if key not in seen:
                     seen.add(key)
                     if len(seen) > states_max:
@@ -187,34 +175,25 @@ class Model:
                 self._check_end(state, path)
         return len(seen)
 
-    def _key(self, state: State) -> int:
-        machines = tuple(self._machine_key(b) for b in (state.controller, *state.ranks))
-        return hash((machines, replace(state, controller=b"", ranks=())))
-
-    def _machine_key(self, dumped: bytes) -> int:
-        if dumped not in self._keys:
-            self._keys[dumped] = hash(canonical(load(dumped))) if dumped else 0
-        return self._keys[dumped]
-
     # ------------------------------------------------------------------------------------------------------------ start
 
     def _start(self) -> State:
-        controller = ControllerMachine(PATIENCE, Names(0), 0.0)
+        patience = replace(PATIENCE, standbys=1) if self.rival else PATIENCE
+        controller = ControllerMachine(patience, Names(0), 0.0)
         ranks = [pm.ProcessorMachine(self._hello(r), MANNERS, 0.0) for r in range(self.world)]
         for r, machine in enumerate(ranks):
             machine.on_event(pm.Observed(Version(0), m.Phase.IDLE), 0.0)
-            for action in machine.on_event(pm.StreamUp(), 0.0):
-                assert isinstance(action, pm.Send)
-                for answer in controller.on_event(Received(ConnectionId(r + 1), action.report), 0.0):
-                    if isinstance(answer, Send):
-                        machine.on_event(pm.OrderReceived(answer.order), 0.0)
+            self._talk(controller, ranks, r, pm.StreamUp())
+        for machine in ranks:
             machine.on_event(pm.Observed(BASE, m.Phase.IDLE), 0.0)
         n = self.world
+        first = self.machines.number(controller)
+        second = self.machines.number(self._fresh(1, 0.0)) if self.rival else GONE
         return State(
-            controller=dump(controller),
-            ranks=tuple(map(dump, ranks)),
+            controllers=(first, second),
+            ranks=tuple(map(self.machines.number, ranks)),
             exits=(None,) * n,
-            streams=tuple(range(1, n + 1)),
+            streams=tuple(2 * r + 2 for r in range(n)),
             up=((),) * n,
             down=((),) * n,
             gates=(Gate(),) * n,
@@ -224,9 +203,27 @@ class Model:
             kills=self.kills,
             breaks=self.breaks,
             takeovers=self.takeovers,
+            repeats=self.repeats,
             opened=n,
             now=0.0,
         )
+
+    def _fresh(self, number: int, now: float, host: str = RIVAL) -> ControllerMachine:
+        return ControllerMachine(PATIENCE, Names(number), now, host)
+
+    @staticmethod
+    def _talk(controller: ControllerMachine, ranks: list[pm.ProcessorMachine], r: int, event: pm.Event) -> None:
+        """Nothing goes wrong while the job forms."""
+        events: deque[tuple[int, pm.Event]] = deque([(r, event)])
+        while events:
+            r, event = events.popleft()
+            for action in ranks[r].on_event(event, 0.0):
+                if isinstance(action, pm.StartStandby):
+                    events.append((r, pm.StandbyStarted(RIVAL)))
+                if isinstance(action, pm.Send):
+                    for answer in controller.on_event(Received(ConnectionId(2 * r + 2), action.report), 0.0):
+                        if isinstance(answer, Send):
+                            events.append((answer.order.rank, pm.OrderReceived(answer.order)))
 
     def _hello(self, rank: int) -> m.Hello:
         return m.Hello(
@@ -242,7 +239,7 @@ class Model:
         for r in range(self.world):
             for stream in sorted({stream for stream, _ in state.up[r]}):
                 quiet = False
-                yield f"report of {r} arrives", self._arrive(state, r, stream, path)
+                yield from self._arrivals(state, r, stream, path)
             if not state.ranks[r]:
                 continue
             if not state.streams[r]:
@@ -250,15 +247,33 @@ class Model:
                 yield f"{r} connects", self._connect(state, r)
             if state.down[r]:
                 quiet = False
-                yield f"order for {r} arrives", self._order(state, r)
+                yield from self._orders(state, r)
             for name, after in (*self._train(state, r), *self._save(state, r, path)):
                 quiet = False
                 yield name, after
             yield from self._faults(state, r)
         if state.takeovers:
             yield "the controller dies", self._take_over(state)
+            if state.controllers[1]:
+                yield "the rival dies", self._rival_dies(state)
         if quiet:
             yield from self._time(state, path)
+
+    def _arrivals(self, state: State, r: int, stream: int, path: Any) -> Iterator[tuple[str, State]]:
+        index = next(i for i, (s, _) in enumerate(state.up[r]) if s == stream)
+        said = state.up[r][index]
+        left = (*state.up[r][:index], *state.up[r][index + 1 :])
+        yield f"report of {r} arrives", self._arrive(replace(state, up=_put(state.up, r, left)), said, path)
+        if state.repeats and said[1] != END and not isinstance(said[1], m.Hello):
+            again = replace(state, repeats=state.repeats - 1, up=_put(state.up, r, (*left, said)))
+            yield f"report of {r} arrives, and will again", self._arrive(again, said, path)
+
+    def _orders(self, state: State, r: int) -> Iterator[tuple[str, State]]:
+        order, left = state.down[r][0], state.down[r][1:]
+        yield f"order for {r} arrives", self._obey(replace(state, down=_put(state.down, r, left)), r, order)
+        if state.repeats and not isinstance(order, (m.Welcome, m.Refused)):
+            again = replace(state, repeats=state.repeats - 1, down=_put(state.down, r, (*left, order)))
+            yield f"order for {r} arrives, and will again", self._obey(again, r, order)
 
     def _faults(self, state: State, r: int) -> Iterator[tuple[str, State]]:
         if state.kills:
@@ -287,40 +302,51 @@ class Model:
         )
 
     def _connect(self, state: State, r: int) -> State:
+        place = 0 if self.machines.ask(state.ranks[r], _address) == HOME else 1
+        if not state.controllers[place]:
+            return self._processor(state, r, pm.StreamDown("nobody answers"))
         opened = state.opened + 1
-        state = replace(state, opened=opened, streams=_put(state.streams, r, opened))
+        state = replace(state, opened=opened, streams=_put(state.streams, r, 2 * opened + place))
         return self._processor(state, r, pm.StreamUp())
 
     def _take_over(self, state: State) -> State:
-        fresh = ControllerMachine(PATIENCE, Names(state.opened), state.now)
-        state = replace(state, takeovers=state.takeovers - 1, controller=dump(fresh))
+        fresh = self.machines.number(self._fresh(state.opened, state.now, ""))
+        return self._forgotten(replace(state, controllers=(fresh, state.controllers[1])), 0)
+
+    def _rival_dies(self, state: State) -> State:
+        return self._forgotten(replace(state, controllers=(state.controllers[0], GONE)), 1)
+
+    def _forgotten(self, state: State, place: int) -> State:
+        """What was on its way to a controller that died reaches nobody."""
+        state = replace(state, takeovers=state.takeovers - 1)
         for r in range(self.world):
-            if state.ranks[r] and state.streams[r]:
+            if state.ranks[r] and state.streams[r] and state.streams[r] % 2 == place:
                 state = self._break(state, r, keep=False)
-        return replace(state, up=((),) * self.world)
+        return replace(state, up=tuple(tuple(s for s in said if s[0] % 2 != place) for said in state.up))
 
-    def _arrive(self, state: State, r: int, stream: int, path: Any) -> State:
-        index = next(i for i, (s, _) in enumerate(state.up[r]) if s == stream)
-        said = state.up[r][index][1]
-        state = replace(state, up=_put(state.up, r, (*state.up[r][:index], *state.up[r][index + 1 :])))
-        event = StreamEnded(ConnectionId(stream)) if said == END else Received(ConnectionId(stream), said)
-        return self._controller(state, event, path)
+    def _arrive(self, state: State, said: tuple[int, Any], path: Any) -> State:
+        stream, report = said
+        event = StreamEnded(ConnectionId(stream)) if report == END else Received(ConnectionId(stream), report)
+        return self._controller(state, stream % 2, event, path)
 
-    def _order(self, state: State, r: int) -> State:
-        order = state.down[r][0]
-        state = replace(state, down=_put(state.down, r, state.down[r][1:]))
-        return self._processor(state, r, pm.OrderReceived(order))
+    def _obey(self, state: State, r: int, order: m.Order) -> State:
+        state = self._processor(state, r, pm.OrderReceived(order))
+        if isinstance(order, m.Refused) and state.ranks[r]:
+            return self._break(state, r, keep=True)  # the controller ends the stream after that
+        return state
 
     def _train(self, state: State, r: int) -> Iterator[tuple[str, State]]:
         gate = state.gates[r]
         if gate.updating:
-            done = replace(gate, version=NEXT, updating=False)
-            after = replace(state, gates=_put(state.gates, r, done))
+            after = self._at_gate(state, r, version=NEXT, updating=False)
             yield f"{r} ends its update", self._quiet(after, r) if gate.closed else after
-        elif gate.version == BASE and not gate.closed and r not in self.hanging:
-            if gate.acked:
-                raise Broken(f"I3: rank {r} writes after it acknowledged")
-            yield f"{r} begins its update", replace(state, gates=_put(state.gates, r, replace(gate, updating=True)))
+        elif gate.version == BASE and r not in self.hanging:
+            if not gate.closed or gate.admitted:
+                if gate.acked and not gate.admitted:
+                    raise Broken(f"I3: rank {r} writes after it acknowledged")
+                yield f"{r} begins its update", self._at_gate(state, r, updating=True, parked=False, admitted=False)
+            elif self.gradients and not gate.parked:
+                yield f"{r} comes to the gate", self._quiet(self._at_gate(state, r, parked=True), r)
 
     def _save(self, state: State, r: int, path: Any) -> Iterator[tuple[str, State]]:
         if not state.jobs[r]:
@@ -328,80 +354,84 @@ class Model:
         order = state.jobs[r][0]
         state = replace(state, jobs=_put(state.jobs, r, state.jobs[r][1:]))
         if isinstance(order, m.Save):
-            files = frozenset(
-                (f"{order.draft}/{s}_{order.generation}", s, state.gates[r].version) for s in order.order.shards
-            )
+            version = order.version if order.order.how is How.UNDO else state.gates[r].version
+            files = frozenset((f"{order.draft}/{s}_{order.generation}", s, version) for s in order.order.shards)
             if {f for f, _, _ in files} & {f for f, _, _ in state.durable}:
                 raise Broken(f"I4: a file is written twice {_story(path)}")
             pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r)) for f, s, v in sorted(files))
             state = replace(state, durable=state.durable | files)
-            yield (
-                f"{r} has saved",
-                self._processor(state, r, pm.PiecesWritten(order.incident, order.generation, pieces)),
-            )
+            done = pm.PiecesWritten(order.incident, order.generation, pieces)
+            yield f"{r} has saved", self._processor(state, r, done)
         elif isinstance(order, pm.CommitDone):
             yield f"{r} is done with the commit", self._processor(state, r, order)
         else:
             self._check_commit(state, order, path)
             state = replace(state, committed=(*state.committed, order.version))
-            done = pm.CommitDone(order.incident, order.generation, "path", 1)
-            yield f"{r} has renamed", replace(state, jobs=_put(state.jobs, r, (done, *state.jobs[r])))
+            committed = pm.CommitDone(order.incident, order.generation, "path", 1)
+            yield f"{r} has renamed", replace(state, jobs=_put(state.jobs, r, (committed, *state.jobs[r])))
 
     def _time(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
-        dues: dict[int | None, float | None] = {None: load(state.controller).deadline()}
-        dues |= {r: load(b).deadline() for r, b in enumerate(state.ranks) if b}
+        machines = [*enumerate(state.controllers, -2), *enumerate(state.ranks)]  # controllers are -2 and -1
+        dues = {who: self.machines.ask(number, _deadline) for who, number in machines if number}
         known = {who: due for who, due in dues.items() if due is not None and due < 1e5}
         if known:
-            who = min(known, key=lambda w: (known[w], w is not None))
-            state = replace(state, now=known[who])
+            who = min(known, key=lambda w: (known[w], w))
+            state = replace(state, now=max(state.now, known[who]))
             name = f"time passes to {state.now}"
-            if who is None:
-                yield name, self._controller(state, Tick(), path)
+            if who < 0:
+                yield name, self._controller(state, who + 2, Tick(), path)
             else:
                 gate = state.gates[who]
                 yield name, self._processor(state, who, pm.Observed(gate.version, gate.phase))
 
     # --------------------------------------------------------------------------------------------------------- machines
 
-    def _controller(self, state: State, event: Any, path: Any) -> State:
-        machine: ControllerMachine = load(state.controller)
-        actions = machine.on_event(event, state.now)
+    def _controller(self, state: State, place: int, event: Any, path: Any) -> State:
+        actions, number = self.machines.step(state.controllers[place], event, state.now)
+        state = replace(state, controllers=_put(state.controllers, place, number))
         down = list(state.down)
         for action in actions:
             if isinstance(action, Send) and action.connection in state.streams:
                 r = state.streams.index(action.connection)
                 down[r] = (*down[r], action.order)
-            elif isinstance(action, Record):
-                self._check_decision(state, machine, action, path)
-        state = replace(state, controller=dump(machine), down=tuple(down))
+            elif isinstance(action, Record) and action.kind in ("plan", "nothing_new", "released"):
+                self._check_decision(state, place, action, path)
+        state = replace(state, down=tuple(down))
         while self.eager and any(state.down):
-            state = self._order(state, next(r for r in range(self.world) if state.down[r]))
+            r = next(r for r in range(self.world) if state.down[r])
+            state = self._obey(replace(state, down=_put(state.down, r, state.down[r][1:])), r, state.down[r][0])
         return state
 
     def _processor(self, state: State, r: int, event: pm.Event) -> State:
-        machine: pm.ProcessorMachine = load(state.ranks[r])
+        number = state.ranks[r]
         inbox: deque[pm.Event] = deque([event])
         while inbox and state.exits[r] is None:
-            for action in machine.on_event(inbox.popleft(), state.now):
+            actions, number = self.machines.step(number, inbox.popleft(), state.now)
+            for action in actions:
                 state = self._perform(state, r, action, inbox)
         if state.exits[r] is not None:
             return state
-        return replace(state, ranks=_put(state.ranks, r, dump(machine)))
+        return replace(state, ranks=_put(state.ranks, r, number))
 
     def _perform(  # noqa: PLR0911 - one line for each action
         self, state: State, r: int, action: pm.Action, inbox: deque[pm.Event]
     ) -> State:
-        gate = state.gates[r]
         match action:
             case pm.Send(report):
                 if isinstance(report, m.Frozen) and report.final:
-                    state = replace(state, gates=_put(state.gates, r, replace(gate, acked=True)))
+                    state = self._at_gate(state, r, acked=True)
                 return replace(state, up=_put(state.up, r, (*state.up[r], (state.streams[r], report))))
             case pm.CloseGate():
-                inbox.append(pm.Quiet(gate.version, gate.phase, False, True))
-                return replace(state, gates=_put(state.gates, r, replace(gate, closed=True)))
+                state = self._at_gate(state, r, closed=True)
+                inbox.append(self._seen(state, r))
+                return state
             case pm.OpenGate():
-                return replace(state, gates=_put(state.gates, r, replace(gate, closed=False, acked=False)))
+                return self._at_gate(state, r, closed=False, acked=False, parked=False, admitted=False)
+            case pm.Redo(version):
+                if not state.gates[r].parked:
+                    inbox.append(pm.Quiet(version, m.Phase.TORN, False, False))
+                    return state
+                return self._at_gate(state, r, admitted=True)
             case pm.StartSave(order) | pm.StartCommit(order):
                 return replace(state, jobs=_put(state.jobs, r, (*state.jobs[r], order)))
             case pm.CancelSave():
@@ -411,27 +441,37 @@ class Model:
             case _:
                 return state
 
+    @staticmethod
+    def _at_gate(state: State, r: int, **changes: Any) -> State:
+        return replace(state, gates=_put(state.gates, r, replace(state.gates[r], **changes)))
+
     def _quiet(self, state: State, r: int) -> State:
+        return self._processor(state, r, self._seen(state, r))
+
+    def _seen(self, state: State, r: int) -> pm.Quiet:
+        """What is seen under the closed gate."""
         gate = state.gates[r]
-        return self._processor(state, r, pm.Quiet(gate.version, gate.phase, False, True))
+        back = self.preimages and gate.version == NEXT and not gate.updating
+        return pm.Quiet(gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back)
 
     def _gone(self, state: State, r: int, code: int | None, *, keep: bool) -> State:
         return replace(
             self._cut(state, r, keep=keep),
-            ranks=_put(state.ranks, r, b""),
+            ranks=_put(state.ranks, r, GONE),
             exits=_put(state.exits, r, -9 if code is None else code),
             jobs=_put(state.jobs, r, ()),
         )
 
     # ------------------------------------------------------------------------------------------------------- invariants
 
-    def _check_decision(self, state: State, machine: ControllerMachine, record: Record, path: Any) -> None:
+    def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:
+        machine: ControllerMachine = self.machines.load(state.controllers[place])
         incident = machine.incident or machine.last_incident
-        if record.kind not in ("plan", "nothing_new", "released") or incident is None:
+        if incident is None:
             return
-        alive = [r for r in machine.job.live if state.ranks[r] and not state.gates[r].updating]
-        copies = [Answer(r, state.gates[r].version) for r in alive]
-        possible = best(self.layout, copies)
+        self.hows.update(record.facts.get("how", {}).values())
+        gone_over = {r for r, stream in enumerate(state.streams) if stream and stream % 2 != place}
+        possible = self._possible(state, machine.job.live - gone_over, incident)
         saved = max((record.facts.get("version", 0), incident.saved))
         if record.kind != "released" and possible is not None and possible > saved:
             raise Broken(f"I2: {record.facts} while {possible} was possible {_story(path)}")
@@ -439,6 +479,23 @@ class Model:
             raise Broken(f"I6: {record.facts} while {possible} was possible {_story(path)}")
         if record.kind == "released" and record.facts["exit_code"] == 75 and incident.saved not in state.committed:
             raise Broken(f"I4: {record.facts}, but {state.committed} is on disk {_story(path)}")
+
+    def _possible(self, state: State, live: set[Rank], incident: Incident) -> int | None:
+        """The largest version; made or unmade by request only if somebody has finished it and it is not whole."""
+        alive = [r for r in sorted(live) if state.ranks[r] and not state.gates[r].updating]
+        copies = [Answer(r, state.gates[r].version) for r in alive]
+        plain = best(self.layout, copies)
+        if plain is not None and plain >= max(a.version for a in copies):
+            return plain
+        full = best(self.layout, [self._offered(incident, copy) for copy in copies])
+        return full if plain is None else max(plain, plain if full is None else full)
+
+    @staticmethod
+    def _offered(incident: Incident, copy: Answer) -> Answer:
+        said = incident.answers.get(copy.rank)
+        if said is None or not said.final or said.version != copy.version:
+            return copy
+        return replace(copy, has_gradient=said.has_gradient, has_preimage=said.has_preimage)
 
     def _check_commit(self, state: State, order: m.Commit, path: Any) -> None:
         content = {(f, s): v for f, s, v in state.durable}
@@ -457,7 +514,7 @@ class Model:
         killed = -9 in state.exits
         if any(state.exits) and left:
             raise Broken(f"I6: ranks {left} are never released {_story(path)}")
-        if not killed and not self.late and any(state.exits):
+        if not killed and not self.late and not self.rival and any(state.exits):
             raise Broken(f"I6: healthy ranks were released {_story(path)}")
 
 
@@ -471,3 +528,48 @@ def _story(path: Any) -> str:
         path, name = path
         steps.append(name)
     return "after: " + ", ".join(reversed(steps))
+
+
+LARGE: list[tuple[int, int, int, frozenset[int], dict[str, Any]]] = [
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "takeovers": 1}),
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 2}),
+    (1, 2, 0, frozenset(), {"rival": True, "breaks": 2, "takeovers": 1}),
+    (1, 2, 1, frozenset(), {"rival": True, "breaks": 1, "repeats": 1}),
+    (1, 3, 1, frozenset(), {"rival": True, "takeovers": 1}),
+    (1, 3, 0, frozenset(), {"rival": True, "breaks": 1}),
+    (2, 2, 0, frozenset(), {"rival": True, "breaks": 1, "eager": True}),
+    (1, 2, 2, frozenset(), {"breaks": 1, "takeovers": 1}),
+    (1, 3, 2, frozenset(), {"repeats": 1, "eager": True}),
+    (1, 3, 1, frozenset(), {"breaks": 1, "eager": True}),
+    (2, 2, 1, frozenset(), {"gradients": True, "preimages": True, "repeats": 1, "eager": True}),
+    (2, 2, 1, frozenset({0}), {"gradients": True, "takeovers": 1, "eager": True}),
+    (2, 2, 2, frozenset({0}), {"gradients": True, "preimages": True, "eager": True}),
+    (3, 2, 1, frozenset({0, 1, 2, 3}), {"gradients": True, "preimages": True, "eager": True}),
+]
+"""Shards, replicas, kills, who hangs, and the rest, as ``Model`` says."""
+
+
+def main(arguments: list[str]) -> int:
+    """Explore the large worlds, or those whose numbers are given."""
+    if arguments[:1] != ["--large"]:
+        sys.stdout.write("python -m tests.core.model --large [NUMBER ...]\n")
+        return 64
+    chosen = [int(a) for a in arguments[1:]] or range(len(LARGE))
+    total = 0
+    for number in chosen:
+        shards, replicas, kills, hanging, more = LARGE[number]
+        model, began = Model(grid(shards, replicas), kills, hanging, **more), time.process_time()
+        states = model.explore(8_000_000)
+        total += states
+        extra = "".join(f", {name}" if value is True else f", {value} {name}" for name, value in more.items())
+        sys.stdout.write(
+            f"{shards} shards x {replicas} replicas, {kills} kills, {set(hanging) or 'nobody'} hangs{extra}: "
+            f"{states} states, {len(model.outcomes)} ways to end, {time.process_time() - began:.0f} s\n"
+        )
+        sys.stdout.flush()
+    sys.stdout.write(f"{total} states, every invariant holds\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

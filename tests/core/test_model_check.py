@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import pytest
 
-from tests.core.model import Broken, Model
+from tests.core.model import LARGE, Broken, Model
 from ttp.core import rescue
 from ttp.core.decide import Answer, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Shard, Version
@@ -24,9 +25,9 @@ def explore(
     hanging: frozenset[int] = frozenset(),
     *,
     states_max: int = 30_000,
-    **more: int,
+    **more: Any,
 ) -> Model:
-    model = Model(grid(shards, replicas), kills, hanging, **more)  # type: ignore[arg-type]
+    model = Model(grid(shards, replicas), kills, hanging, **more)
     states = model.explore(states_max)
     words = f"{shards} x {replicas}, {kills} kills, {set(hanging) or 'nobody'} hangs in the barrier, {more or ''}"
     print(f"{words}: {states} states, exits {sorted(model.outcomes, key=str)[:4]}")
@@ -93,6 +94,57 @@ def test_the_controller_dies_and_a_rank_is_killed() -> None:
     assert always_saved(explore(1, 2, 2, takeovers=1))
 
 
+# ------------------------------------------------------------------------------------- two controllers, repeats, redo
+
+
+def test_a_rank_goes_over_to_the_rival() -> None:
+    assert always_saved(explore(1, 2, 0, rival=True, breaks=1))
+    assert always_saved(explore(1, 3, 0, rival=True, breaks=1, eager=True))
+
+
+def test_a_rank_goes_over_to_the_rival_and_one_is_killed() -> None:
+    assert always_saved(explore(1, 2, 1, rival=True, breaks=1))
+
+
+def test_one_of_two_controllers_dies() -> None:
+    assert explore(1, 2, 0, rival=True, takeovers=1).outcomes == {(None, None)}
+    assert explore(1, 2, 1, rival=True, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
+
+
+def test_messages_arrive_twice() -> None:
+    assert explore(1, 2, 1, repeats=2).outcomes == {(LOST, 75), (75, LOST)}
+    assert always_saved(explore(1, 3, 1, repeats=1, eager=True))
+    assert explore(1, 2, 1, takeovers=1, repeats=1).outcomes == {(LOST, 75), (75, LOST)}
+    assert always_saved(explore(1, 2, 1, rival=True, breaks=1, repeats=1, eager=True))
+
+
+@pytest.mark.parametrize("hanging", [frozenset({0}), frozenset({0, 1}), frozenset({0, 3})], ids=str)
+def test_updates_made_on_request(hanging: frozenset[int]) -> None:
+    """Where the ranks that are behind come to the gate, or one of each shard is there."""
+    model = explore(2, 2, 1, hanging, gradients=True, eager=True)
+    assert model.hows == {"redo"}
+    partner = {0: 2, 1: 3, 2: 0, 3: 1}
+    for exits in model.outcomes:
+        dead = exits.index(LOST)
+        assert 75 in exits or (partner[dead] in hanging and dead not in hanging)
+
+
+@pytest.mark.parametrize("hanging", [frozenset({0}), frozenset({0, 1}), frozenset({0, 2})], ids=str)
+def test_updates_unmade(hanging: frozenset[int]) -> None:
+    model = explore(2, 2, 1, hanging, preimages=True, eager=True)
+    assert always_saved(model)
+    assert "undo" in model.hows
+
+
+def test_updates_made_and_unmade() -> None:
+    model = explore(2, 2, 1, frozenset({0}), gradients=True, preimages=True, eager=True)
+    assert always_saved(model)
+    assert model.hows == {"redo", "undo"}
+
+
+# ---------------------------------------------------------------------------------------------------------------- slow
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("hanging", subsets(4), ids=str)
 def test_two_shards_every_barrier(hanging: frozenset[int]) -> None:
@@ -113,6 +165,14 @@ def test_three_shards_of_two_replicas() -> None:
 @pytest.mark.slow
 def test_two_shards_and_a_broken_stream() -> None:
     assert explore(2, 2, 0, breaks=1, eager=True, states_max=MANY).outcomes == {(None,) * 4}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", LARGE, ids=str)
+def test_large_worlds(world: tuple[int, int, int, frozenset[int], dict[str, Any]]) -> None:
+    shards, replicas, kills, hanging, more = world
+    explore(shards, replicas, kills, hanging, states_max=8_000_000, **more)
 
 
 @pytest.mark.slow

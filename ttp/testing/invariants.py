@@ -122,9 +122,11 @@ class Judge:
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
         for rank in machine.job.live - incident.failures.keys() - _silent(incident):
-            if not self._world.ranks[rank].alive:
+            process = self._world.ranks[rank]
+            elsewhere = process.stream is not None and process.stream.controller.machine is not machine
+            if elsewhere or not process.alive:
                 continue
-            version, phase = self._world.ranks[rank].truth
+            version, phase = process.truth
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
             if whole:
                 plain[rank] = {version}

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId, Received, StreamEnded
+from ttp.core.controller_machine import ControllerMachine
 from ttp.testing.clock import Clock
 
 
@@ -26,6 +27,8 @@ class RankEnd(Protocol):
 
 class ControllerEnd(Protocol):
     """A controller, as its streams see it."""
+
+    machine: ControllerMachine
 
     def on_event(self, event: Received | StreamEnded) -> None:
         """Something has arrived."""
