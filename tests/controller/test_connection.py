@@ -1,0 +1,141 @@
+"""What waits for a peer that does not read, and what happens when the machine fails: nothing grows, nothing stops."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.controller.conftest import hello, until
+from ttp.controller import connection as subject
+from ttp.controller import driver as driving
+from ttp.controller.connection import Connection
+from ttp.controller.driver import Driver, Happening, Watch
+from ttp.controller.journal import Journal
+from ttp.core import controller_events as ce
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+
+
+def page(version: int, of: int = 1) -> m.Keep:
+    return m.Keep(Rank(0), 1, Rank(of), Version(version), True, 1, b"x")
+
+
+def everything(connection: Connection) -> list[m.Order | None]:
+    """What is read until the stream ends."""
+
+    async def read() -> list[m.Order | None]:
+        orders = [await asyncio.wait_for(connection.next(), 5)]
+        while orders[-1] is not None:
+            orders.append(await asyncio.wait_for(connection.next(), 5))
+        return orders
+
+    return asyncio.run(read())
+
+
+def test_orders_come_out_in_order_and_a_refusal_is_the_last() -> None:
+    stream = Connection(ce.ConnectionId(1), lambda: None)
+    welcome, refused = m.Welcome(Rank(0), 1, 1, "x"), m.Refused(Rank(0), m.RefusalCode.BUSY, "x")
+    assert stream.put(welcome) and stream.put(page(1)) and stream.put(refused) and stream.put(welcome)
+    assert everything(stream) == [welcome, page(1), refused, None]
+
+
+def test_a_stream_that_nobody_reads_is_ended() -> None:
+    ended: list[bool] = []
+    stream = Connection(ce.ConnectionId(1), lambda: ended.append(True))
+    welcome = m.Welcome(Rank(0), 1, 1, "x")
+    taken = sum(stream.put(welcome) for _ in range(subject.ORDERS_MAX))
+    assert (taken, ended) == (subject.ORDERS_MAX, [])
+    assert not stream.put(welcome)
+    assert ended == [True] and stream.closing
+    stream.put(welcome)
+    assert ended == [True]
+
+
+def test_of_pages_that_nobody_reads_the_newest_are_kept() -> None:
+    stream = Connection(ce.ConnectionId(1), lambda: pytest.fail("pages are no reason to end a stream"))
+    for version in range(3 * subject.ORDERS_MAX):
+        stream.put(page(version))
+    stream.put(page(7, of=2))
+    stream.end()
+    newest = range(3 * subject.ORDERS_MAX - subject.PAGES_MAX, 3 * subject.ORDERS_MAX)
+    assert everything(stream) == [*(page(version) for version in newest), page(7, of=2), None]
+
+
+def happening(facts: str = "{}") -> Happening:
+    return Happening(1, 0.0, 0.0, "x", "", facts)
+
+
+def test_a_watcher_that_lags_is_let_go() -> None:
+    watch = Watch([happening()])
+    assert all(watch.add(happening()) for _ in range(driving.WATCH_MAX - 1))
+    assert not watch.add(happening())
+    assert watch.queue.qsize() == driving.WATCH_MAX + 1
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[Driver]:
+    """On an event loop that turns only when a test says so."""
+    journal = Journal(tmp_path)
+    loop = asyncio.new_event_loop()
+
+    async def make() -> Driver:
+        return Driver(ce.Patience(abandoned_s=1000), journal)
+
+    running = loop.run_until_complete(make())
+    running.loop = loop  # type: ignore[attr-defined]
+    yield running
+    loop.close()
+    journal.close(5)
+
+
+def feed(driver: Driver, event: ce.Event) -> None:
+    async def do() -> None:
+        driver.feed(event)
+
+    driver.loop.run_until_complete(do())  # type: ignore[attr-defined]
+
+
+def test_history_is_bounded_in_number_and_bytes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driving, "HISTORY_MAX", 5)
+    monkeypatch.setattr(driving, "HISTORY_BYTES_MAX", 2000)
+    for number in range(8):
+        feed(driver, ce.Received(ce.ConnectionId(number), hello(0, protocol_major=9, host=f"h{number}")))
+    assert [json.loads(h.facts)["host"] for h in driver.history] == ["h3", "h4", "h5", "h6", "h7"]
+    feed(driver, ce.Received(ce.ConnectionId(9), hello(0, protocol_major=9, host="h" * 3000)))
+    assert len(driver.history) == 1
+
+
+def test_after_a_tick_that_fails_there_is_another(
+    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(driving, "RETRY_S", 0.0)
+    ticks: list[ce.Event] = []
+
+    def fail(event: ce.Event, now: float) -> list[ce.Action]:
+        ticks.append(event)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(driver.machine, "on_event", fail)
+
+    async def run() -> None:
+        driver._tick()
+        while len(ticks) < 3:
+            await asyncio.sleep(0)
+
+    with caplog.at_level(logging.ERROR):
+        driver.loop.run_until_complete(asyncio.wait_for(run(), 20))  # type: ignore[attr-defined]
+    assert "could not be done" in caplog.text
+
+
+def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    for save_dir, incident in (("\0", "one"), ("", "two")):
+        journal.write(save_dir, Happening(1, 0.0, 0.0, "opened", incident, "{}"))
+    until((tmp_path / "incidents" / "two.jsonl").exists)
+    assert (tmp_path / "incidents" / "one.jsonl").exists()
+    journal.close(5)
