@@ -24,7 +24,7 @@ from ttp.adapters.torch.local_piece import Pages, collect, write_local_piece
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image, PreImage
-from ttp.adapters.torch.state import checkpoint_state
+from ttp.adapters.torch.state import checkpoint_state, counted_back
 from ttp.adapters.torch.tail import Tail
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -287,7 +287,12 @@ class TorchSource:
         if pages.data:
             captured = dict(LocalCapture.decode(pages.data[min(pages.data)]).buffers)
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
-        assert self.tail is not None
+        assert self.tail is not None and self._processor is not None
+        ahead = 0 if image is not None else self._processor.gate.version - job.version
+        if ahead and not self.on_device:
+            raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
+        if ahead:
+            state["optim"]["state"] = counted_back(state["optim"]["state"], ahead)
         for group, kept in zip(state["optim"]["param_groups"], self.tail.param_groups(job.version)[0], strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules

@@ -74,6 +74,22 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
     return {"state": state, "param_groups": groups}
 
 
+def counted_back(state: Mapping[str, Any], updates: int) -> dict[str, Any]:
+    """The optimizer's state without the last ``updates`` in its counters on the host.
+
+    The host counts an update when it queues it; a device that hangs before it has the moments of the version before.
+    """
+
+    def of_its_version(key: Any, value: Any) -> Any:
+        on_host = type(value) in (int, float) or (isinstance(value, Tensor) and value.device.type == "cpu")
+        return value - updates if key == "step" and on_host else value
+
+    return {
+        name: {key: of_its_version(key, value) for key, value in values.items()} if isinstance(values, dict) else values
+        for name, values in state.items()
+    }
+
+
 def optimizer_kind(optimizer: Optimizer) -> str:
     """Its class, to recognise a checkpoint of another optimizer."""
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"

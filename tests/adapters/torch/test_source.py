@@ -13,11 +13,15 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor  # noqa: E402
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter, _DeviceReporter  # noqa: E402
 from ttp.adapters.torch.device import DeviceFence  # noqa: E402
 from ttp.adapters.torch.preimage import PreImage  # noqa: E402
+from ttp.adapters.torch.reader import read_values  # noqa: E402
+from ttp.adapters.torch.table import items_of  # noqa: E402
 from ttp.core.layout import Rank  # noqa: E402
+from ttp.errors import CheckpointError  # noqa: E402
+from ttp.store.manifest import Manifest  # noqa: E402
 
 PATIENCE_S = 30
 
@@ -128,6 +132,27 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     assert not source.has_preimage, "an update is half done there"
     device.moving.set()
     assert source.has_preimage and all(fence.finished_version() >= 1 for fence in fences)
+
+
+def test_counters_of_a_host_that_is_ahead_are_those_of_the_version(make: Callable[..., Job]) -> None:
+    """The device hangs before the update that the host has queued: moments of version 1, and a count of 2."""
+    job = make(torch.optim.AdamW)
+    for _ in range(2):
+        job.step()
+    job.source.on_device = True
+    path = save(job.adapter, job.processor, 1)
+    items = [item for item in items_of(Manifest.load(path).pieces) if item.path[-1] == "step"]
+    states = read_values(path, items)["optim"]["state"]
+    assert [state["step"].item() for state in states.values()] == [1.0, 1.0]
+    assert [state["step"].item() for state in job.optimizer.state.values()] == [2.0, 2.0], "the live ones stay"
+
+
+def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..., Job]) -> None:
+    job = make()
+    job.step()
+    for version in (0, 2):
+        with pytest.raises(CheckpointError, match=f"holds version 1, not {version}"):
+            save(job.adapter, job.processor, version)
 
 
 def test_every_written_page_is_told(make: Callable[..., Job]) -> None:
