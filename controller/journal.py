@@ -1,17 +1,30 @@
 """Incident files: one JSON-lines file each under ``save_dir/incidents/``.
 
-Written by a thread of its own: a slow or hanging disk delays the story, never the rescue.
+Theory of operation
+-------------------
+Each directory has a thread of its own, so that a slow or hanging disk delays one copy of the story and never the
+rescue. Storage that fails is often why there is a story, so it is kept in memory until it is safe somewhere:
+
+- When a line is refused, the whole story goes to ``run_dir`` too. The refused lines are tried again with the next one.
+- When the incident moves to the fallback directory, so does its story, from the beginning.
+- When the controller ends and a directory still hangs, what it has not taken goes to ``run_dir``.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import queue
 import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ttp.store.durable import make_directory, naming, sync_directory
 
 if TYPE_CHECKING:
     from ttp.controller.driver import Happening
@@ -20,35 +33,135 @@ log = logging.getLogger("ttp.controller")
 
 FOLDER = "incidents"
 LINES_MAX = 100_000
+"""Lines that wait for one directory, or are kept of one incident; more are lost."""
+REFUSED_MAX = 16 << 20
+"""Characters that are tried again."""
+STORIES_MAX = 8
+"""Incidents whose story is kept."""
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
 
 
+@dataclass(slots=True)
+class _Story:
+    """What happened in one incident, and the directories that are told of it."""
+
+    lines: list[str] = field(default_factory=list)
+    places: list[Path] = field(default_factory=list)
+
+
 class Journal:
-    """Appends happenings to the file of their incident; falls back to ``run_dir`` where save_dir cannot be written."""
+    """Appends happenings to the file of their incident.
+
+    Args:
+        run_dir: on a local disk; takes what save_dir does not.
+    """
 
     def __init__(self, run_dir: Path) -> None:
-        self._fallback = run_dir
-        self._inbox: queue.SimpleQueue[tuple[str, Happening] | None] = queue.SimpleQueue()
+        self._run_dir = run_dir
+        self._stories: dict[str, _Story] = {}
+        self._writers: dict[Path, _Writer] = {}
+        self._lock = threading.Lock()  # nobody holds it while a disk is asked
+
+    def write(self, save_dir: str, happening: Happening) -> None:
+        """Queue one line; never blocks. What a disk that hangs has not taken for long is lost."""
+        incident, line = happening.incident, _line(happening)
+        with self._lock:
+            story = self._story(incident, Path(save_dir) if save_dir else self._run_dir)
+            if len(story.lines) < LINES_MAX:
+                story.lines.append(line)
+            for told in story.places:
+                self._writer(told).put(incident, line, happening.kind in _FSYNC_AFTER)
+            if happening.kind == "fallback" and (place := json.loads(happening.facts).get("directory")):
+                self._also_to(Path(place), incident)
+
+    def close(self, timeout_s: float) -> None:
+        """Write what is queued, for at most ``timeout_s``, and half of that again where a directory hangs."""
+        if hanging := self._finish(timeout_s):
+            with self._lock:
+                for incident, story in self._stories.items():
+                    if set(story.places) <= hanging:
+                        self._also_to(self._run_dir, incident)
+            self._finish(timeout_s / 2)
+
+    def _finish(self, timeout_s: float) -> set[Path]:
+        """End the writers, and those that they call for help; returns the directories of those that hang."""
+        deadline = time.monotonic() + timeout_s
+        hanging: set[Path] = set()
+        while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
+            for writer in open_ones.values():
+                writer.end()
+            hanging |= {p for p, w in open_ones.items() if not w.join(deadline - time.monotonic())}
+        return hanging
+
+    def _open_writers(self) -> dict[Path, _Writer]:
+        with self._lock:
+            return dict(self._writers)
+
+    def _story(self, incident: str, place: Path) -> _Story:
+        if incident not in self._stories:
+            while len(self._stories) >= STORIES_MAX:
+                del self._stories[next(iter(self._stories))]
+            self._stories[incident] = _Story(places=[place])
+        return self._stories[incident]
+
+    def _writer(self, place: Path) -> _Writer:
+        if place not in self._writers or self._writers[place].ended:
+            self._writers[place] = _Writer(place, self._refused)
+        return self._writers[place]
+
+    def _refused(self, incident: str) -> None:
+        with self._lock:
+            self._also_to(self._run_dir, incident)
+
+    def _also_to(self, place: Path, incident: str) -> None:
+        story = self._stories.get(incident)
+        if story is not None and place not in story.places:
+            story.places.append(place)
+            self._writer(place).put(incident, "".join(story.lines), True)
+
+
+class _Writer:
+    """The thread that writes to one directory.
+
+    Args:
+        place: save_dir, the fallback directory or the run directory.
+        refused: called with an incident when its lines could not be written; they are tried again with the next one.
+    """
+
+    def __init__(self, place: Path, refused: Callable[[str], None]) -> None:
+        self.ended = False
+        self._place, self._refused = place, refused
+        self._inbox: queue.SimpleQueue[tuple[str, str, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
 
-    def write(self, save_dir: str, happening: Happening) -> None:
-        """Queue one line; never blocks. What a disk that hangs has not taken for so long is lost."""
+    def put(self, incident: str, text: str, durable: bool) -> None:
+        """Queue lines."""
         if self._inbox.qsize() < LINES_MAX:
-            self._inbox.put((save_dir, happening))
+            self._inbox.put((incident, text, durable))
 
-    def close(self, timeout_s: float) -> None:
-        """Write what is queued, for at most ``timeout_s``."""
+    def end(self) -> None:
+        """Write what is queued and no more."""
+        self.ended = True
         self._inbox.put(None)
-        self._thread.join(timeout_s)
+
+    def join(self, timeout_s: float) -> bool:
+        """Whether it has ended."""
+        self._thread.join(max(0.0, timeout_s))
+        return not self._thread.is_alive()
 
     def _run(self) -> None:
+        refused: dict[str, str] = {}
         while (item := self._inbox.get()) is not None:
-            save_dir, happening = item
-            line = _line(happening)
-            for base in (Path(save_dir) if save_dir else None, self._fallback):
-                if base is not None and _append(base, happening, line):
-                    break
+            incident, text, durable = item
+            text = refused.pop(incident, "") + text
+            try:
+                _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
+            except (OSError, ValueError) as problem:  # ValueError: no path that can be
+                log.warning("cannot write the incident under %s: %s", self._place, problem)
+                if len(text) < REFUSED_MAX:
+                    refused[incident] = text
+                self._refused(incident)
 
 
 def _line(happening: Happening) -> str:
@@ -62,16 +175,24 @@ def _line(happening: Happening) -> str:
     return json.dumps({**head, **json.loads(happening.facts)}) + "\n"
 
 
-def _append(base: Path, happening: Happening, line: str) -> bool:
+def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
+    """All of ``data`` or, as far as the disk allows it, nothing: half a line would spoil the next one too."""
+    if not folder.is_dir():
+        make_directory(folder)
+    handle = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)
+    size, written = os.fstat(handle).st_size, 0
     try:
-        folder = base / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"{happening.incident}.jsonl").open("a", encoding="utf-8") as file:
-            file.write(line)
-            file.flush()
-            if happening.kind in _FSYNC_AFTER:
-                os.fsync(file.fileno())
-    except (OSError, ValueError) as problem:  # ValueError: no path that can be
-        log.warning("cannot write the incident under %s: %s", base, problem)
-        return False
-    return True
+        with naming(folder / name):
+            while written < len(data):
+                written += os.write(handle, data[written:])
+            if durable:
+                os.fsync(handle)
+        if durable:
+            sync_directory(folder)
+    except OSError:
+        with contextlib.suppress(OSError):
+            if written and os.fstat(handle).st_size == size + written:  # nobody else has written meanwhile
+                os.ftruncate(handle, size)
+        raise
+    finally:
+        os.close(handle)

@@ -136,6 +136,5 @@ def test_a_save_dir_that_cannot_be_a_path_does_not_stop_the_journal(tmp_path: Pa
     journal = Journal(tmp_path)
     for save_dir, incident in (("\0", "one"), ("", "two")):
         journal.write(save_dir, Happening(1, 0.0, 0.0, "opened", incident, "{}"))
-    until((tmp_path / "incidents" / "two.jsonl").exists)
-    assert (tmp_path / "incidents" / "one.jsonl").exists()
+    until(lambda: all((tmp_path / "incidents" / f"{name}.jsonl").exists() for name in ("one", "two")))
     journal.close(5)

@@ -1,0 +1,144 @@
+"""The story of an incident is written down, whatever the storage does: it may be what the story is about."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.store.storage import fill, small_disk
+from ttp.cli.incident_reader import read_incident
+from ttp.controller import journal as module
+from ttp.controller.driver import Happening
+from ttp.controller.journal import Journal
+from ttp.testing.bad_disk import BadDisk, Rule, why_not
+
+NAME = Path("incidents", "one.jsonl")
+
+
+class Teller:
+    """Writes one incident, event after event."""
+
+    def __init__(self, folder: Path) -> None:
+        self.run_dir, self.save_dir = folder / "run", folder / "checkpoints"
+        self.journal = Journal(self.run_dir)
+        self.told: list[str] = []
+
+    def tell(self, kind: str, **facts: Any) -> None:
+        happening = Happening(len(self.told) + 1, 1.8e9, 50.0, kind, "one", json.dumps(facts))
+        self.told.append(kind)
+        self.journal.write(str(self.save_dir), happening)
+
+    def finish(self, timeout_s: float = 60) -> None:
+        self.journal.close(timeout_s)
+
+
+@pytest.fixture
+def teller(tmp_path: Path) -> Iterator[Teller]:
+    made = Teller(tmp_path)
+    yield made
+    made.finish()
+
+
+def kinds(place: Path) -> list[str]:
+    """Of the lines there; all of them can be read."""
+    log = read_incident(place / NAME)
+    assert log.unreadable == 0
+    return [line.kind for line in log.lines]
+
+
+def test_a_story_is_in_save_dir_and_nowhere_else(teller: Teller) -> None:
+    for kind in ("opened", "plan", "closed"):
+        teller.tell(kind)
+    teller.finish()
+    assert kinds(teller.save_dir) == teller.told
+    assert not teller.run_dir.exists()
+
+
+def test_what_save_dir_refuses_is_in_run_dir_from_the_beginning(teller: Teller) -> None:
+    teller.save_dir.write_text("a file in the way")
+    teller.tell("opened")
+    teller.tell("plan")
+    teller.tell("released")
+    teller.finish()
+    assert kinds(teller.run_dir) == teller.told
+
+
+def test_a_story_follows_its_checkpoint_to_the_fallback(teller: Teller, tmp_path: Path) -> None:
+    teller.tell("opened")
+    teller.tell("save_failed", text="OSError: [errno 28] No space left on device")
+    teller.tell("fallback", directory=str(tmp_path / "other"))
+    teller.tell("committed", version=12)
+    teller.finish()
+    assert kinds(tmp_path / "other") == kinds(teller.save_dir) == teller.told
+
+
+def test_lines_are_made_durable_with_their_name(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(Path(f"/proc/self/fd/{fd}").readlink()))
+    teller.tell("opened")
+    teller.tell("committed")
+    teller.finish()
+    assert synced[-2:] == [teller.save_dir / NAME, teller.save_dir / "incidents"]
+    assert teller.save_dir in synced, "a new directory is a name too"
+
+
+@pytest.fixture
+def full_disk() -> Iterator[Path]:
+    if reason := why_not():
+        pytest.skip(reason)
+    with small_disk() as place:
+        yield place
+
+
+def test_a_line_that_did_not_fit_is_written_when_there_is_room(tmp_path: Path, full_disk: Path) -> None:
+    """The part of it that did fit does not spoil the next one."""
+    teller = Teller(tmp_path)
+    teller.save_dir = full_disk / "checkpoints"
+    refused = threading.Event()
+    tell_run_dir = teller.journal._refused
+
+    def refuse(incident: str) -> None:
+        tell_run_dir(incident)
+        refused.set()
+
+    teller.journal._refused = refuse  # type: ignore[method-assign]
+    teller.tell("opened", detail="x" * 3800)
+    teller.tell("evidence")
+    teller.journal._writers[teller.save_dir].end()
+    assert teller.journal._writers[teller.save_dir].join(60)
+    filler = fill(full_disk)
+    teller.tell("save_failed", text="y" * 2000)
+    assert refused.wait(60)
+    filler.unlink()
+    teller.tell("released")
+    teller.finish()
+    assert kinds(teller.save_dir) == kinds(teller.run_dir) == teller.told
+
+
+def test_a_directory_that_hangs_keeps_nobody_waiting(tmp_path: Path, teller: Teller) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with BadDisk(teller.save_dir, tmp_path / "below") as disk:
+        disk.rules(Rule(("WRITE",), hang="mount"))
+        teller.tell("opened")
+        disk.wait_hit()
+        teller.tell("evidence")
+        teller.tell("released")
+        teller.finish(timeout_s=1.0)
+        assert kinds(teller.run_dir) == teller.told
+        disk.thaw()
+
+
+def test_memory_is_bounded(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LINES_MAX", 10)
+    for incident in range(3 * module.STORIES_MAX):
+        for _ in range(20):
+            teller.journal.write("", Happening(1, 0.0, 0.0, "answer", str(incident), "{}"))
+    assert len(teller.journal._stories) == module.STORIES_MAX
+    assert all(len(story.lines) == 10 for story in teller.journal._stories.values())
