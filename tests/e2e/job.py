@@ -50,6 +50,8 @@ class Injector:
                     continue
                 marker.parent.mkdir(exist_ok=True)
                 marker.write_text(str(time.monotonic()))
+                while fault.get("together") and len(list(marker.parent.glob(f"{fault['id']}.*"))) < len(fault["ranks"]):
+                    time.sleep(0.001)
                 self.act(fault["action"])
 
     def act(self, action: str) -> None:
@@ -155,7 +157,12 @@ def train() -> None:
     random.seed(200 + RANK)
     np.random.seed(300 + RANK)
     optimizer = ttp.wrap_optimizer(
-        optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints", extra_state=losses
+        optimizer,
+        model=model,
+        scheduler=scheduler,
+        save_dir=JOB_DIR / "checkpoints",
+        extra_state=losses,
+        undo=os.environ.get("JOB_UNDO"),
     )
     start = ttp.restore()
     note("start", start)
