@@ -60,6 +60,7 @@ class Story:
     found: list[Found] = field(default_factory=lambda: [Found(2), Found(5)])
     answers: list[dict[str, Any]] = field(default_factory=list)
     lives: list[LifeKey] = field(default_factory=lambda: [FIRST, SECOND])
+    exits: list[int] = field(default_factory=list)
     diverged: bool = False
     trouble: str = ""
 
@@ -72,6 +73,7 @@ class Story:
             seen=self.events,
             found=self.found,
             answers=list(self.answers),
+            exits=self.exits,
             trouble=self.trouble,
             back_s=AT_S + 4,
         )

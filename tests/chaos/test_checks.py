@@ -98,6 +98,10 @@ def forget_the_errno(story: Story) -> None:
     story.events = [*story.events, seen("save_failed", text="it did not work")]
 
 
+def leave_with_another_code(story: Story) -> None:
+    story.exits = [1, -9]
+
+
 TAMPERINGS: list[tuple[Callable[[Story], None], str]] = [
     (lose_a_step, "3 finished steps are lost"),
     (resume_from_the_future, "nobody had begun a newer one than 6"),
@@ -114,6 +118,7 @@ TAMPERINGS: list[tuple[Callable[[Story], None], str]] = [
     (never_restart, "should have been saved and restarted"),
     (get_stuck, "nothing came of it"),
     (forget_a_request, "version 4 was said to be saved and is not there"),
+    (leave_with_another_code, "exit codes [1, -9], and none of them is 75"),
     (forget_the_errno, "a save failed without its errno"),
 ]
 
@@ -124,6 +129,11 @@ def test_tampering_is_found(tamper: Callable[[Story], None], said: str) -> None:
     tamper(story)
     findings = verdict(story).findings
     assert any(said in finding for finding in findings), findings
+
+
+def test_launchers_say_what_came_of_it() -> None:
+    assert verdict(Story(exits=[75, -9])).findings == ()
+    assert verdict(Story(Script(1, 3, launcher="torchrun"), exits=[1])).findings == ()
 
 
 def test_what_only_the_dead_had_is_not_lost() -> None:

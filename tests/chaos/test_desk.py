@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
+import tempfile
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ttp.chaos.desk import Desk, GotUp, SatDown, Stands
+from ttp.chaos.desk import NAME, PREFIX, Desk, GotUp, SatDown, Stands, remove_abandoned
 from ttp.chaos.line import SOCKET, Line
 
 PATIENCE_S = 20
@@ -57,3 +60,16 @@ def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[An
 def test_without_a_socket_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SOCKET, raising=False)
     assert Line(0, (0, 0)).at(0, "data") == "go"
+
+
+def test_what_a_killed_desk_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    left = tmp_path / f"{PREFIX}dead"
+    left.mkdir()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
+        dead.bind(str(left / NAME))
+    desk = Desk(queue.SimpleQueue())
+    desk.open()
+    assert remove_abandoned() == [left]
+    assert not left.exists() and desk.path.exists()
+    desk.close()

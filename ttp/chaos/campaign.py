@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 
 from ttp.chaos.kinds import KINDS, Kind
 from ttp.chaos.script import Run, Script
+from ttp.core.hangs import LEARNT_VERSIONS
 
 RUNS_PER_JOB = 8
 STEPS_AFTER = 3
+APART = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +24,17 @@ class Shape:
         script: without runs.
         weight: how often it is taken, among those that can bear a run.
         features: of ``--include``; all of them have to be asked for.
+        apart: steps between two runs, at least; one more at most.
     """
 
     script: Script
     weight: int = 1
     features: frozenset[str] = frozenset()
+    apart: int = APART
 
+
+_WATCHFUL = (("TTP_HANG_S", "2"), ("TTP_HEARTBEAT_S", "0.5"))
+_MIRRORED = (("TTP_MIRROR", "on"),)
 
 SHAPES = {
     "small": Shape(Script(1, 3), 3),
@@ -37,10 +44,10 @@ SHAPES = {
     "two hosts": Shape(Script(2, 2), 1),
     "two hosts, scheduled": Shape(Script(2, 2, restart="scheduler"), 2),
     "three hosts, scheduled": Shape(Script(3, 1, restart="scheduler"), 1),
-    "watched": Shape(Script(1, 3, env=(("TTP_HANG_S", "3"),)), 1, frozenset({"hang"})),
+    "watched": Shape(Script(1, 3, step_ms=250, env=_WATCHFUL), 1, frozenset({"hang"}), LEARNT_VERSIONS + 3),
     "two places": Shape(Script(1, 3, width=20_000, fallback=True), 1, frozenset({"fallback"})),
     "three hosts, standing by": Shape(Script(3, 1, restart="scheduler"), 1, frozenset({"standby"})),
-    "mirrored": Shape(Script(2, 2, restart="scheduler", env=(("TTP_MIRROR", "on"),)), 1, frozenset({"mirror"})),
+    "mirrored": Shape(Script(2, 2, restart="scheduler", env=_MIRRORED), 1, frozenset({"mirror"})),
 }
 """Jobs that runs are drawn for, by name."""
 
@@ -66,7 +73,7 @@ def draw(seed: int, runs: int, include: Collection[str] = (), offers: Collection
     for name, chosen in by_shape.items():
         for group in _jobs(chosen):
             job = replace(shapes[name].script, seed=chance.randrange(10**6))
-            scripts.append(_script(job, group, phases, chance))
+            scripts.append(_script(job, group, phases, chance, shapes[name].apart))
     chance.shuffle(scripts)
     return scripts
 
@@ -97,11 +104,13 @@ def _jobs(kinds: Sequence[Kind]) -> list[list[Kind]]:
     return [group for group in groups if group]
 
 
-def _script(job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random) -> Script:
+def _script(
+    job: Script, kinds: Sequence[Kind], phases: Mapping[str, Iterator[str]], chance: random.Random, apart: int
+) -> Script:
     runs: list[Run] = []
-    step = chance.randint(0, 3)
+    step = chance.randint(0, 3) if apart == APART else apart
     for kind in kinds:
         phase = next(phases[kind.title])
         runs.append(kind.run(job, step, phase, f"r{len(runs)}", chance))
-        step += chance.randint(3, 4)
+        step += chance.randint(apart, apart + 1)
     return replace(job, runs=tuple(runs), steps=runs[-1].step + STEPS_AFTER)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from ttp.chaos.notes import LifeKey, RankLife
 from ttp.chaos.record import Evidence, Record
-from ttp.errors import EXIT_NOT_SAVED
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 COVERED = ("saved", "kept")
 _DISK = ("disk-full", "disk-ro")
@@ -70,7 +70,7 @@ def judge(evidence: Evidence) -> Verdict:
     diverged = evidence.diverged or any(_without_pages(evidence, life) for life in lives[1:])
     findings += bit_findings(evidence, lives)
     outcome = _outcome(evidence, lives, version, lost)
-    findings += _expectation(evidence, outcome, lost)
+    findings += [*_exit_findings(evidence, outcome), *_expectation(evidence, outcome, lost)]
     times = _times(record)
     return Verdict(outcome, tuple(findings), version, lost, *times, diverged)
 
@@ -226,6 +226,14 @@ def _outcome(evidence: Evidence, lives: list[LifeKey], version: int | None, lost
     if version and version > start:
         return "saved"
     return "gone" if max((life.finished for life in hurt), default=start) > start else "kept"
+
+
+def _exit_findings(evidence: Evidence, outcome: str) -> Iterator[str]:
+    """A launcher of ours that leaves says what came of it: 75 and 70 are what a scheduler goes by."""
+    wanted = {"saved": EXIT_SAVED, "refused": EXIT_NOT_SAVED}.get(outcome)
+    exits = evidence.record.exits
+    if wanted is not None and exits and evidence.script.launcher == "ttp" and wanted not in exits:
+        yield f"the launchers left with exit codes {exits}, and none of them is {wanted}"
 
 
 def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:

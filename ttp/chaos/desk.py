@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import queue
 import shutil
 import socket
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ttp.chaos import world
 from ttp.chaos.notes import LifeKey
 
 _CREDENTIALS = struct.Struct("3i")
@@ -56,6 +58,32 @@ class GotUp:
     seat: Seat
 
 
+PREFIX = f"chaos-{os.getuid()}-"
+NAME = "line"
+
+
+def _place() -> Path | None:
+    """None: where temporary files go."""
+    return world.SOCKETS if world.inside() else None
+
+
+def remove_abandoned() -> list[Path]:
+    """Remove what desks that were killed have left; returns it. Nobody listens there any more."""
+    found = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if not _listens(path / NAME)]
+    for path in found:
+        shutil.rmtree(path, ignore_errors=True)
+    return found
+
+
+def _listens(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probing:
+        try:
+            probing.connect(str(path))
+        except OSError:
+            return False
+        return True
+
+
 Call = SatDown | Stands | GotUp
 
 
@@ -68,13 +96,13 @@ class Desk:
     """
 
     inbox: queue.SimpleQueue[Any]
-    _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="chaos-")))
+    _folder: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix=PREFIX, dir=_place())))
     _server: socket.socket = field(default_factory=lambda: socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
 
     @property
     def path(self) -> Path:
         """Of the socket."""
-        return self._folder / "line"
+        return self._folder / NAME
 
     def open(self) -> None:
         """Begin to listen."""

@@ -4,8 +4,8 @@ Its ranks differ in everything that ranks differ in: dropout, data, BatchNorm st
 and numpy. After each step and after a restore every rank writes down, with one write that survives a SIGKILL, a digest
 of what is equal on all ranks and one of what is its own.
 
-Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``, and what
-``ttp.chaos.line`` reads.
+Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``,
+``CHAOS_STEP_MS``, and what ``ttp.chaos.line`` reads.
 """
 
 from __future__ import annotations
@@ -216,6 +216,7 @@ def train(here: Here, steps: int, width: int) -> None:
             here.at(HOLD)
         here.at("data")
         training.one_step(step)
+        time.sleep(float(os.environ.get("CHAOS_STEP_MS", "0")) / 1e3)
     here.step = steps
     with ttp.paused("held after the last run"):
         here.at(END)

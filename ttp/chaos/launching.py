@@ -41,6 +41,7 @@ def environment(
         "CHAOS_SAVE_DIR": str(save_dir),
         "CHAOS_STEPS": str(script.steps),
         "CHAOS_WIDTH": str(script.width),
+        "CHAOS_STEP_MS": str(script.step_ms),
         SOCKET: str(socket_path),
         LAUNCH: str(launch),
         "OMP_NUM_THREADS": "1",

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.chaos import world
+from ttp.chaos.desk import remove_abandoned
 from ttp.chaos.disk import Disk
 from ttp.chaos.hosts import Hosts
 from ttp.chaos.launching import CONTROLLER_PORT
@@ -70,6 +71,7 @@ def missing(script: Script) -> str:
 def _this_machine(script: Script) -> ThisMachine:
     if script.needs:
         raise ConfigError(f"{missing(script)}: not to be had here: {world.obstacle() or 'namespaces are not wanted'}")
+    remove_abandoned()
     return ThisMachine(new_tag())
 
 

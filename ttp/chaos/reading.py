@@ -35,6 +35,7 @@ JOB_KEYS: dict[str, type] = {
     "steps": int,
     "launcher": str,
     "restart": str,
+    "step_ms": int,
     "width": int,
     "fallback": bool,
     "seed": int,
@@ -117,6 +118,8 @@ def _check_job(script: Script) -> None:
     for key in ("hosts", "ranks_per_host", "steps", "width"):
         if getattr(script, key) < 1:
             raise ConfigError(f"{key} = {getattr(script, key)}: at least 1 is wanted")
+    if not 0 <= script.step_ms <= 60_000:
+        raise ConfigError(f"step_ms = {script.step_ms}: from 0 to 60000 is wanted")
     if script.world_size > WORLD_MAX or script.hosts > 16:
         raise ConfigError(f"{script.hosts} hosts with {script.ranks_per_host} ranks each are too many for one machine")
     _known(script.launcher, LAUNCHERS, "a launcher", "launcher")

@@ -90,6 +90,7 @@ class Script:
         steps: of the training.
         launcher: ``ttp`` (run) or ``torchrun``.
         restart: who starts it again: ``agent`` (in place) or ``scheduler``.
+        step_ms: sleep after each step.
         width: of the model's wide layer; weights and moments take about ``0.6 kB * width``.
         fallback: whether the job has a second directory to save to.
         seed: for targets that are ``random``.
@@ -102,6 +103,7 @@ class Script:
     steps: int = 12
     launcher: str = "ttp"
     restart: str = "agent"
+    step_ms: int = 0
     width: int = 32
     fallback: bool = False
     seed: int = 0
@@ -151,7 +153,7 @@ def settled(fault: Fault, seed: int, index: int, world_size: int) -> Fault:
 
 def to_toml(script: Script) -> str:
     """The script as ``read`` takes it."""
-    keys = ("hosts", "ranks_per_host", "steps", "launcher", "restart", "width", "fallback", "seed")
+    keys = ("hosts", "ranks_per_host", "steps", "launcher", "restart", "step_ms", "width", "fallback", "seed")
     blocks = ["\n".join(f"{key} = {_value(getattr(script, key))}" for key in keys)]
     if script.env:
         blocks.append("\n".join(["[env]", *(f"{name} = {_value(value)}" for name, value in script.env)]))

@@ -15,9 +15,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 INSIDE = "CHAOS_WORLD"
 TOOLS = ("ip", "bridge", "mount", "nsenter", "setpriv", "sh", "unshare")
+SOCKETS = Path("/run")
+"""Where sockets go inside of a world: nothing of it is seen outside, and hosts inherit it."""
 PACKAGES = "iproute2, mount and util-linux"
 _NAMESPACES = ("--net", "--mount", "--pid", "--ipc", "--uts", "--fork", "--kill-child=KILL", "--mount-proc")
 
@@ -70,6 +73,7 @@ def _command(command: Sequence[str]) -> list[str]:
 def settle() -> None:
     """Make a new world habitable: it has no network yet, and its names are unknown."""
     run("ip", "link", "set", "lo", "up")
+    run("mount", "-t", "tmpfs", "chaos", str(SOCKETS))
     signal.signal(signal.SIGTERM, _interrupted)  # the first process of a world gets only what it asks for
 
 
