@@ -190,7 +190,7 @@ class Attachment:
 
     def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._begun:
-            self._begin(has_closure=any(value is not None for value in (*args[1:], *kwargs.values())))
+            self._begin(has_closure=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None)
         self._depth += 1
 
     def _begin(self, has_closure: bool) -> None:
