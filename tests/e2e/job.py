@@ -40,6 +40,7 @@ class Injector:
 
     def __init__(self) -> None:
         self.step = 0
+        self.model: nn.Module | None = None
 
     def at(self, phase: str) -> None:
         for fault in FAULTS:
@@ -59,6 +60,8 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
+        elif action == "flip":
+            flip_a_bit()
         elif action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif action == "deadlock":
@@ -72,6 +75,13 @@ class Injector:
             os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
         else:
             raise AssertionError(action)
+
+
+def flip_a_bit() -> None:
+    """In the middle of a weight, as a broken memory cell would."""
+    assert injector.model is not None
+    word = next(injector.model.parameters()).detach().view(torch.int32).view(-1)[7:8]
+    word ^= 1
 
 
 def wait_for_ever() -> None:
@@ -164,6 +174,7 @@ def train() -> None:
         extra_state=losses,
         undo=os.environ.get("JOB_UNDO"),
     )
+    injector.model = model
     start = ttp.restore()
     note("start", start)
     scheduler.armed = True
