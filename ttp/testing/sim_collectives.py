@@ -30,7 +30,7 @@ class Collectives:
     """
 
     def __init__(self, world: Simulation) -> None:
-        self._world = world
+        self._world, self._ranks = world, world.ranks
         self._open: dict[int, _Collective] = {}
         self._somebody_died = False
 
@@ -53,7 +53,7 @@ class Collectives:
             collective.leaving.discard(rank)
             if not collective.leaving:
                 self._open.pop(step, None)
-            process = self._world.ranks[rank]
+            process = self._ranks[rank]
             process.run(process.trainer.go_on, gradient)
 
     def broken_by(self, dead: Rank) -> None:
@@ -71,7 +71,7 @@ class Collectives:
 
     def _fail_all(self, ranks: list[Rank]) -> None:
         for rank in ranks:
-            process = self._world.ranks[rank]
+            process = self._ranks[rank]
             if process.alive:
                 self._fail(process)
 

@@ -55,7 +55,7 @@ class Trainer:
     """
 
     __slots__ = (
-        "_held", "_live_random", "_parked", "_rank", "_redoing", "_restored", "_thread", "_world",
+        "_held", "_live_random", "_order", "_parked", "_rank", "_redoing", "_restored", "_thread", "_world",
         "gate", "hanging", "image", "mark", "random", "redos", "settled", "shards",
     )  # fmt: skip
 
@@ -63,6 +63,7 @@ class Trainer:
         self.gate = Gate(rank.on_quiet)
         self.gate._opened = cast("object", Turnstile(self._gate_opened))  # type: ignore[assignment]
         self.shards: dict[Shard, Words] = {}
+        self._order: list[Shard] = []
         self.random = self._live_random = 0
         self.settled = True
         self.hanging = False
@@ -160,7 +161,8 @@ class Trainer:
     def _load(self, version: Version) -> None:
         state = self._world.state_at(version)
         self.gate.set_version(version)
-        self.shards = {s: state.shards[s] for s in self._world.layout.shards_of(self._rank.rank)}
+        self._order = sorted(self._world.layout.shards_of(self._rank.rank))
+        self.shards = {s: state.shards[s] for s in self._order}
         self.random = state.random[self._rank.rank]
         self.image = None
         self._write_page(version)
@@ -179,7 +181,7 @@ class Trainer:
         world.reached("in backward", rank)
         self.mark = 3
         yield rank.takes(0.003)
-        part = contribution([self.shards[s] for s in sorted(self.shards)], self._live_random)
+        part = contribution(list(self.shards.values()), self._live_random)
         world.collectives.arrive(rank, self.gate.version + 1, part)
         gradient = yield None
         if gradient is None:
@@ -197,7 +199,7 @@ class Trainer:
         if world.scenario.undo:
             self.image = self.gate.version, dict(self.shards)
         for word in (0, 1):
-            for shard in sorted(self.shards):
+            for shard in self._order:
                 self._write(shard, word, gradient)
                 yield rank.takes(0.001)
                 world.reached("in update", rank)
