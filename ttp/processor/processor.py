@@ -56,6 +56,10 @@ DEVICE_PATIENCE_S = 5.0
 STACK_S = 3.0
 """How long a process that hangs may take to say where its threads are."""
 
+MIRROR_BACKLOG = 16
+"""Reports on their way; with more of them pages wait, and only the newest are sent."""
+MIRROR_POLL_S = 0.01
+
 LOOK_S = 0.2
 """A rank whose state takes longer to look at acknowledges a freeze first."""
 
@@ -114,6 +118,7 @@ class Processor:
         self._company = contextlib.ExitStack()  # what shows and watches life on this host
         self._saver = Lane("ttp-saver")
         self._looker = Lane("ttp-looker")
+        self._keeper = Lane("ttp-keeper")
         self._closure = 0
         self._look_s = 0.0
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
@@ -226,6 +231,7 @@ class Processor:
             self._stream.finish(timeout_s=1.0)
         self._saver.close()
         self._looker.close()
+        self._keeper.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
@@ -389,12 +395,20 @@ class Processor:
         self._company.callback(neighbours.close)
         self._company.callback(sentinel.close)
         self._kept = KeptPages(page_dir, rank, incarnation)
+        self._company.callback(self._kept.close)
         if self.config.mirror:
             mirror = PageMirror(page_dir, rank, incarnation, self._page_changed)
             self._company.callback(mirror.close)
             self.source.watch_pages(mirror.changed)
 
+    def _keep(self, order: m.Keep) -> None:
+        if self._kept is not None:
+            self._kept.store(order)
+
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
+        """On the mirror's thread, which gathers changes while it waits here."""
+        while self._stream is not None and self._stream.backlog > MIRROR_BACKLOG and not self._closed:
+            time.sleep(MIRROR_POLL_S)
         if incarnation == self.incarnation:
             self._inbox.put(pm.PageChanged(Version(version), final, data))
 
@@ -467,8 +481,7 @@ class Processor:
             case pm.TakeStack(wanted):
                 self._aside("ttp-stack", lambda: self._take_stack(wanted))
             case pm.KeepPage(keep):
-                if self._kept is not None:
-                    self._kept.store(keep)
+                self._keeper.submit(lambda: self._keep(keep))
 
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self.config.port or 0)
