@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,12 +27,14 @@ from ttp.chaos.record import Evidence, Record, Seen, Strike
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.strikes import MissedError, Scene, heal_all, strike, targets
 from ttp.chaos.vocabulary import START_PHASES
+from ttp.config import Config
 
 LOOK_S = 0.05
 RUN_S_MAX = 120.0
 LAUNCHES_MAX = 3
 """Of one run."""
 END_S = 30.0
+STANDBYS_S = 20.0
 SETTLE_S = 0.15
 """Longer than an observer needs to see that a controller is gone."""
 
@@ -78,6 +81,8 @@ class Driver:
         self._timers: list[tuple[float, Fault]] = []
         self._began_s = 0.0
         self._stages: dict[int, tuple[str, float]] = {}
+        self._standbys: set[str] = set()
+        self._held_since: float | None = None
         self._diverged = False
         self._ended = False
 
@@ -90,8 +95,11 @@ class Driver:
             while not self._ended:
                 self._turn()
             self._finish()
-        except (AbortedError, OSError) as problem:
+        except AbortedError as problem:
             self._abort(str(problem))
+        except Exception as problem:  # one job that goes wrong here does not end a campaign
+            (self.folder / "driver-error.log").write_text(traceback.format_exc())
+            self._abort(f"whoever drove the job failed: {problem!r}")
         finally:
             heal_all(self._scene)
             self._launches.close()
@@ -163,6 +171,10 @@ class Driver:
 
     def _heard(self, kind: str, entry: dict[str, Any]) -> None:
         seen = Seen(kind, entry["monotonic_s"], entry["unix_s"], entry["incident"], entry["facts"])
+        if kind == "incarnation":
+            self._standbys.clear()
+        elif kind == "standby":
+            self._standbys.add(str(seen.facts["host"]))
         if self._record is None:
             return
         self._record.seen.append(seen)
@@ -241,8 +253,12 @@ class Driver:
         if len(self._scene.seats) < self.script.world_size or len(standing) != 1:
             return
         (where,) = standing
-        if where is None or not self._is_barrier(*where) or not self._quiet():
+        if where is None or not self._is_barrier(*where):
             return
+        self._held_since = self._held_since or time.monotonic()
+        if not self._quiet() or not (where[1] == END or self._has_standbys()):
+            return
+        self._held_since = None
         if self._record is not None:
             self._judge()
         if where[1] == END:
@@ -274,6 +290,12 @@ class Driver:
         record.back_s = record.back_s or max(since, last)
         answered = [answer for answer in record.answers if answer["answer"] == "save"]
         return len(answered) >= len(record.struck("save"))
+
+    def _has_standbys(self) -> bool:
+        """As a job that has run for a while has. One whose steps take milliseconds may be hurt before they are up."""
+        wanted = min(Config.from_env(dict(self.script.env)).standbys, self.script.hosts - 1)
+        assert self._held_since is not None
+        return len(self._standbys) >= wanted or time.monotonic() > self._held_since + STANDBYS_S
 
     def _begin(self) -> None:
         self._index += 1

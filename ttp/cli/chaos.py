@@ -178,13 +178,15 @@ def _run(
         world.settle()
     began = time.monotonic()
     board = Board(sum(len(script.runs) for script in scripts))
-    try:
-        with board.shown():
-            Runner(folder, board.tell, keep).run(scripts, jobs, first)
-    finally:
-        if report is not None and board.results:
+
+    def tell(result: Result) -> None:
+        board.tell(result)
+        if report is not None:  # every time: what an hour has shown survives whatever ends it
             took_s = time.monotonic() - began
             reports.write(report, board.results, reports.Occasion(again, reports.machine(), took_s))
+
+    with board.shown():
+        Runner(folder, tell, keep).run(scripts, jobs, first)
     return board.results
 
 
