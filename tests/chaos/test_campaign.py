@@ -70,3 +70,9 @@ def test_a_common_kind_meets_every_phase() -> None:
     }
     kind = next(kind for kind in KINDS if kind.title == "kill a rank")
     assert met == set(kind.phases)
+
+
+def test_only_what_matches() -> None:
+    drawn = set(titles(draw(5, 50, (), OFFERS, "the controller")))
+    assert len(drawn) > 3 and all("the controller" in title for title in drawn)
+    assert draw(5, 50, (), OFFERS, "no such thing") == []

@@ -52,7 +52,9 @@ SHAPES = {
 """Jobs that runs are drawn for, by name."""
 
 
-def draw(seed: int, runs: int, include: Collection[str] = (), offers: Collection[str] = ()) -> list[Script]:
+def draw(
+    seed: int, runs: int, include: Collection[str] = (), offers: Collection[str] = (), match: str = ""
+) -> list[Script]:
     """The scripts of a campaign.
 
     Args:
@@ -60,10 +62,14 @@ def draw(seed: int, runs: int, include: Collection[str] = (), offers: Collection
         runs: how many.
         include: features that are off otherwise; see ``FEATURES``.
         offers: what this machine has of ``hosts`` and ``mount``.
+        match: only kinds with this in their title.
     """
     chance = random.Random(f"chaos {seed}")
     shapes = {name: s for name, s in SHAPES.items() if s.features <= set(include) and s.script.needs <= set(offers)}
     kinds = [k for k in KINDS if k.features <= set(include) and k.needs <= set(offers) and _bearing(k, shapes)]
+    kinds = [kind for kind in kinds if match in kind.title]
+    if not kinds:
+        return []
     by_shape: dict[str, list[Kind]] = {name: [] for name in shapes}
     for kind in _chosen(kinds, runs, chance):
         names = _bearing(kind, shapes)

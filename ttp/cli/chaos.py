@@ -35,6 +35,7 @@ Report = Annotated[Path | None, typer.Option("--report", help="Write what came o
 Include = Annotated[
     str, typer.Option("--include", help="Draw these, too, separated by commas: fallback, hang, mirror, standby.")
 ]
+Match = Annotated[str, typer.Option("--match", help="Draw only kinds of runs with this in their title.")]
 Only = Annotated[int | None, typer.Option("--only", min=0, help="Only the job with this number of what was drawn.")]
 Draw = Annotated[bool, typer.Option("--draw", help="Only write the scripts to --out; hurt nobody.")]
 Plain = Annotated[bool, typer.Option("--plain", help="No namespaces: this machine is the only host.")]
@@ -76,6 +77,7 @@ def chaos(
     out: Out = None,
     report: Report = None,
     include: Include = "",
+    match: Match = "",
     only: Only = None,
     draw: Draw = False,
     plain: Plain = False,
@@ -102,12 +104,12 @@ def chaos(
         say(f"This machine is the only host, and its disk stays whole: {obstacle}.", aside())
     chosen = random.randrange(10**6) if seed is None else seed
     folder = (out or Path("runs") / f"chaos-{time.strftime('%Y%m%d-%H%M%S')}").absolute()
-    scripts = _scripts(script, runs, chosen, include, only, draw=draw)
+    scripts = _scripts(script, runs, chosen, include, match, only, draw=draw)
     _prepare(folder)
     if draw:
         _write_scripts(folder, scripts)
         return
-    again = _command(script, runs, chosen, include, jobs)
+    again = _command(script, runs, chosen, include, match, jobs)
     results = _run(folder, scripts, jobs, only or 0, keep=keep, report=report, again=again)
     _tell(results, folder, json=json)
     if any(not result.good for result in results):
@@ -126,7 +128,9 @@ def _scripts(script: Path | None, runs: int, seed: int, include: str, only: int 
             raise ConfigError(f"{script} needs {missing(chosen[0])}: run it as root, or see the line above")
         return chosen
     offers = ("hosts", "mount") if draw or world.inside() else ()
-    chosen = drawn(seed, runs, _features(include), offers)
+    chosen = drawn(seed, runs, _features(include), offers, match)
+    if not chosen:
+        raise ConfigError(f"--match {match!r}: there is no such kind of run; docs/reliability.md lists them")
     if only is None:
         return chosen
     if only >= len(chosen):
@@ -190,9 +194,12 @@ def _run(
     return board.results
 
 
-def _command(script: Path | None, runs: int, seed: int, include: str, jobs: int) -> str:
+def _command(script: Path | None, runs: int, seed: int, include: str, match: str, jobs: int) -> str:
     words = ["ttp chaos", f"--script {script}" if script else f"--runs {runs} --seed {seed}"]
-    return " ".join([*words, f"--jobs {jobs}" if jobs > 1 else "", f"--include {include}" if include else ""]).strip()
+    words += [f"--jobs {jobs}"] if jobs > 1 else []
+    words += [f"--include {include}"] if include else []
+    words += [f"--match {match!r}"] if match else []
+    return " ".join(words)
 
 
 def _line(number: int, total: int, result: Result) -> Text:
