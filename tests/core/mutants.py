@@ -1,7 +1,7 @@
 """Breaks the core on purpose, many ways, and looks which tests notice.
 
-``python -m tests.core.mutants`` prints a table; ``python -m tests.core.mutants NAME SUITE`` runs one suite on one of
-them. A mutant that no suite catches is a hole in the tests.
+``python -m tests.core.mutants`` prints a table (``--quick``: until the first suite notices); ``python -m
+tests.core.mutants NAME SUITE`` runs one suite on one of them. A mutant that no suite catches is a hole in the tests.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ ROOT = HERE.parent.parent
 
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
-PROCESSOR, GATE = "ttp.core.processor_machine", "ttp.processor.gate"
+PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
+JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
-    "the oldest common version": (DECIDE, "version = max(common)", "version = min(common)"),
+    "the oldest common version": (DECIDE, "_plan(max(common),", "_plan(min(common),"),
     "a torn copy is good enough": (DECIDE, "{v: How.UNDO} if answer.has_preimage else {}", "{v: How.AS_IS}"),
     "one shard is enough": (DECIDE, "common & versions", "common | versions"),
     "old incarnations count": (DECIDE, " if a.incarnation == newest}", "}"),
@@ -44,14 +45,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "lost ranks keep their answer": (RESCUE, "            self.incident.forget(rank)\n", ""),
     "a flap is a fault": (RESCUE, "self._retract(incident, hello.rank, m.FaultKind.LOST)", "pass"),
-    "thaw while in doubt": (RESCUE, "if self._job.suspects:\n            return", "if False:\n            return"),
+    "thaw while in doubt": (RESCUE, "if self._job.suspects or self._looks_again(incident, now):", "if False:"),
     "thaw whatever is broken": (
         RESCUE,
         "not (incident.faulty or self._job.broken):\n            self._thaw",
         "True:\n            self._thaw",
     ),
     "plan before all came back": (RESCUE, "if job.gather_until is not None:", "if False:"),
-    "give up before the grace is over": (RESCUE, "elif not job.suspects:", "else:"),
+    "give up before the grace is over": (RESCUE, "elif not (job.suspects or", "elif not ("),
     "a late newer version is ignored": (RESCUE, "if self._improves(incident, answer):", "if False:"),
     "an open gate is trusted": (
         RESCUE,
@@ -77,7 +78,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "order.term < self.term or not self._welcomed:",
         "order.term < self.term:",
     ),
-    "any version is saved": (PROCESSOR, "order.version != self._version or self._phase in", "self._phase in"),
+    "any version is saved": (PROCESSOR, "return order.version == self._version and not torn", "return not torn"),
     "an update in progress is final": (PROCESSOR, "final=quiet.phase is not m.Phase.UPDATING", "final=True"),
     "a snapshot outlives its controller": (PROCESSOR, "if self.incident and self._snapshot:", "if False:"),
     "an older save counts": (
@@ -90,14 +91,134 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "self._down_since is not None and not self.incident and",
         "self._down_since is not None and",
     ),
-    "the gate lets everybody through": (GATE, "if not self._closed or self._updating:", "if True:"),
-    "the gate forgets who waits": (GATE, "            self._opened.set()\n", ""),
+    "the gate lets everybody through": (GATE, "if not self._closed or self._updating or self._admitted:", "if True:"),
+    "the gate forgets who waits": (
+        GATE,
+        "self._closed = self._admitted = False\n            self._opened.set()",
+        "self._closed = False",
+    ),
+    # replicas that differ
+    "odd copies are as good": (DECIDE, "if verdict.odd or bad:", "if bad:"),
+    "NaN is as good": (DECIDE, "        if bad:\n            yield", "        if False:\n            yield"),
+    "a dispute is not said": (DECIDE, "tuple(sorted({*verdict.disputed, *distrusted}))", "()"),
+    "who cannot write is asked": (DECIDE, "if not answer.can_save:\n        return {}", "if False:\n        return {}"),
+    "the minority is right": (
+        JURY,
+        "for d, ranks in by_digest.items() if d != digest",
+        "for d, ranks in by_digest.items() if d == digest",
+    ),
+    "a tie is a majority": (JURY, "if votes == second:", "if False:"),
+    "different versions are compared": (JURY, "(shard, witness.version)", "(shard, 0)"),
+    "the torn have a vote": (JURY, "if witness.torn:", "if False:"),
+    # redo and undo
+    "a gradient is good for two updates": (DECIDE, "Version(v + 1)] = How.REDO", "Version(v + 2)] = How.REDO"),
+    "an update is unmade twice": (DECIDE, "Version(v - 1)] = How.UNDO", "Version(v - 2)] = How.UNDO"),
+    "updates are made for nobody": (
+        RESCUE,
+        "plain.version >= self._newest_finished(incident)):",
+        "plain.version > self._newest_finished(incident)):",
+    ),
+    "nothing is made or unmade": (RESCUE, "full = self._decided(incident, with_offers=True)", "full = plain"),
+    "what the dead had finished is forgotten": (
+        RESCUE,
+        "max((*answered, *(mb.version for mb in self._job.members.values())), default",
+        "max(answered, default",
+    ),
+    "nobody is waited for at the gate": (RESCUE, "or self._hopes(incident, now)):", "):"),
+    "what must be made is saved as it is": (SAVING, "how=hows.get(rank, How.AS_IS),", "how=How.AS_IS,"),
+    "an update is saved before it is made": (
+        PROCESSOR,
+        "if quiet.version == order.version and quiet.phase is m.Phase.IDLE:",
+        "if True:",
+    ),
+    "an update that hangs is waited for": (
+        PROCESSOR,
+        "if self._redo_until is not None and now >= self._redo_until:",
+        "if False:",
+    ),
+    "unmade without a pre-image": (
+        PROCESSOR,
+        "if order.order.how is How.UNDO and self._preimage:\n            return",
+        "if order.order.how is How.UNDO:\n            return",
+    ),
+    "unmade without saying so": (
+        PROCESSOR,
+        "StartSave(_as_it_is(order) if order.order.how is How.REDO else order)",
+        "StartSave(_as_it_is(order))",
+    ),
+    "a snapshot can be made by an update": (
+        PROCESSOR,
+        "has_gradient=quiet.has_gradient and not self._snapshot",
+        "has_gradient=quiet.has_gradient",
+    ),
+    "the gate stays open after an update": (
+        GATE,
+        "self._updating, self._admitted = True, False",
+        "self._updating = True",
+    ),
+    # hangs
+    "hangs are not looked for": (CONTROLLER, "suspicion = self._hangs.check(now, self.job.live)", "suspicion = None"),
+    "a slow rank is a hanging one": (RESCUE, "or self._looks_again(incident, now):", ":"),
+    "whoever comes to the gate hangs": (
+        RESCUE,
+        "if not answer.stuck:\n            self._retract",
+        "if False:\n            self._retract",
+    ),
+    "evaluation is a hang": (HANGS, "not speaking or not speaking.isdisjoint(self._pausing)", "not speaking"),
+    "the silent are not suspected": (HANGS, "rank for rank in ranks if self._silent(rank, now)))", "()))"),
+    "the first is taken for the last": (HANGS, "last = min(self._seen", "last = max(self._seen"),
+    "the first steps teach": (HANGS, "self._first + UNSETTLED_VERSIONS", "self._first"),
+    "a hang is never told": (HANGS, "return self._suspicion(", "return None and self._suspicion("),
+    # fencing, witnesses, pages of other hosts
+    "who was seen to die may come back": (CONTROLLER, "        self.job.fence(rank, text)\n", ""),
+    "every host is a neighbour": (CONTROLLER, "witness.hello.host != subject.hello.host", "False"),
+    "a witness is not believed": (WITNESSES, "if not answer.reachable:", "if True:"),
+    "pages of another incarnation are kept": (MIRRORS, "page.incarnation != self._job.incarnation", "False"),
+    "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
+    # standby controllers
+    "a flap is the death of a controller": (ROUTE, "for_s < self._failover_s and", "False and"),
+    "nobody is asked to take over": (ROUTE, "        self.takeover = True\n", ""),
+    "the lost controller is asked again": (ROUTE, "ring[(at + 1 + self._walked)", "ring[(at + self._walked)"),
+    "whoever is sent on has nowhere to go": (PROCESSOR, "if code is m.RefusalCode.MOVED:", "if False:"),
+    "a new controller takes everybody": (CONTROLLER, "hello.standbys and not hello.takeover:", "False:"),
+    "two controllers lead": (CONTROLLER, "if hello.takeover and hello.term_seen > self.term and", "if False and"),
+    "two controllers share a draft": (
+        RESCUE,
+        'incident.reign = f"-{fresh_id}" if recovered_id else ""',
+        'incident.reign = ""',
+    ),
+    # storage
+    "there is no second directory": (
+        RESCUE,
+        "if not (fallback and incident.failures) or incident.directory:",
+        "if True:",
+    ),
+    "the second directory is tried for ever": (
+        RESCUE,
+        "if not (fallback and incident.failures) or incident.directory:",
+        "if not (fallback and incident.failures):",
+    ),
+    "a hanging disk is waited for": (
+        SAVING,
+        "[1] + patience_s:\n                continue",
+        "[1] + patience_s or True:\n                continue",
+    ),
+    "a slow disk is a hanging one": (SAVING, "if known is not None and known[0] != size:", "if False:"),
 }
 
 SUITES: dict[str, list[str]] = {
-    "tables": ["test_decide.py", "test_controller_machine.py", "test_processor_machine.py", "test_model_counts.py"],
+    "tables": [
+        "test_decide.py",
+        "test_jury.py",
+        "test_route.py",
+        "test_controller_machine.py",
+        "test_controller_wide.py",
+        "test_processor_machine.py",
+        "test_hangs.py",
+        "test_model_counts.py",
+    ],
     "model": ["test_model_check.py"],
-    "simulation": ["test_simulation.py"],
+    "simulation": ["test_simulated_faults.py", "test_simulation.py"],
 }
 
 
@@ -128,7 +249,8 @@ def caught(name: str, suite: str, timeout_s: float = 300.0) -> bool:
 
 
 def main(arguments: list[str]) -> int:
-    if arguments:
+    """One suite on one mutant; or a table of all; with ``--quick`` the first suite that notices is enough."""
+    if arguments and arguments[0] != "--quick":
         import pytest
 
         name, suite = arguments
@@ -136,11 +258,14 @@ def main(arguments: list[str]) -> int:
         files = [str(HERE / file) for file in SUITES[suite]]
         return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *files]))
     holes = 0
-    sys.stdout.write(f"{'mutant':38} {'  '.join(SUITES)}\n")
+    sys.stdout.write(f"{'mutant':44} {'  '.join(SUITES)}\n")
     for name in MUTANTS:
-        marks = {suite: "x" if caught(name, suite) else "-" for suite in SUITES}
+        marks: dict[str, str] = {}
+        for suite in SUITES:
+            enough = bool(arguments) and "x" in marks.values()
+            marks[suite] = " " if enough else "x" if caught(name, suite) else "-"
         holes += "x" not in marks.values()
-        sys.stdout.write(f"{name:38} {'  '.join(mark.ljust(len(suite)) for suite, mark in marks.items())}\n")
+        sys.stdout.write(f"{name:44} {'  '.join(mark.ljust(len(suite)) for suite, mark in marks.items())}\n")
         sys.stdout.flush()
     sys.stdout.write(f"{len(MUTANTS)} mutants, {holes} not caught\n")
     return 1 if holes else 0
