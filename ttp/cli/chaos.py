@@ -116,7 +116,9 @@ def chaos(
         raise typer.Exit(EXIT_FINDINGS)
 
 
-def _scripts(script: Path | None, runs: int, seed: int, include: str, only: int | None, *, draw: bool) -> list[Script]:
+def _scripts(
+    script: Path | None, runs: int, seed: int, include: str, match: str, only: int | None, *, draw: bool
+) -> list[Script]:
     from ttp.chaos import world
     from ttp.chaos.campaign import draw as drawn
     from ttp.chaos.place import missing
