@@ -152,13 +152,16 @@ class _Writer:
 
     def _run(self) -> None:
         refused: dict[str, str] = {}
+        warned: set[str] = set()
         while (item := self._inbox.get()) is not None:
             incident, text, durable = item
             text = refused.pop(incident, "") + text
             try:
                 _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
             except (OSError, ValueError) as problem:  # ValueError: no path that can be
-                log.warning("cannot write the incident under %s: %s", self._place, problem)
+                level = logging.DEBUG if incident in warned else logging.WARNING
+                log.log(level, "cannot write the incident under %s: %s", self._place, problem)
+                warned.add(incident)
                 if len(text) < REFUSED_MAX:
                     refused[incident] = text
                 self._refused(incident)

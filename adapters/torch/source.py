@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
 from ttp.adapters.torch.inspection import Inspector, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
-from ttp.adapters.torch.local_piece import Pages, collect, write_local_piece
+from ttp.adapters.torch.local_piece import Pages, collect, not_kept, write_local_piece
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image, PreImage
@@ -183,6 +184,7 @@ class TorchSource:
         """See ``StateSource``."""
         processor = self._processor
         assert processor is not None
+        order = replace(order, missing_pages=not_kept(order.pieces, processor.env.world_size))
         path, size = commit(
             processor.directory(order),
             order,
@@ -223,6 +225,7 @@ class TorchSource:
         while not self.settled() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled
+            self._wrote(1)  # it is not the storage that is waited for
             time.sleep(_POLL_S)
 
     def _pages(self, order: SaverOrder, version: Version) -> Pages:

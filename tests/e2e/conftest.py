@@ -1,12 +1,49 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Job
+from tests.e2e.harness import Job, free_port
+from ttp.testing.bad_disk import BadDisk, why_not
+
+SOLO = Path(__file__).with_name("solo.py")
+Run = Callable[..., "subprocess.CompletedProcess[str]"]
+
+
+def solo_env(tmp_path: Path, *, on: bool = True) -> dict[str, str]:
+    """For ``solo.py`` as rank 0 of 1, with a controller of its own where ttp is on."""
+    base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+    base |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
+    if on:
+        base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"}
+    return base
+
+
+@pytest.fixture
+def solo(tmp_path: Path) -> Run:
+    """Runs ``solo.py`` to its end."""
+
+    def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, str(SOLO), *map(str, args)]
+        env = solo_env(tmp_path, on=on) | env
+        return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+    return run
+
+
+@pytest.fixture
+def bad_disk(tmp_path: Path) -> Iterator[BadDisk]:
+    """See ``ttp.testing.bad_disk``; ``checkpoints`` is the mount."""
+    if reason := why_not():
+        pytest.skip(reason)
+    with BadDisk(tmp_path / "checkpoints", tmp_path / "below", journal=True) as disk:
+        yield disk
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,8 @@
 """One rank, a few steps: for what goes wrong before and after training. Run by the tests.
 
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
-step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk.
+step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
+``SOLO_TELL``: prints ``trained`` after its first step.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
         ema.update_parameters(model)
         if os.environ.get("SOLO_STEP_DONE"):
             ttp.step_done()
+        if step == start and os.environ.get("SOLO_TELL"):
+            print("trained", flush=True)
         if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
             limit = int(os.environ.get("SOLO_FSIZE", "0"))
             if limit:

@@ -8,30 +8,12 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.e2e.conftest import SOLO, Run
 from tests.e2e.harness import free_port
-
-SOLO = Path(__file__).with_name("solo.py")
-Run = Callable[..., "subprocess.CompletedProcess[str]"]
-
-
-@pytest.fixture
-def solo(tmp_path: Path) -> Run:
-    """Runs ``solo.py`` as rank 0 of 1, with a controller of its own where ttp is on."""
-
-    def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
-        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        base |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
-        if on:
-            base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"}
-        command = [sys.executable, str(SOLO), *map(str, args)]
-        return subprocess.run(command, env=base | env, capture_output=True, text=True, timeout=120, check=False)
-
-    return run
 
 
 @pytest.fixture

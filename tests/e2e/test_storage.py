@@ -1,0 +1,218 @@
+"""Storage that fails under a real job: another saver or the fallback directory takes over, or the errno is said."""
+
+from __future__ import annotations
+
+import errno
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.conftest import SOLO, Run, solo_env
+from tests.e2e.harness import Job, newest_of_survivors, watch_events
+from ttp.cli.incident_reader import incident_files, read_incident
+from ttp.cli.main import main
+from ttp.testing.bad_disk import BadDisk, Rule
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+PIECE = r"\.distcp$"
+
+
+@pytest.fixture
+def place(solo: Run, bad_disk: BadDisk) -> BadDisk:
+    """A save_dir with a whole checkpoint of version 4."""
+    done = solo(bad_disk.mountpoint, 4, SOLO_SAVE="4")
+    assert "\nsaved 4" in done.stdout, done.stdout + done.stderr
+    return bad_disk
+
+
+def version_4_is_whole(place: BadDisk) -> None:
+    """Seen from below: the mount may hang."""
+    assert main(["verify", str(place.directory)]) == 0
+    assert [p.name for p in place.directory.glob("tft*")] == ["tft_saved_checkpoints-step_4"]
+
+
+def story(directory: Path) -> str:
+    """All that is told of the newest incident there."""
+    return json.dumps([[line.kind, dict(line.facts)] for line in read_incident(incident_files(directory)[0]).lines])
+
+
+# ------------------------------------------------------------------------------------------------------------ default
+
+
+@pytest.mark.timeout(300)
+def test_a_checkpoint_on_request_while_the_storage_hangs(solo: Run, place: BadDisk, tmp_path: Path) -> None:
+    """It goes to the fallback, training goes on, and the process ends although a thread of it hangs in a write."""
+    place.rules(Rule(("WRITE",), PIECE, hang="mount"))
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "TTP_STALL_S": "1", "SOLO_SAVE": "6"}
+    done = solo(place.mountpoint, 8, **env)
+    assert done.returncode == 0 and "start 4" in done.stdout and "weights" in done.stdout, done.stderr
+    assert f"\nsaved 6 {tmp_path / 'other'}/tft_saved_checkpoints-step_6" in done.stdout, done.stdout
+    assert "the storage took no byte for 1 s (TTP_STALL_S)" in story(tmp_path / "other")
+    version_4_is_whole(place)
+    place.thaw()
+    place.rules()
+    resumed = solo(place.mountpoint, 8, on=False, TTP_FALLBACK_DIR=str(tmp_path / "other"))
+    assert "start 6" in resumed.stdout and resumed.stdout.split("weights ")[1] == done.stdout.split("weights ")[1]
+    assert "start 4" in solo(place.mountpoint, 8, on=False).stdout
+
+
+@contextmanager
+def training(save_dir: Path, tmp_path: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """``solo.py`` in a training without end."""
+    command = [sys.executable, str(SOLO), str(save_dir), "100000000"]
+    env |= solo_env(tmp_path) | {"SOLO_TELL": "1"}
+    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert [process.stdout.readline() for _ in range(2)] == ["start 4\n", "trained\n"]
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.mark.timeout(300)
+def test_a_rank_leaves_although_its_save_hangs(place: BadDisk, tmp_path: Path) -> None:
+    with training(
+        place.mountpoint, tmp_path, TTP_FALLBACK_DIR=str(tmp_path / "other"), TTP_STALL_S="1", TTP_OT="60"
+    ) as process:
+        place.rules(Rule(("WRITE",), PIECE, hang="mount"))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert main(["verify", str(tmp_path / "other")]) == 0
+    version_4_is_whole(place)
+
+
+@pytest.mark.timeout(400)
+def test_another_saver_then_another_place(make_job: MakeJob, unbroken: Unbroken, bad_disk: BadDisk) -> None:
+    """First a write fails once; later the disk is full for everybody, and is so when the job starts again."""
+    faults = [
+        {"id": "one", "rank": 1, "step": 4, "phase": "backward", "action": "kill"},
+        {"id": "two", "rank": 2, "step": 9, "phase": "backward", "action": "kill"},
+    ]
+    fallback = bad_disk.directory.with_name("other")
+    env = {"TTP_SAVE_DIR": str(bad_disk.mountpoint), "TTP_FALLBACK_DIR": str(fallback)}
+    job = make_job(ranks=3, steps=12, max_restarts=2, faults=faults, env=env).start()
+    bad_disk.rules(Rule(("WRITE",), PIECE, times=1, error=errno.EIO))
+    events = watch_events(job)
+    assert any(kind == "committed" for kind, _ in events)
+    assert any(kind == "formed" for kind, _ in events)  # by then the first incident is written down
+    bad_disk.rules(Rule(("WRITE",), "", error=errno.ENOSPC))
+    assert job.wait(300) == 0, job.story()
+    first, second = (
+        read_incident(path) for path in (incident_files(bad_disk.directory)[-1], *incident_files(fallback))
+    )
+    (failed,) = first.of("save_failed")
+    assert f"[errno {errno.EIO}] Input/output error: {bad_disk.mountpoint}" in failed.facts["text"]
+    assert [line.facts["lost_savers"] for line in first.of("replan")] == [[failed.facts["rank"]]]
+    assert {line.facts["rank"] for line in second.of("save_failed")} == {0, 1}
+    assert all(f"[errno {errno.ENOSPC}]" in line.facts["text"] for line in second.of("save_failed"))
+    assert [line.facts["directory"] for line in second.of("fallback")] == [str(fallback)]
+    versions = [newest_of_survivors(job, 0, {1}), newest_of_survivors(job, 1, {2})]
+    assert job.starts() == [0, *versions] == [0, first.version, second.version], job.story()
+    assert Path(second.checkpoint).parent == fallback
+    for directory in (bad_disk.mountpoint, fallback):
+        assert job.ttp("verify", str(directory)).returncode == 0
+    assert job.results() == unbroken(job)
+
+
+# --------------------------------------------------------------------------------------------------- the rest, slow
+
+REFUSALS = {
+    "full": (Rule(("WRITE",), PIECE, error=errno.ENOSPC), errno.ENOSPC),
+    "quota": (Rule(("FSYNC",), PIECE, error=errno.EDQUOT), errno.EDQUOT),
+    "no room for a name": (Rule(("CREATE",), PIECE, error=errno.ENOSPC), errno.ENOSPC),
+    "input/output": (Rule(("FSYNC",), "job_", error=errno.EIO), errno.EIO),
+    "read-only": (Rule(("MKDIR", "CREATE", "WRITE"), "", error=errno.EROFS), errno.EROFS),
+    "permission": (Rule(("MKDIR",), r"^\.draft", error=errno.EACCES), errno.EACCES),
+    "names": (Rule(("FSYNCDIR",), r"^\.draft", error=errno.EIO), errno.EIO),
+    "links": (Rule(("LINK",), "", error=errno.EIO), errno.EIO),
+    "manifest": (Rule(("WRITE",), "manifest", error=errno.ENOSPC), errno.ENOSPC),
+    "rename": (Rule(("RENAME", "RENAME2"), "^tft", error=errno.EACCES), errno.EACCES),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fallback", [False, True], ids=["", "fallback"])
+@pytest.mark.parametrize(("rule", "code"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_storage_that_refuses(solo: Run, place: BadDisk, tmp_path: Path, rule: Rule, code: int, fallback: bool) -> None:
+    place.rules(rule)
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other")} if fallback else {}
+    # Nothing may hit the rehearsal at the start: the rule holds for what is named like pieces and drafts only.
+    done = solo(place.mountpoint, 8, SOLO_SAVE="6", **env)
+    assert done.returncode == 0 and "start 4" in done.stdout and "weights" in done.stdout, done.stderr
+    version_4_is_whole(place)
+    if fallback:
+        assert f"\nsaved 6 {tmp_path / 'other'}" in done.stdout
+        assert main(["verify", str(tmp_path / "other")]) == 0
+    else:
+        assert "\nnot saved" in done.stdout and re.search(rf"[Ee]rrno {code}\]", done.stdout), done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fallback", [False, True], ids=["", "fallback"])
+@pytest.mark.parametrize("gone", ["dies", "vanishes"])
+def test_a_mount_that_goes_while_a_job_trains(place: BadDisk, tmp_path: Path, gone: str, fallback: bool) -> None:
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other")} if fallback else {}
+    with training(place.mountpoint, tmp_path, **env) as process:
+        place.die() if gone == "dies" else place.vanish()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == (75 if fallback else 70)
+    version_4_is_whole(place)
+    code = errno.ENOTCONN if gone == "dies" else errno.ENODEV
+    told = tmp_path / ("other" if fallback else "run")
+    assert f"[errno {code}]" in story(told)
+    if gone == "vanishes":
+        assert not list(place.mountpoint.glob("*step*")), "nothing is written below the mount point"
+    if fallback:
+        assert main(["verify", str(told)]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("op", "name"), [("MKDIR", "draft"), ("FSYNC", PIECE), ("LINK", ""), ("RENAME2", "^tft")])
+def test_storage_that_hangs_at_any_point(solo: Run, place: BadDisk, tmp_path: Path, op: str, name: str) -> None:
+    """After the directory of the draft, in a piece, in the commit, after the rename."""
+    place.rules(Rule((op,), name, hang="mount"))
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "TTP_STALL_S": "1", "SOLO_SAVE": "6"}
+    done = solo(place.mountpoint, 8, **env)
+    assert done.returncode == 0 and f"\nsaved 6 {tmp_path / 'other'}" in done.stdout, done.stdout + done.stderr
+    place.thaw()
+    place.rules()
+    assert "start 6" in solo(place.mountpoint, 8, on=False, TTP_FALLBACK_DIR=env["TTP_FALLBACK_DIR"]).stdout
+
+
+@pytest.mark.slow
+def test_storage_that_hangs_without_a_fallback(solo: Run, place: BadDisk) -> None:
+    place.rules(Rule(("WRITE",), PIECE, hang="mount"))
+    done = solo(place.mountpoint, 8, TTP_STALL_S="1", SOLO_SAVE="6")
+    assert done.returncode == 0 and "weights" in done.stdout, done.stderr
+    assert "\nnot saved" in done.stdout and "the storage took no byte for 1 s (TTP_STALL_S)" in done.stdout
+    version_4_is_whole(place)
+
+
+@pytest.mark.slow
+def test_a_slow_disk_is_waited_for(solo: Run, place: BadDisk, tmp_path: Path) -> None:
+    """The save takes much longer than the patience for a stall, and no byte takes so long."""
+    place.rules(Rule(("WRITE", "FSYNC", "LINK", "CREATE"), "", delay_s=0.4))
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other"), "TTP_STALL_S": "3", "SOLO_SAVE": "6"}
+    done = solo(place.mountpoint, 8, **env)
+    assert f"\nsaved 6 {place.mountpoint}" in done.stdout, done.stdout + done.stderr
+    assert not list((tmp_path / "other").iterdir())
+
+
+@pytest.mark.slow
+def test_one_directory_for_nobody(solo: Run, place: BadDisk, tmp_path: Path) -> None:
+    """The fallback refuses too: both are said, and nothing is lost that was there."""
+    (tmp_path / "other").write_text("a file")
+    done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"))
+    assert done.returncode == 64 and "TTP_FALLBACK_DIR" in done.stderr
+    done = solo(place.mountpoint, 8, TTP_FALLBACK_DIR=str(tmp_path / "other"), TORCHELASTIC_RESTART_COUNT="1")
+    assert done.returncode == 0 and "start 4" in done.stdout
