@@ -88,6 +88,12 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     return None
 
 
+def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
+    """The ranks of which these pieces keep nothing."""
+    kept = {rank for p in pieces if p.kind == LOCAL_KIND for rank in json.loads(p.table or "{}").get("ranks", ())}
+    return tuple(Rank(rank) for rank in range(world_size) if rank not in kept)
+
+
 def why_lost(pieces: Sequence[Piece], rank: int) -> str:
     """Why the checkpoint of these pieces keeps nothing of ``rank``."""
     for piece in pieces:

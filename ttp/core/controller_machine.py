@@ -94,6 +94,7 @@ class ControllerMachine:
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
         self._sent_on = self._counted = False
+        self._gathers_since = now
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
@@ -235,7 +236,7 @@ class ControllerMachine:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
-            self._counted = self._sent_on
+            self._counted, self._gathers_since = self._sent_on, now
         self._joined(hello, now)
 
     def _joined(self, hello: m.Hello, now: float) -> None:
@@ -461,10 +462,15 @@ class ControllerMachine:
         self._rescue.expire(now)
 
     def _gathered(self, now: float) -> None:
-        """Who has not come back to this new controller is lost; in a job that never trained it may not have begun."""
+        """Who has not come back to this new controller is lost.
+
+        In a job that never trained it may not have begun, so it is waited for longer; but not for ever, as the ranks
+        may have found two controllers, and then only a restart brings them together.
+        """
         assert self.job.layout is not None
         forming = all(mb.version <= self.base_version and not mb.done for mb in self.job.members.values())
-        if self.incident is None and forming and self.job.live:
+        patient = now < self._gathers_since + self.patience.abandoned_s
+        if self.incident is None and forming and self.job.live and patient:
             self.job.gather_until = now + self.patience.gather_s
             return
         self.job.gather_until = None

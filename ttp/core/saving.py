@@ -94,20 +94,29 @@ class Saving:
         return orders
 
     def _collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
-        """Whoever writes something new anyway collects; then somebody who is not busy."""
+        """Whoever writes something new anyway collects; then somebody who is not busy.
+
+        After a takeover ranks that have died are not known, nor their hosts: every host is asked for their pages.
+        """
         collected = {rank for task in incident.tasks for rank in task.order.pages}
         by_host: dict[str, list[Rank]] = {}
         for rank, member in sorted(self._job.members.items()):
             by_host.setdefault(member.hello.host, []).append(rank)
+        unknown = self._unknown()
         pages: dict[Rank, tuple[Rank, ...]] = {}
         for ranks in by_host.values():
             missing = tuple(r for r in ranks if r not in collected)
             able = [r for r in ranks if incident.able(r)]
             if missing and able:
-                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = missing
+                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
             elif missing:
                 self._ask_buddies(incident, missing, pages)
         return pages
+
+    def _unknown(self) -> tuple[Rank, ...]:
+        if self._job.complete or self._job.layout is None:
+            return ()
+        return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
 
     def _ask_buddies(self, incident: Incident, ranks: Iterable[Rank], pages: dict[Rank, tuple[Rank, ...]]) -> None:
         """Their host is lost: what was kept elsewhere is all there is."""
