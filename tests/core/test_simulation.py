@@ -14,6 +14,7 @@ from collections import Counter
 import pytest
 
 from ttp.testing import simulation
+from ttp.testing.campaign import Wish, play
 from ttp.testing.scenario import POINTS, random_scenario
 from ttp.testing.simulation import run_seed
 from ttp.testing.toy import InvariantBroken
@@ -75,6 +76,31 @@ def test_a_broken_promise_is_reported_with_its_seed(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(simulation, "EVENTS_PER_RANK_MAX", 0)
     with pytest.raises(InvariantBroken, match=r"seed 5 at .* s: I6: it never ends"):
         run_seed(5)
+
+
+BURST = "controller_restart@0.2,flap:*@0.3+0,kill:1%@0.36"
+"""Every rank connects again, twice, and then one in a hundred dies at once."""
+
+
+def test_a_large_world_survives_a_burst() -> None:
+    outcome = play(Wish(shards=20, replicas=100, hosts=250, steps=5, faults=BURST), seed=1)
+    assert outcome.problem == ""
+    first, *later = outcome.exits
+    assert first.pop(None) == 20
+    assert first.pop(75) > 1900  # who connects too late is fenced
+    assert set(first) <= {70}
+    assert later == [{0: 2000}]
+    assert outcome.events < 200 * 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_a_hundred_thousand_ranks_survive_a_burst() -> None:
+    outcome = play(Wish(shards=100, replicas=1000, hosts=12_500, steps=4, faults=BURST), seed=1)
+    assert outcome.problem == ""
+    assert outcome.exits[0][None] == 1000
+    assert outcome.exits[-1] == {0: 100_000}
+    assert outcome.events < 200 * 100_000
 
 
 def test_the_scenario_follows_from_the_seed() -> None:

@@ -49,6 +49,7 @@ KINDS = {
     "controller": "SIGKILL of the controller; a rank that misses it starts another one",
     "controller_restart": "the same, and it is started again at once",
     "controller_twice": "the same, its successor dies too, and that is started again at once",
+    "controller_stop": "SIGSTOP of the controller, SIGCONT after LASTS: it may find another one in its place",
     "raise": "the training code of a rank raises; POINT is forward or update",
     "sigterm": "SIGTERM to every rank",
     "save": "somebody asks for a checkpoint",
@@ -69,16 +70,18 @@ LASTS: dict[str, tuple[float, ...]] = {
     "stop": (0.05, 0.3, 1.5, 4.0, NEVER),
     "silent": (0.05, 0.3, 2.0, NEVER),
     "hang": (0.05, 0.3, 2.0, NEVER),
+    "controller_stop": (0.3, 1.5, 5.0),
     "slow": (0.05, 0.5, 3.0, NEVER),
 }
 """How long what goes wrong lasts, for kinds that end; one is drawn."""
 
 AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
-             "controller_twice")  # fmt: skip
+             "controller_twice", "controller_stop")  # fmt: skip
 """Kinds that strike when a rank is at a point, weighted."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
-    "commit", "commit", "host", "stop", "silent", "hang", "partition", "split", "controller_restart", "slow",
+    "commit", "commit", "host", "stop", "silent", "hang", "partition", "split", "controller_restart", "controller_stop",
+    "slow",
 )  # fmt: skip
 """Kinds that strike at some time, weighted."""
 

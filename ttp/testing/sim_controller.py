@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 NEVER = float("inf")
+KEEPALIVE_S = 1.0
+"""After so long without an answer gRPC takes a stream for dead; a process that is stopped gives none."""
 
 
 class SimController:
@@ -47,6 +49,7 @@ class SimController:
         """How often it is started again at once when it dies; its successors inherit what is left."""
         self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
+        self._missed: list[Event] | None = None
         self._streams: dict[ConnectionId, Stream] = {}
         self._timer_at = NEVER
         self._events_left: int | None = None
@@ -68,12 +71,39 @@ class SimController:
                 stream.cut(rank_learns_s=self._world.rng.choice((0.0, 0.001, 0.05)), controller_learns_s=0.0)
             self._world.controller_died(self)
 
+    @property
+    def stopped(self) -> bool:
+        """It does nothing at all."""
+        return self._missed is not None
+
+    def stop(self, lasts_s: float) -> None:
+        """SIGSTOP; SIGCONT comes ``lasts_s`` later."""
+        if self.alive and self._missed is None:
+            self._world.trace(self.name, f"does nothing for {lasts_s} s")
+            self._missed = []
+            self._world.after(lasts_s, self._cont)
+            if lasts_s > KEEPALIVE_S:
+                self._world.after(KEEPALIVE_S, self._not_kept_alive)
+
+    def _not_kept_alive(self) -> None:
+        if self.stopped:
+            for stream in list(self._streams.values()):
+                stream.cut(rank_learns_s=self._world.rng.random() * KEEPALIVE_S, controller_learns_s=0.0)
+
+    def _cont(self) -> None:
+        missed, self._missed = self._missed or [], None
+        for event in missed:  # everything at once
+            self._world.after(0.0, self.on_event, event)
+
     def kill_in(self, events: int, actions: int) -> None:
         """SIGKILL while it carries out what the machine said."""
         self._events_left, self._actions_left = events, actions
 
     def on_event(self, event: Event) -> None:
         """See ``ControllerEnd``; reports of streams that were replaced arrive here too."""
+        if self._missed is not None:
+            self._missed.append(event)
+            return
         if not self.alive:
             return
         if isinstance(event, StreamEnded):
@@ -123,6 +153,10 @@ class SimController:
     def _tick(self, planned: float) -> None:
         if planned != self._timer_at or not self.alive:
             return
+        if self._missed is not None:
+            self._missed.append(Tick())
+            self._timer_at = NEVER
+            return
         self._timer_at = NEVER
         deadline = self.machine.deadline()
         if deadline is None or deadline > self._world.now:
@@ -130,7 +164,7 @@ class SimController:
             return
         self.on_event(Tick())
         deadline = self.machine.deadline()
-        if self.alive and deadline is not None and deadline <= self._world.now:
+        if self.alive and not self.stopped and deadline is not None and deadline <= self._world.now:
             raise InvariantBroken("I6: the controller's machine spins: its deadline does not move")
 
 

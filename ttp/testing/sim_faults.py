@@ -9,13 +9,12 @@ from ttp.core import messages as m
 from ttp.core.controller_events import Accused, SaveRequested
 from ttp.core.layout import Rank
 from ttp.testing.scenario import Fault
+from ttp.testing.sim_controller import KEEPALIVE_S
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
     from ttp.testing.simulation import Simulation
 
-KEEPALIVE_S = 1.0
-"""After so long without an answer gRPC takes a stream for dead; a process that is stopped gives none."""
 OPERATOR_S = 8.0
 """After so long somebody reports a rank that does not move; see ``ttp report-fault``."""
 OPERATOR_REPEATS_S, OPERATOR_TRIES = 2.0, 20
@@ -105,6 +104,9 @@ class Faults:
             case "controller" | "controller_restart" | "controller_twice":
                 soon = world.rng.random() * 2 * world.scenario.delay_s if fault.point else 0.0
                 world.after(soon, self._kill_controller, RESTARTS[fault.kind])
+            case "controller_stop":
+                if world.roads.controller is not None:
+                    world.roads.controller.stop(fault.lasts_s)
             case "sigterm":
                 for each in self._ranks.values():
                     world.after(world.rng.random() * 0.01, each.run, each.preempt)

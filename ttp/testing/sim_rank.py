@@ -179,8 +179,8 @@ class SimRank:
         match action:
             case pm.Send(report):
                 self._send(report)
-            case pm.Connect(start_controller, address):
-                self.world.roads.connect(self, start_controller, address)
+            case pm.Connect():
+                self.world.roads.connect(self, action)
             case pm.CloseGate():
                 self._say_quiet(self.trainer.gate.close())
             case pm.OpenGate():
@@ -201,7 +201,7 @@ class SimRank:
             case pm.Decided(decision):
                 self.trainer.decided(decision)
             case pm.LetGo(rescued):
-                self.exit(0 if rescued else 1)
+                self.exit(0 if rescued or self.truth[1] is m.Phase.DONE else 1)
             case pm.Exit(code, text):
                 self.world.trace(self.name, f"exits {code}: {text}")
                 self.exit(code)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from ttp.core import processor_machine as pm
 from ttp.core.controller_events import ConnectionId, Patience
 from ttp.core.layout import Rank
 from ttp.core.route import HOME
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
 LEARNS_S = (0.0, 0.001, 0.01, 0.1)
 """How long an end may need to see that its stream is broken."""
+NO_ANSWER_S = 1.5
+"""How long it takes until an attempt is given up that nobody answers."""
 NO_STANDBY = 0.1
 """Share of the standby controllers that cannot be started."""
 
@@ -56,7 +59,7 @@ class Roads:
     @property
     def controller(self) -> SimController | None:
         """Whom somebody outside of the job reaches: who leads it, as far as that can be seen."""
-        alive = [c for c in self._at.values() if c.alive]
+        alive = [c for c in self._at.values() if c.alive and not c.stopped]
         return max(alive, key=lambda c: len(c.machine.job.live), default=None)
 
     @property
@@ -104,18 +107,21 @@ class Roads:
 
     # ---------------------------------------------------------------------------------------------------------- streams
 
-    def connect(self, rank: SimRank, start_controller: bool, address: str) -> None:
+    def connect(self, rank: SimRank, wanted: pm.Connect) -> None:
         """A rank opens a stream to an address; at home it may start a controller when nobody listens."""
-        self._world.after(self._world.delay(), self._connect, rank, start_controller, address)
+        self._world.after(self._world.delay(), self._connect, rank, wanted)
 
-    def _connect(self, rank: SimRank, start_controller: bool, address: str) -> None:
+    def _connect(self, rank: SimRank, wanted: pm.Connect) -> None:
         if not rank.alive:
             return
-        there = self._at.get(address)
-        if start_controller and address == HOME and rank.host == self._home and (there is None or not there.alive):
+        there = self._at.get(wanted.address)
+        if there is None or not there.alive:
+            if not (wanted.start_controller and wanted.address == HOME and rank.host == self._home):
+                rank.on_down(None)
+                return
             there = self._start(rank.host, HOME)
-        if there is None or not there.alive or not self._road(rank, there):
-            rank.on_down(None)
+        if there.stopped or not self._road(rank, there):
+            self._world.after(NO_ANSWER_S if wanted.within_s is None else wanted.within_s, rank.on_down, None)
             return
         self._connections += 1
         stream = there.accept(rank, ConnectionId(self._connections))

@@ -60,6 +60,7 @@ MANNERS = pm.Manners(
     start_controller_after=2,
     failover_s=0.1,
     redo_s=1.0,
+    connect_s=0.2,
 )
 WATCHED_BEAT_S, WATCHED_FLOOR_S = 0.02, 0.1
 """Heartbeats and patience of jobs in which hangs are looked for: they are over before others beat once."""
