@@ -51,7 +51,14 @@ class Here:
             case "hang":
                 time.sleep(1e6)
             case "hang-gil":
-                ctypes.PyDLL(None).sleep(10**6)  # unlike CDLL it keeps the interpreter lock
+                deadlock()
+
+
+def deadlock() -> None:
+    """Wait forever with the interpreter lock held, in a call that no signal ends."""
+    libc, mutex = ctypes.PyDLL(None), ctypes.create_string_buffer(128)  # unlike CDLL it keeps the lock
+    libc.pthread_mutex_lock(mutex)
+    libc.pthread_mutex_lock(mutex)
 
 
 class Watched(nn.Module):
