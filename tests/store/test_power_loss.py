@@ -17,7 +17,7 @@ from ttp.store.catalog import scan
 from ttp.store.choice import look_back
 from ttp.store.writable import check_writable
 from ttp.testing.bad_disk import BadDisk, Rule
-from ttp.testing.crash import Disk, Line, Loss, Tree, build
+from ttp.testing.crash import Disk, Line, Loss, Tree, build, fingerprint
 
 if TYPE_CHECKING:
     from tests.store.conftest import World
@@ -70,13 +70,12 @@ def test_a_power_cut_between_any_two_system_calls(recorded: Sequence[Line], worl
 def outcomes(recorded: Sequence[Line]) -> Iterator[tuple[Tree, int, bool]]:
     """Each different disk that a cut may leave, the line before the cut, and whether success had been declared."""
     begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
-    known: set[str] = set()
+    known: set[tuple[bool, int]] = set()
     for cut in range(begin, end + 2):
         disk = Disk(recorded[:cut])
         for loss, seed in LOSSES:
             tree = disk.after(loss, seed)
-            key = f"{cut > end} {tree}"
-            if key not in known:
+            if (key := (cut > end, fingerprint(tree))) not in known:
                 known.add(key)
                 yield tree, cut, cut > end
 

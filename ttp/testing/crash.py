@@ -176,6 +176,11 @@ def _tree(inode: int, directories: dict[int, dict[str, int]], contents: dict[int
     }
 
 
+def fingerprint(tree: Tree) -> int:
+    """Equal for equal trees, in this process."""
+    return hash(tuple(sorted((n, hash(c) if isinstance(c, bytes) else fingerprint(c)) for n, c in tree.items())))
+
+
 def build(tree: Tree, target: Path) -> None:
     """Make ``target`` a new directory that holds ``tree``."""
     target.mkdir()
