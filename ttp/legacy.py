@@ -142,7 +142,8 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
         return RET_ERROR
     try:
         current = session.current()
-        current.config = replace(current.config, port=port)
+        # The handlers know where they write: they could not be told of another place.
+        current.config = replace(current.config, port=port, fallback_dir=None)
         env = RankEnv.from_env({**os.environ, "MASTER_ADDR": master_ip})
         if env.rank != _rank:
             log.error("ttp_start_processor: RANK=%s is not the rank given to ttp_init_processor (%s)", env.rank, _rank)

@@ -53,6 +53,9 @@ JOIN_PATIENCE_S = 60.0
 DEVICE_PATIENCE_S = 5.0
 """How long queued kernels may take after the gate is closed. Behind a collective that hangs they never run."""
 
+EXIT_S = 10.0
+"""How long a last word may take."""
+
 STACK_S = 3.0
 """How long a process that hangs may take to say where its threads are."""
 
@@ -553,6 +556,9 @@ class Processor:
 
     def _exit(self, code: int, text: str) -> None:
         """End the process from this thread: the main thread may hang in a collective for half an hour."""
+        last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
+        last_resort.daemon = True
+        last_resort.start()
         log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
         with contextlib.suppress(Exception):
             if self._stream is not None:

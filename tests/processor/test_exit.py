@@ -1,0 +1,37 @@
+"""A rank that is told to leave does, whatever hangs in it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ttp.testing.bad_disk import BadDisk, Rule, why_not
+
+LEAVES = """
+import logging
+from tests.processor.fake_source import FakeSource
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout
+from ttp.processor import processor as module
+
+module.EXIT_S = 0.2
+logging.basicConfig()
+env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
+processor = module.Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
+logging.warning("the last line that it takes")
+processor._exit(75, "saved")
+"""
+
+
+def test_a_log_on_storage_that_hangs_keeps_no_rank(tmp_path: Path) -> None:
+    if reason := why_not():
+        pytest.skip(reason)
+    with BadDisk(tmp_path / "mount", tmp_path / "below") as disk:
+        with (disk.mountpoint / "log").open("w") as log:
+            disk.rules(Rule(("WRITE",), "log", hang="mount"))
+            done = subprocess.run([sys.executable, "-c", LEAVES], stderr=log, timeout=60, check=False)
+            disk.thaw()
+        assert done.returncode == 75
