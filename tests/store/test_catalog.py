@@ -195,13 +195,13 @@ def test_nothing_is_read_twice(world: World, four: dict[int, Path], monkeypatch:
     (four[8] / "__1_1.distcp").write_bytes(b"short")
     flip(four[6] / "__0_1.distcp")
     opened: list[str] = []
-    real = Path.open
+    real = os.open
 
-    def spy(self: Path, *args: object, **kwargs: object) -> object:
-        opened.append(self.relative_to(world.save_dir).as_posix())
-        return real(self, *args, **kwargs)  # type: ignore[call-overload]
+    def spy(path: Path, *args: int, **kwargs: int) -> int:
+        opened.append(path.relative_to(world.save_dir).as_posix())
+        return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(Path, "open", spy)
+    monkeypatch.setattr(os, "open", spy)
     steps: list[int] = []
     assert versions(find_whole(world.save_dir, progress=steps.append)[0]) == [4, 2]
     assert len(opened) == len(set(opened))
@@ -313,7 +313,7 @@ def test_a_half_deleted_checkpoint_never_looks_whole(world: World, moment: Momen
             prune(world.save_dir, 2)
         assert left(world) == [8, 6], at
         if len(disk.calls) <= at:
-            assert at >= 7
+            assert at >= 6
             return
     raise AssertionError("prune does not end")
 

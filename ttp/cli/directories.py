@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 from typing import Annotated
 
@@ -24,9 +25,13 @@ def existing(path: Path) -> Path:
     Raises:
         UsageError: there is no such directory.
     """
-    if not path.exists():
-        raise UsageError(f"{path} does not exist: give the save_dir of a job, or a checkpoint in it")
-    if not path.is_dir():
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        raise UsageError(f"{path} does not exist: give the save_dir of a job, or a checkpoint in it") from None
+    except (OSError, ValueError) as problem:  # ValueError: no name of a file can be like that
+        raise UsageError(f"{path} cannot be looked at: {getattr(problem, 'strerror', None) or problem}") from None
+    if not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
     return path.absolute()
 
@@ -34,7 +39,10 @@ def existing(path: Path) -> Path:
 def is_checkpoint(path: Path) -> bool:
     """Whether ``path`` is, or was meant to be, one checkpoint; otherwise it is taken for a ``save_dir``."""
     named = names.parse_checkpoint_name(path.name) is not None or names.parse_superseded_name(path.name) is not None
-    return named or names.is_draft(path.name) or (path / MANIFEST).is_file()
+    try:
+        return named or names.is_draft(path.name) or (path / MANIFEST).is_file()
+    except OSError:
+        return False
 
 
 def bears_name(entry: Entry) -> bool:

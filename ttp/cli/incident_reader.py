@@ -6,19 +6,28 @@ says ``recovered``, counts its lines anew, and may run on another host, whose mo
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ttp.errors import EXIT_SAVED, CheckpointError
+from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
+from ttp.store.plain_file import open_plain
 
 SUFFIX = ".jsonl"
 
 EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "collective", "snapshot")
 """Kinds of evidence, the ones that explain the most first; as the controller ranks them."""
+
+LINE_MAX = 16 << 20
+"""Bytes. A plan names every shard of the job."""
+FILE_MAX = 128 << 20
+"""Bytes. Every rank answers at least once."""
+TIME_MAX = 1e12
+"""Seconds; no clock shows so much."""
 
 _HEAD = ("sequence", "unix_s", "monotonic_s", "kind", "incident")
 
@@ -126,8 +135,9 @@ def incident_files(directory: Path) -> list[Path]:
         CheckpointError: the directory cannot be listed.
     """
     inner = directory / INCIDENTS
-    folder = inner if inner.is_dir() else directory
+    folder = directory
     try:
+        folder = inner if inner.is_dir() else directory
         return sorted((p for p in folder.glob(f"*{SUFFIX}") if p.is_file()), key=_sort_key, reverse=True)
     except OSError as problem:
         raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
@@ -148,18 +158,38 @@ def read_incident(path: Path) -> IncidentLog:
         CheckpointError: it cannot be read at all.
     """
     try:
-        text = path.read_bytes().decode("utf-8", errors="replace")
+        with open_plain(path) as raw, io.BufferedReader(raw) as file:
+            records = [_parse(line) for line in _lines(file) if line is None or line.strip()]
     except OSError as problem:
         raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
-    records = [_parse(line) for line in text.split("\n") if line.strip()]
     whole = [record for record in records if record is not None]
     return IncidentLog(path.name.removesuffix(SUFFIX), path, tuple(_timed(whole)), len(records) - len(whole))
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _lines(file: io.BufferedIOBase) -> Iterator[bytes | None]:
+    """The lines of a file; ``None`` for one that is longer than any that ttp writes, and for what is left of the file
+    when so much was read that it cannot be the story of one incident."""
+    size = 0
+    while line := file.readline(LINE_MAX):
+        size += len(line)
+        whole = line.endswith(b"\n") or len(line) < LINE_MAX
+        while not whole:
+            rest = file.readline(LINE_MAX)
+            size += len(rest)
+            whole = rest.endswith(b"\n") or len(rest) < LINE_MAX
+            line = b""
+        yield line or None
+        if size > FILE_MAX:
+            yield None
+            return
+
+
+def _parse(line: bytes | None) -> dict[str, Any] | None:
+    if line is None:
+        return None
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
+        record = parse_json(line.decode("utf-8", errors="replace"))
+    except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("kind"), str) else None
 
@@ -181,7 +211,7 @@ def _timed(records: Iterable[dict[str, Any]]) -> Iterator[Line]:
 
 def _number(record: Mapping[str, Any], name: str) -> float:
     value = record.get(name)
-    return float(value) if isinstance(value, (int, float)) else 0.0
+    return float(value) if isinstance(value, (int, float)) and abs(value) < TIME_MAX else 0.0  # NaN is not less
 
 
 def _accusation(line: Line) -> tuple[str, str]:

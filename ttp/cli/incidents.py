@@ -34,7 +34,7 @@ def incidents(
     """
     files = incident_files(existing(directory))
     if incident is None and not last:
-        _list([read_incident(path) for path in files], directory, json)
+        _list(files, directory, json)
         return
     log = read_incident(_pick(files, incident, directory))
     if json:
@@ -76,10 +76,11 @@ def describe(log: IncidentLog) -> dict[str, Any]:
     return {"path": str(log.path), **{name: getattr(log, name) for name in plain}}
 
 
-def _list(logs: list[IncidentLog], directory: Path, json: bool) -> None:
+def _list(files: list[Path], directory: Path, json: bool) -> None:
+    logs = map(read_incident, files)  # one at a time: they may be many, and long
     if json:
         print_json([describe(log) for log in logs])
-    elif not logs:
+    elif not files:
         say(f"there are no incidents in {directory}: nothing has gone wrong yet")
     else:
         columns = ("incident", "when", "version", "saved after", "cause", "outcome")

@@ -18,6 +18,7 @@ from ttp.core.messages import Piece
 from ttp.store.manifest import Manifest
 
 TENSORS_SHOWN_MAX = 40
+_DIGITS_MAX = 10
 
 All = Annotated[bool, typer.Option("--all", help=f"Show every tensor, not only the first {TENSORS_SHOWN_MAX}.")]
 
@@ -108,11 +109,13 @@ def rank_local(manifest: Manifest) -> RankLocal:
             present.update(_ranks(contents.get("ranks")))
             provisional.update(_ranks(contents.get("provisional")))
             missing = contents.get("missing")
-            reasons |= (
-                {int(k): str(v) for k, v in missing.items() if k.isdecimal()} if isinstance(missing, dict) else {}
-            )
+            reasons |= _reasons(missing) if isinstance(missing, dict) else {}
     absent = set(range(manifest.world_size)) - present
     return RankLocal(sorted(present), sorted(provisional), {r: reasons.get(r, "not saved") for r in sorted(absent)})
+
+
+def _reasons(missing: dict[str, Any]) -> dict[int, str]:
+    return {int(k): str(v) for k, v in missing.items() if k.isascii() and k.isdecimal() and len(k) < _DIGITS_MAX}
 
 
 def _ranks(value: Any) -> list[int]:
@@ -120,7 +123,10 @@ def _ranks(value: Any) -> list[int]:
 
 
 def _contents(piece: Piece) -> dict[str, Any]:
-    contents = json_format.loads(piece.table) if piece.table else None
+    try:
+        contents = json_format.loads(piece.table) if piece.table else None
+    except ValueError:
+        return {}
     return contents if isinstance(contents, dict) else {}
 
 
@@ -133,8 +139,7 @@ def tensors(manifest: Manifest) -> list[Tensor]:
         name, length = _name(row), _length(row)
         old = found.get(name)
         files = (*old.files, piece.file) if old and piece.file not in old.files else old.files if old else (piece.file,)
-        shape = tuple(int(n) for n in row.get("shape", ()))
-        found[name] = Tensor(name, str(row["dtype"]), shape, files, length + (old.size if old else 0))
+        found[name] = Tensor(name, str(row["dtype"]), _shape(row), files, length + (old.size if old else 0))
     return list(found.values())
 
 
@@ -159,7 +164,14 @@ def _name(row: dict[str, Any]) -> str:
 
 def _length(row: dict[str, Any]) -> int:
     place = row.get("at")
-    return int(place[1]) if isinstance(place, list) and len(place) == 2 else 0
+    if isinstance(place, list) and len(place) == 2 and type(place[1]) is int:
+        return place[1]
+    return 0
+
+
+def _shape(row: dict[str, Any]) -> tuple[int, ...]:
+    shape = row.get("shape")
+    return tuple(n for n in shape if type(n) is int) if isinstance(shape, list) else ()
 
 
 # -------------------------------------------------------------------------------- for people

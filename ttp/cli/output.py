@@ -38,7 +38,15 @@ def _console(*, stderr: bool) -> Console:
 
 def say(text: str | Text, console: Console | None = None) -> None:
     """One paragraph, never cut and never taken for markup."""
-    (console or screen()).print(text if isinstance(text, Text) else Text(text), soft_wrap=True)
+    (console or screen()).print(shown(text), soft_wrap=True)
+
+
+def shown(text: str | Text) -> Text:
+    """``text`` as any terminal can show it. Names and errors may hold what steers one, or has no form in UTF-8."""
+    safe = text.copy() if isinstance(text, Text) else Text(text)
+    if not safe.plain.isprintable():
+        safe.plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in safe.plain)
+    return safe
 
 
 def complain(text: str) -> None:
@@ -48,7 +56,12 @@ def complain(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """``value`` on stdout, readable by people and machines."""
-    sys.stdout.write(json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+    text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
+    try:
+        text.encode(sys.stdout.encoding or "utf-8")
+    except UnicodeEncodeError:  # a file name that is no UTF-8, or a terminal that is not
+        text = json.dumps(value, indent=2) + "\n"
+    sys.stdout.write(text)
     sys.stdout.flush()
 
 
@@ -58,5 +71,5 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str | Text]], *, right
     for name in columns:
         made.add_column(name, justify="right" if name in right else "left", overflow="fold")
     for row in rows:
-        made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
+        made.add_row(*map(shown, row))
     return made

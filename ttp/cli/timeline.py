@@ -52,9 +52,12 @@ def words(line: Line) -> str:
     if _answer_text(line):
         return _merged([line])[1]
     tell = _WORDS.get(line.kind)
-    if tell is None:
-        return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
-    return tell(line.facts)
+    if tell is not None:
+        try:
+            return tell(line.facts)
+        except (TypeError, ValueError, ArithmeticError, AttributeError):
+            pass  # of a newer ttp, or damaged: its fields are shown as they are
+    return json.dumps(dict(line.facts), ensure_ascii=False) if line.facts else ""
 
 
 def _answer_text(line: Line) -> str:

@@ -24,6 +24,8 @@ from ttp.store.verify import unlisted_files, verify_checkpoint
 ATTEMPTS_MAX = 5
 """How far back a restart looks for a whole checkpoint; see ``restore()``."""
 
+NOTES_SHOWN_MAX = 20
+
 All = Annotated[bool, typer.Option("--all", help="Verify every checkpoint; exit with 0 only if all are whole.")]
 
 
@@ -149,7 +151,9 @@ def _tell(found: list[Finding], restores: Finding | None, single: bool) -> None:
             say(Text.assemble(("damaged  ", "bold red"), finding.path.name))
         for problem in finding.problems:
             say(f"         {problem}")
-        for name in finding.notes:
+        for name in finding.notes[:NOTES_SHOWN_MAX]:
             say(f"         note: {name} is not in the manifest; no harm, but nobody vouches for it")
+        if len(finding.notes) > NOTES_SHOWN_MAX:
+            say(f"         note: and {len(finding.notes) - NOTES_SHOWN_MAX} more files (--json lists them)")
     if not single and not found[0].whole:
         say(f"A restart would resume from {restores.path.name}." if restores else "A restart would start from nothing.")

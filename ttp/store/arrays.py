@@ -12,6 +12,9 @@ from typing import Any
 _NUMPY_KINDS = "biufcSUmM"
 """Booleans, numbers, fixed-length strings, times. Not objects (pickle) and not records."""
 
+_DIMENSIONS_MAX = 64
+"""numpy's own limit. The product of a million extents would take hours."""
+
 _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}", re.ASCII)
 
 
@@ -90,6 +93,8 @@ def unpack_tensor(fields: list[Any]) -> Any:
 
 def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:
     """So that nothing is allocated by a shape alone."""
+    if len(shape) > _DIMENSIONS_MAX:
+        raise ValueError(f"{len(shape)} dimensions are more than an array can have")
     if not all(type(extent) is int and extent >= 0 for extent in shape):
         raise ValueError(f"{shape} is not a shape")
     if math.prod(shape) * itemsize != len(data):

@@ -21,6 +21,9 @@ from ttp.store.manifest import ForeignCheckpointError, Manifest, load_with_diges
 
 _log = logging.getLogger("ttp.store")
 
+SKIPPED_MAX = 50
+"""Reasons that are told; a save_dir may hold a hundred thousand directories that are none of ours."""
+
 Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
 
 
@@ -108,7 +111,12 @@ def find_whole(
             whole.append(Candidate(entry.manifest.version, entry.manifest_digest, entry.path.name))
         else:
             skipped.append(f"{entry.path.name}: {problem}")
-    return whole, skipped + _unfinished(entries, whole)
+    return whole, _first(skipped + _unfinished(entries, whole))
+
+
+def _first(reasons: list[str]) -> list[str]:
+    more = len(reasons) - SKIPPED_MAX
+    return [*reasons[:SKIPPED_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
 def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk | None = None) -> list[str]:
@@ -132,7 +140,8 @@ def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk |
     """
     disk = disk or Disk()
     victims = [e for e in _too_old(scan(save_dir), max(keep, 1)) if e.path.name not in protect]
-    doomed = [_set_aside(entry, disk) for entry in victims]
+    taken = set(disk.names(Path(save_dir))) if victims else set()
+    doomed = [_set_aside(entry, taken, disk) for entry in victims]
     if doomed:
         disk.sync_directory(Path(save_dir))
     for path in doomed:
@@ -204,11 +213,11 @@ def _version(entry: Entry) -> int:
     return -1 if entry.version is None else entry.version
 
 
-def _set_aside(entry: Entry, disk: Disk) -> Path:
+def _set_aside(entry: Entry, taken: set[str], disk: Disk) -> Path:
     if entry.kind == "draft":
         return entry.path
-    taken = set(disk.names(entry.path.parent))
     free = next(n for n in range(len(taken) + 1) if names.removed_name(Version(_version(entry)), n) not in taken)
     target = entry.path.with_name(names.removed_name(Version(_version(entry)), free))
     disk.rename(entry.path, target)
+    taken.add(target.name)
     return target

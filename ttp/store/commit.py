@@ -273,8 +273,8 @@ class _Job:
             for left in (self.save_dir / self.order.draft, *self._claims()):
                 self.disk.remove_tree(left)
             removed = catalog.prune(self.save_dir, self.order.keep, {self.final.name}, self.disk)
-        except (OSError, CheckpointError) as problem:
-            _log.warning("%s is committed, but old files could not be removed: %s", self.final, problem)
+        except (OSError, CheckpointError, RecursionError) as problem:  # the last: directories in directories in ...
+            _log.warning("%s is committed, but old files could not be removed: %s", self.final, str(problem))
         else:
             if removed:
                 _log.info("removed %s", ", ".join(removed))

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import xxhash
 
 from ttp.store.durable import naming
+from ttp.store.plain_file import open_plain
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -181,7 +182,7 @@ def digest_file(path: Path, progress: Progress | None = None) -> tuple[int, str]
     """
     hashed, size = xxhash.xxh3_128(), 0
     buffer = memoryview(bytearray(_CHUNK))
-    with Path(path).open("rb", buffering=0) as file:
+    with open_plain(path) as file:
         while count := file.readinto(buffer):
             hashed.update(buffer[:count])
             size += count

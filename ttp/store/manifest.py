@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -11,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from ttp._version import __version__
-from ttp.core.layout import Rank, Shard, Version
+from ttp.core.layout import WORLD_SIZE_MAX, Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.digest import digest_bytes
+from ttp.store.json_text import parse_json
+from ttp.store.plain_file import read_plain
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
@@ -25,6 +27,8 @@ _SEAL = "digest"
 
 _SIZE_MAX = 1 << 30
 """Bytes; a longer file of this name is not ours, and is not read into memory."""
+
+_NUMBER_MAX = 2**63 - 1
 
 _DIGEST = re.compile(r"xxh3_128:[0-9a-f]{32}", re.ASCII)
 
@@ -130,24 +134,21 @@ def safe_path(file: str) -> bool:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            data = file.read() if size <= _SIZE_MAX else b""
+        return read_plain(path, _SIZE_MAX)
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignCheckpointError(
             f"{path.parent} has no {MANIFEST}: ttp did not write it, or did not finish"
         ) from None
     except OSError as problem:
+        if problem.errno == errno.EFBIG:
+            raise ForeignCheckpointError(f"{path} is longer than {_SIZE_MAX} bytes: not a manifest of ttp") from None
         raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from problem
-    if size > _SIZE_MAX:
-        raise ForeignCheckpointError(f"{path} is longer than {_SIZE_MAX} bytes: not a manifest of ttp")
-    return data
 
 
 def _parse(data: bytes, path: Path) -> Manifest:
     try:
-        document = json.loads(data)
-    except (ValueError, RecursionError) as problem:
+        document = parse_json(data)
+    except ValueError as problem:
         raise CheckpointError(f"{path} is damaged: {problem}") from None
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise ForeignCheckpointError(f'{path} was not written by ttp: it does not say "format": "{_FORMAT}"')
@@ -161,7 +162,7 @@ def _parse(data: bytes, path: Path) -> Manifest:
         raise CheckpointError(f"{path} is damaged: it does not have the digest that it was written with")
     try:
         return _from_json(document)
-    except (AttributeError, KeyError, TypeError, ValueError) as problem:
+    except (AttributeError, KeyError, TypeError, ValueError, ArithmeticError) as problem:
         raise CheckpointError(f"{path} is damaged: {type(problem).__name__}: {problem}") from None
 
 
@@ -181,7 +182,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
         incident=_string(document["incident"], "incident"),
         cause=_string(document["cause"], "cause"),
         reason=_string(document["reason"], "reason"),
-        world_size=whole("world_size"),
+        world_size=_world_size(document["world_size"]),
         groups={Shard(shard): _ranks(ranks, f"groups[{shard!r}]") for shard, ranks in document["groups"].items()},
         framework=_string(document["framework"], "framework"),
         created_unix_s=float(document["created_unix_s"]),
@@ -245,7 +246,15 @@ def _string(value: Any, name: str) -> str:
 def _integer(value: Any, name: str) -> int:
     if type(value) is not int:
         raise TypeError(f"{name} is {value!r:.60}, not a whole number")
+    if abs(value) > _NUMBER_MAX:
+        raise ValueError(f"{name} is a number of {value.bit_length()} bits")
     return value
+
+
+def _world_size(value: Any) -> int:
+    if _natural(value, "world_size") > WORLD_SIZE_MAX:
+        raise ValueError(f"world_size is {value}, more than {WORLD_SIZE_MAX}")
+    return int(value)
 
 
 def _natural(value: Any, name: str) -> int:

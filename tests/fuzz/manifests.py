@@ -1,0 +1,49 @@
+"""A good manifest, and bad ones."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from tests.store.test_manifest import EXAMPLE
+from ttp.store.digest import digest_bytes
+
+TABLE = {
+    "format": 1,
+    "items": [
+        {"path": ["model", "w"], "at": [0, 500], "dtype": "float32", "shape": [3, 4]},
+        {
+            "path": ["model", "c"],
+            "at": [500, 90],
+            "dtype": "int64",
+            "shape": [4],
+            "chunk": [[0], [2]],
+            "device": "x",
+        },
+        {"path": ["optim", "param_groups", 0, "lr"], "at": [590, 60], "int_keys": [1]},
+    ],
+    "left_out": ["a"],
+}
+LOCAL = {"ranks": [0, 1], "provisional": [1], "missing": {"2": "gone"}}
+
+
+def _good() -> dict[str, Any]:
+    document: dict[str, Any] = json.loads(EXAMPLE.to_json())
+    piece = document["pieces"][0]
+    document["pieces"] += [
+        {**piece, "file": "__0_0.distcp", "contents": TABLE},
+        {**piece, "file": "local", "kind": "rank_local", "contents": LOCAL},
+    ]
+    return {**document, "extra": {"disputed": ["model"]}, "missing_pages": [3]}
+
+
+GOOD = _good()
+
+
+def sealed(document: Any) -> bytes:
+    """A manifest whose digest is right, whatever it says."""
+    if isinstance(document, dict):
+        plain = {key: value for key, value in document.items() if key != "digest"}
+        seal = digest_bytes(json.dumps(plain, sort_keys=True, separators=(",", ":")).encode())
+        document = {**plain, "digest": seal}
+    return json.dumps(document).encode()

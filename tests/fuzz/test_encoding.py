@@ -1,0 +1,162 @@
+"""Encoded state and pages that somebody changed: refused, and never more memory than was read."""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+from typing import Any
+
+import msgpack
+import pytest
+import torch  # noqa: F401 - before memory is counted
+import xxhash
+from hypothesis import strategies as st
+
+from tests.fuzz.files import changed_bytes
+from tests.fuzz.places import place
+from tests.fuzz.profile import at_most, fuzz
+from ttp.processor.page_reader import Page, read_page
+from ttp.processor.pages import PageWriter
+from ttp.store.encoding import EncodingError, decode, encode
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=9) | st.binary(max_size=9) | st.just(1j),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=3) | st.integers(), inner, max_size=3)
+        | st.frozensets(st.integers(), max_size=3)
+    ),
+    max_leaves=10,
+)
+PROMISES = {
+    "list": b"\xdd\xff\xff\xff\xff",
+    "map": b"\xdf\xff\xff\xff\xff\x01",
+    "bytes": b"\xc6\xff\xff\xff\xffx",
+    "extension": b"\xc9\xff\xff\xff\xff\x01",
+    "lists in lists": b"\x91" * 100_000 + b"\xc0",
+    "more than one": b"\xc0\xc0",
+    "nothing": b"",
+    "unknown": b"\xc7\x00\x11",
+}
+ARRAYS: list[list[Any]] = [
+    ["<f4", [2**62, 0], b""],
+    ["<f4", [2**40], b"xxxx"],
+    ["<f4", [3] * 1_000_000, b""],
+    ["<f4", [2**63] * 400_000, b""],
+    ["<f4", [-1, -4], b"x" * 16],
+    ["S2000000000", [0], b""],
+    ["O", [1], b"12345678"],
+    ["i4,O", [1], b"12345678" * 2],
+    ["(100000000,)f8", [0], b""],
+    [["a", "b"], [0], b""],
+    [{"names": ["a"], "formats": ["O"]}, [0], b""],
+    [5, [1], b"12345678"],
+    ["<f4", "ab", b""],
+    ["<f4"],
+]
+
+
+def forged(body: bytes) -> bytes:
+    """With the right checksum, so that the decoder itself is asked."""
+    return b"ttp\x01" + xxhash.xxh3_64_digest(body) + body
+
+
+def extension(code: int, value: Any) -> bytes:
+    made: bytes = msgpack.packb(msgpack.ExtType(code, msgpack.packb(value)))
+    return made
+
+
+def ask(data: bytes) -> Any:
+    """The value, or nothing when it is refused."""
+    try:
+        return decode(data)
+    except EncodingError as problem:
+        assert str(problem)
+        return None
+
+
+@fuzz(st.tuples(VALUES, st.data()), examples=250)
+def test_changed_bytes_behind_the_checksum(drawn: Any) -> None:
+    value, data = drawn
+    good = encode(value)
+    repr(ask(forged(data.draw(changed_bytes(good[12:])))))
+
+
+@fuzz(st.binary(max_size=80), examples=150)
+def test_bytes_that_are_no_state(data: bytes) -> None:
+    assert ask(data) is None
+    repr(ask(forged(data)))
+
+
+@pytest.mark.parametrize("what", list(PROMISES))
+def test_lengths_that_promise_too_much(what: str) -> None:
+    with at_most(8):
+        assert ask(forged(PROMISES[what])) is None
+
+
+@pytest.mark.parametrize("code", [16, 17, 32], ids=["array", "scalar", "tensor"])
+@pytest.mark.parametrize("index", range(len(ARRAYS)))
+def test_arrays_that_promise_too_much(code: int, index: int) -> None:
+    fields = ARRAYS[index]
+    if code == 32:
+        fields = ["float32" if fields[0] == "<f4" else fields[0], *fields[1:], False, False]
+    with at_most(120):
+        ask(forged(extension(code, fields)))
+
+
+def test_a_state_of_many_small_things_is_a_multiple_of_its_bytes() -> None:
+    data = forged(msgpack.packb([[]] * 100_000))
+    with at_most(100 * len(data) / (1 << 20)):
+        assert len(ask(data)) == 100_000
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+CHANGES = st.lists(st.tuples(st.integers(0, 5200), st.integers(0, 255)), max_size=6)
+
+
+@cache
+def a_page() -> bytes:
+    writer = PageWriter(place("page"), 3, incarnation=2)
+    for version in (5, 6):
+        assert writer.write(version, final=True, parts=[b"small", b"x" * 100])
+    writer.close(unlink=False)
+    return writer.path.read_bytes()[:6000]
+
+
+@fuzz(st.tuples(CHANGES, st.none() | st.integers(0, 6000)), examples=150)
+def test_a_page_of_changed_bytes(change: tuple[list[tuple[int, int]], int | None]) -> None:
+    changes, length = change
+    data = bytearray(a_page())
+    for at, byte in changes:
+        data[at] = byte
+    found = read(bytes(data[:length]))
+    assert (found.version, found.data) == (6, b"small" + b"x" * 100) if isinstance(found, Page) else found
+
+
+@fuzz(st.binary(max_size=300), examples=50)
+def test_a_page_of_noise(data: bytes) -> None:
+    assert isinstance(read(data), str)
+
+
+def read(data: bytes) -> Page | str:
+    pages = place("pages")
+    pages.chmod(0o700)
+    file = pages / "rank_3.page"
+    file.unlink(missing_ok=True)
+    file.write_bytes(data)
+    file.chmod(0o600)
+    return read_page(pages, 3, 6, 2)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_a_page_that_is_no_file(make: Any) -> None:
+    pages = place("no-page")
+    pages.chmod(0o700)
+    path = pages / "rank_3.page"
+    make(path)
+    try:
+        assert "cannot be used" in str(read_page(pages, 3, 6, 2))
+    finally:
+        path.rmdir() if path.is_dir() and not path.is_symlink() else path.unlink()

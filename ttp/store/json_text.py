@@ -1,0 +1,40 @@
+"""JSON that somebody else may have written, as plain values that can be handled without care."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+DEPTH_MAX = 64
+"""Containers inside containers; ttp writes a handful. Deeper ones break whoever prints, copies or compares them."""
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value that ``text`` stands for.
+
+    Raises:
+        ValueError: it is no JSON (nor is NaN), or nested deeper than ``DEPTH_MAX``.
+    """
+    try:
+        value = json.loads(text, parse_float=_finite, parse_constant=_finite)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    level = [value]
+    for _ in range(DEPTH_MAX):
+        level = [inner for item in level for inner in _parts(item) if isinstance(inner, (dict, list))]
+        if not level:
+            return value
+    raise ValueError(f"it is nested deeper than {DEPTH_MAX}")
+
+
+def _finite(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError(f"{text} is not a number that can be")
+    return value
+
+
+def _parts(item: Any) -> Any:
+    if isinstance(item, dict):
+        return item.values()
+    return item if isinstance(item, list) else ()

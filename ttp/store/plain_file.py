@@ -1,0 +1,59 @@
+"""Opening what should be a file. In a directory that others can write to it may be anything."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import stat
+from pathlib import Path
+
+_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+
+
+def open_plain(path: Path) -> io.FileIO:
+    """A regular file (or a link to one), for reading. Never waits, as opening a pipe without a writer would.
+
+    Raises:
+        OSError: there is none, or it is something else, or it cannot be opened.
+    """
+    try:
+        handle = os.open(path, _FLAGS)
+    except ValueError as problem:  # a name that no file can have
+        raise OSError(errno.EINVAL, str(problem), ascii(str(path))) from None
+    try:
+        mode = os.fstat(handle).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+        return io.FileIO(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_plain(path: Path, size_max: int | None = None) -> bytes:
+    """The bytes of a regular file.
+
+    Args:
+        path: the file.
+        size_max: bytes of the longest file that is read; None: any.
+
+    Raises:
+        OSError: as ``open_plain``; ``EFBIG`` when the file is longer than ``size_max``, and nothing of it was read.
+    """
+    with open_plain(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size_max is not None and size > size_max:
+            raise OSError(errno.EFBIG, f"it is longer than {size_max} bytes", str(path))
+        return _read_fully(file, size)
+
+
+def _read_fully(file: io.FileIO, size: int) -> bytes:
+    """So many bytes, or fewer when the file has been cut; no more when it grows meanwhile."""
+    parts: list[bytes] = []
+    while size and (part := file.read(min(size, 1 << 30))):
+        parts.append(part)
+        size -= len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)
