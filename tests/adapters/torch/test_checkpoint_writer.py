@@ -52,6 +52,14 @@ def test_the_piece_tells_what_is_on_the_disk(tmp_path: Path) -> None:
     assert number.offset + number.length == piece.size
 
 
+def test_a_disk_that_goes_on_is_told_from_one_that_hangs(tmp_path: Path) -> None:
+    """Byte by byte, once when the kernel has them and once when the disk has: no silence lasts long."""
+    steps: list[int] = []
+    piece = write(tmp_path, {"w": torch.ones(BIG // 4)}, progress=steps.append)
+    assert sum(steps) == 2 * piece.size
+    assert max(steps) <= checkpoint._SLICE
+
+
 VALUES: dict[str, Any] = {
     "scalar tensor": torch.tensor(3.0),
     "bfloat16": torch.arange(5, dtype=torch.bfloat16),
