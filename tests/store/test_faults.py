@@ -121,6 +121,8 @@ def test_permission_for_a_new_name_only(on_disk: World) -> None:
 
 def test_a_disk_that_took_the_bytes_and_cannot_keep_them(world: World) -> None:
     """A file system in a file that cannot grow: write(2) says yes, the disk says no later."""
+    if not (shutil.which("mkfs.ext4") and Path("/dev/loop-control").exists()):
+        pytest.skip("needs mkfs.ext4 and a loop device")
     with loop_disk(size="16m", really="5m") as place:
         on_disk = make(type(world)(place / "checkpoints"))
         with pytest.raises(OSError, match="distcp") as caught:
