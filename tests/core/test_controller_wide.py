@@ -271,6 +271,38 @@ def test_a_page_is_passed_to_the_next_host_and_used_when_its_own_is_lost() -> No
     assert talk.orders(m.Commit)[0].missing_pages == ()
 
 
+def planned_before_all_have_answered() -> Wide:
+    """Rank 5 is dead, rank 4 of the same host has not answered; the newest version is known and saved meanwhile."""
+    talk = Wide(grid(1, 6))
+    talk.accuse(5, m.FaultKind.EXITED)
+    talk.frozen(0, 7)
+    assert "[plan] Save:" in talk.frozen(1, 8)
+    saves = talk.orders(m.Save)
+    for rank in (2, 3):
+        talk.frozen(rank, 8)
+    while saves:
+        order = saves.pop()
+        talk.saved(order.rank, order.generation)
+        saves += talk.orders(m.Save)
+    return talk
+
+
+def test_pages_of_a_host_that_answers_late_are_collected_before_the_commit() -> None:
+    talk = planned_before_all_have_answered()
+    assert talk.machine.incident is not None and talk.machine.incident.stage.value == "saving"
+    talk.frozen(4, 8)
+    (late,) = talk.orders(m.Save)
+    assert (late.rank, late.order.pages) == (4, (4, 5))
+    talk.saved(4, late.generation)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_a_commit_does_not_wait_for_long() -> None:
+    talk = planned_before_all_have_answered()
+    assert "Commit" in talk.after(1.0)
+    assert talk.orders(m.Commit)[0].missing_pages == (4, 5)
+
+
 def test_without_mirror_pages_of_a_lost_host_are_missing() -> None:
     talk = Wide(grid(1, 4))
     talk.accuse(2, m.FaultKind.EXITED)

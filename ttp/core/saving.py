@@ -22,6 +22,11 @@ GENERATIONS_PER_TERM = 1 << 16
 """Two controllers that reopen the same incident never give out the same generation."""
 
 
+PAGES_S = 1.0
+"""How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
+STRAGGLERS_MAX = 64
+
+
 class Saving:
     """The stages SAVING and COMMITTING.
 
@@ -112,6 +117,25 @@ class Saving:
             elif missing:
                 self._ask_buddies(incident, missing, pages)
         return pages
+
+    def _collects_late(self, incident: Incident, now: float) -> bool:
+        """A plan does not wait for everybody; whoever answered since has a page, and nobody else may have it."""
+        pages = self._collectors(incident, ())
+        incident.generation += bool(pages)
+        for rank, wanted in sorted(pages.items()):
+            task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
+            incident.tasks.append(task)
+            incident.pending[rank], incident.progress[rank] = task, (-1, now)
+            self._send_save(incident, rank)
+        return bool(pages) or (self._lacks_a_host(incident) and incident.waits("pages", PAGES_S, now))
+
+    def _lacks_a_host(self, incident: Incident) -> bool:
+        """Whether a host has only ranks that have not answered yet; not asked when there are many of them."""
+        if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
+            return False
+        hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
+        able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
+        return not hosts <= able
 
     def _unknown(self) -> tuple[Rank, ...]:
         if self._job.complete or self._job.layout is None:
@@ -208,7 +232,7 @@ class Saving:
         if incident.dropped:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
             incident.stage, incident.dropped = Stage.FREEZING, []
-        elif not incident.pending:
+        elif not (incident.pending or self._collects_late(incident, now)):
             self._start_commit(incident, now)
 
     # --------------------------------------------------------------------------------------------------------- commit
