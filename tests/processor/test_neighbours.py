@@ -65,7 +65,7 @@ def watching(tmp_path: Path) -> Iterator[Watching]:
 
 
 def word_of(owner: Owner) -> tuple[int, str, str]:
-    return owner.rank, owner.nonce, f"rank {owner.rank} (pid {owner.pid}): {REASON}"
+    return owner.rank, owner.nonce, REASON
 
 
 def test_one_death_after_the_other_round_the_ring(start: Start, watching: Watching) -> None:

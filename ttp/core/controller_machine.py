@@ -38,6 +38,7 @@ to, none of them frozen, sends them on once: the others may be elsewhere, and a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller_events import (
@@ -428,6 +429,7 @@ class ControllerMachine:
         if report.subject == report.rank:
             self.job.condemn(report.subject, report.text)
         elif report.kind is m.FaultKind.EXITED:
+            report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self.job.members[report.rank]
             if not report.nonce or witness.hello.host != subject.hello.host or subject.left or not self.job.formed:
                 return  # only a neighbour can know, and it knows which process it was

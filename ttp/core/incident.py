@@ -46,6 +46,8 @@ class Evidence:
     text: str
     at: float
     retracted: bool = False
+    final: bool = False
+    """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
 
 
 @dataclass(slots=True)
@@ -147,9 +149,9 @@ class Incident:
         if known is None:
             self.evidence[key] = evidence
             return True
-        if evidence.kind is not m.FaultKind.EXITED or evidence.text == known.text:
+        if not evidence.final or evidence.text == known.text:
             return False
-        known.text = evidence.text  # a neighbour saw it first, the launcher knows the signal
+        known.text, known.final = evidence.text, True
         return True
 
     def retract(self, subject: Rank, kind: m.FaultKind) -> bool:

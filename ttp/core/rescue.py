@@ -57,13 +57,16 @@ class Rescue:
         if self._job.ended and self.incident is None:
             return
         incident = self.incident or self._open(now, text)
+        evidence = Evidence(subject, kind, text, now, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
+            if (subject, kind) in incident.evidence:  # known by then, not yet by its best name
+                self._accuse(incident, evidence, detail, witness)
             return
         if incident.snapshot:
             incident.snapshot = False
             for rank in sorted(self._job.live):  # from now on nobody may thaw without being told
                 self._send_freeze(incident, rank, text)
-        self._accuse(incident, Evidence(subject, kind, text, now), detail, witness)
+        self._accuse(incident, evidence, detail, witness)
 
     def request(self, event: SaveRequested, now: float) -> None:
         """A checkpoint is wanted; a rescue that is going on will do."""

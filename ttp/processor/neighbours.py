@@ -104,7 +104,7 @@ class Neighbours:
     def _tell(self, owner: Owner) -> None:
         if owner.nonce not in self._told and not self._over.is_set():
             self._told.add(owner.nonce)
-            self._on_death(owner.rank, owner.nonce, f"rank {owner.rank} (pid {owner.pid}): {REASON}")
+            self._on_death(owner.rank, owner.nonce, REASON)
 
     def _note(self, rank: int, text: str) -> None:
         if self._noted.get(rank) != text:
