@@ -81,7 +81,7 @@ def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launche
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_three_of_four_ranks_at_once(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     faults = [
         {"id": "three", "ranks": [0, 1, 3], "step": 4, "phase": "allreduced", "action": "kill"},
@@ -121,6 +121,7 @@ def test_the_saver_dies_while_it_saves(make_job: MakeJob, unbroken: Unbroken, la
     assert_saved_and_identical(job, unbroken, [{2, saver}])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_another_rank_dies_while_one_saves(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
@@ -187,7 +188,7 @@ def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher
     ("launcher", "rendezvous"),
     [
         pytest.param("ttp", "static", marks=pytest.mark.xdist_group("ttp")),
-        pytest.param("ttp", "c10d", marks=pytest.mark.xdist_group("ttp")),
+        pytest.param("ttp", "c10d", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
         pytest.param("torchrun", "static", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
         pytest.param("torchrun", "c10d", marks=pytest.mark.xdist_group("torchrun")),
     ],

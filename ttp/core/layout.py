@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, pairwise
 from types import MappingProxyType
 from typing import NewType
 
@@ -84,7 +84,7 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
         if not ranks:
             raise ConfigError(f"shard {shard!r} has an empty replica group")
         if len(set(ranks)) != len(ranks):
-            twice = next(rank for rank, following in zip(ranks, ranks[1:], strict=False) if rank == following)
+            twice = next(rank for rank, following in pairwise(ranks) if rank == following)
             raise ConfigError(f"shard {shard!r} names a rank twice: {twice}")
         if ranks[0] < 0 or ranks[-1] >= world_size:
             outside = ranks[0] if ranks[0] < 0 else ranks[-1]

@@ -195,7 +195,7 @@ class Membership:
             return malformed
         return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
 
-    def _malformed(self, hello: m.Hello) -> Refusal | None:
+    def _malformed(self, hello: m.Hello) -> Refusal | None:  # noqa: PLR0911 - one for each way to make no sense
         if hello.protocol_major != m.PROTOCOL_MAJOR:
             return m.RefusalCode.PROTOCOL, (
                 f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
