@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ttp.chaos.report import Occasion, by_phase, by_title, coverage, findings, page, spread
+from ttp.chaos.report import Occasion, by_phase, by_title, coverage, findings, manner, page, spread
 from ttp.chaos.result import FILE, Result, read, write
 from ttp.errors import ConfigError
 
@@ -50,7 +51,20 @@ def test_outcomes_and_times_by_fault() -> None:
     assert lines[0].startswith("| fault | runs | saved | unhurt | lost | detected")
     assert lines[2].startswith("| kill a rank | 3 | 2 |  | 1 | 4 / 4 / 4 | 50 / 50 / 50 |")
     assert lines[3].startswith("| pause a rank | 2 | 1 | 1 |  | 2 / 2 / 2 |")
-    assert lines[4].startswith("| **all** | 5 | 3 | 1 | 1 |")
+    assert lines[4].startswith("| **all others** | 5 | 3 | 1 | 1 |")
+
+
+@pytest.mark.parametrize(
+    ("faults", "name"),
+    [
+        (("kill rank 1", "kill controller"), "all others"),
+        (("kill host 1",), "all silent hosts"),
+        (("partition host 0", "heal host 0"), "all silent hosts"),
+        (("stop controller", "kill rank 1", "cont controller"), "all that stand still"),
+    ],
+)
+def test_what_is_noticed_alike_is_counted_together(faults: tuple[str, ...], name: str) -> None:
+    assert manner(replace(result(), faults=faults)) == name
 
 
 def test_phases_are_in_the_order_of_a_step() -> None:

@@ -82,7 +82,8 @@ def _summary(results: Sequence[Result], occasion: Occasion) -> str:
     versions = f"ttp {__version__}, Python {platform.python_version()}, torch {_torch()}, gloo"
     return f"""\
 Real jobs, hurt on purpose: `{occasion.command}`. {len(results)} runs in {jobs} jobs, {occasion.took_s / 60:.0f} minutes
-on {occasion.machine}; {versions}. The same seed draws the same runs; moments differ.
+on {occasion.machine}; {versions}.
+The same seed draws the same runs; moments differ.
 
 | | |
 |---|---|
@@ -109,14 +110,24 @@ def by_title(results: Sequence[Result]) -> str:
     head = ["fault", "runs", *present, "detected, ms: median / p99 / max", "committed, ms: median / p99 / max"]
     rows = []
     for title in sorted({result.title for result in results}):
-        of_kind = [result for result in results if result.title == title]
-        counts = Counter(result.outcome for result in of_kind)
-        times = [spread(getattr(r, moment) for r in of_kind) for moment in MOMENTS]
-        rows.append([title, str(len(of_kind)), *(str(counts[o] or "") for o in present), *times])
-    every = [spread(getattr(r, moment) for r in results) for moment in MOMENTS]
-    counts = Counter(result.outcome for result in results)
-    rows.append(["**all**", str(len(results)), *(str(counts[o] or "") for o in present), *every])
+        rows.append(_row(title, [result for result in results if result.title == title], present))
+    for name in sorted({manner(result) for result in results}):
+        rows.append(_row(f"**{name}**", [r for r in results if manner(r) == name], present))
     return table(head, rows)
+
+
+def _row(name: str, results: Sequence[Result], outcomes: Sequence[str]) -> list[str]:
+    counts = Counter(result.outcome for result in results)
+    times = [spread(getattr(r, moment) for r in results) for moment in MOMENTS]
+    return [name, str(len(results)), *(str(counts[o] or "") for o in outcomes), *times]
+
+
+def manner(result: Result) -> str:
+    """What kind of sign a fault gives: those of one kind are noticed in about the same time."""
+    deeds = {fault.split()[0] for fault in result.faults}
+    if deeds & {"partition", "unplug"} or any(fault.startswith("kill host") for fault in result.faults):
+        return "all silent hosts"
+    return "all that stand still" if deeds & {"stop", "hang", "hang-gil"} else "all others"
 
 
 def by_phase(results: Sequence[Result]) -> str:
