@@ -90,6 +90,7 @@ def test_two_of_one_version_are_both_offered(world: World, other: World) -> None
     found = look_back(world.save_dir, other.save_dir)
     assert versions(found) == [12, 12]
     assert len(set(found.where.values())) == 2
+    assert {found.where[c].parent for c in found.verified} == {world.save_dir}, "one of them is read in full"
     spoil(world.save_dir / "tft_saved_checkpoints-step_12")
     found = look_back(world.save_dir, other.save_dir)
     assert [path.parent for path in found.where.values()] == [other.save_dir]
