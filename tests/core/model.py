@@ -121,7 +121,7 @@ class Model:
         takeovers: how often a controller may die; the first one is replaced, the rival is not.
         repeats: how many messages may arrive twice.
         rival: there is a second controller, which stands by.
-        gradients: ranks at the closed gate can make the update on request.
+        gradients: ranks at the closed gate, or frozen in the barrier, can make the update on request.
         preimages: ranks that have made the update can go back.
         late: whoever has to connect again may take longer than the grace.
         eager: orders arrive at once; reports still interleave.
@@ -340,12 +340,12 @@ class Model:
         if gate.updating:
             after = self._at_gate(state, r, version=NEXT, updating=False)
             yield f"{r} ends its update", self._quiet(after, r) if gate.closed else after
-        elif gate.version == BASE and r not in self.hanging:
-            if not gate.closed or gate.admitted:
+        elif gate.version == BASE:
+            if gate.admitted or not (gate.closed or r in self.hanging):
                 if gate.acked and not gate.admitted:
                     raise Broken(f"I3: rank {r} writes after it acknowledged")
                 yield f"{r} begins its update", self._at_gate(state, r, updating=True, parked=False, admitted=False)
-            elif self.gradients and not gate.parked:
+            elif gate.closed and self.gradients and not gate.parked:
                 yield f"{r} comes to the gate", self._quiet(self._at_gate(state, r, parked=True), r)
 
     def _save(self, state: State, r: int, path: Any) -> Iterator[tuple[str, State]]:

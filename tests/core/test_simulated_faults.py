@@ -33,12 +33,21 @@ def test_without_faults_nothing_happens() -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1, 2])
-@pytest.mark.parametrize("point", [p for p in POINTS[1:10] if p != "parked"])  # that is a point of an incident
+@pytest.mark.parametrize("point", [p for p in POINTS[1:11] if p not in ("parked", "in barrier")])
 def test_a_rank_killed_at_any_point_of_a_step_costs_nothing(rank: int, point: str) -> None:
     exits, trace = run(grid(1, 3), kill(rank, point, times=4 if point == "in update" else 2))
     assert [code for code in exits[0] if code is not None] == [75, 75]
     assert exits[1] == [0, 0, 0]
     assert trace.count("] committed") == 1
+
+
+@pytest.mark.parametrize("point", [p for p in POINTS[1:11] if p != "parked"])
+def test_with_a_barrier_two_shards_lose_nothing_either(point: str) -> None:
+    for seed in range(4):
+        exits, trace = run(grid(2, 2), kill(seed, point, times=4 if point == "in update" else 2), seed=seed)
+        assert [code for code in exits[0] if code is not None] == [75, 75, 75]
+        assert exits[1] == [0, 0, 0, 0]
+        assert trace.count("] committed") == 1
 
 
 @pytest.mark.parametrize("point", ["before save", "in save", "after save", "before Saved", "after Saved", "in commit"])

@@ -12,6 +12,7 @@ POINTS = (
     "in data wait",
     "in forward",
     "in backward",
+    "in barrier",
     "before update",
     "parked",
     "update begun",

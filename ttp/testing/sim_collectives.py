@@ -1,7 +1,8 @@
-"""The all-reduce of a simulated job: over when all have come; when one dies some are let go and others are held."""
+"""All-reduces and barriers of a simulated job: over when all have come; if one dies some are let go, others held."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ttp.core.layout import Rank
@@ -12,11 +13,16 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 
+Told = Callable[[int | None], None]
+"""Is told what came out; None: it failed."""
+
+
 class _Collective:
-    __slots__ = ("broken", "complete", "leaving", "parts")
+    __slots__ = ("broken", "complete", "leaving", "parts", "told")
 
     def __init__(self) -> None:
         self.parts: dict[Rank, int] = {}
+        self.told: dict[Rank, Told] = {}
         self.leaving: set[Rank] = set()
         self.complete = False
         self.broken = False
@@ -31,51 +37,52 @@ class Collectives:
 
     def __init__(self, world: Simulation) -> None:
         self._world, self._ranks = world, world.ranks
-        self._open: dict[int, _Collective] = {}
+        self._open: dict[tuple[str, int], _Collective] = {}
         self._somebody_died = False
 
-    def arrive(self, rank: SimRank, step: int, part: int) -> None:
-        """A rank brings its part of the gradient of ``step``."""
-        collective = self._open.setdefault(step, _Collective())
-        collective.parts[rank.rank] = part
+    def arrive(self, rank: SimRank, name: tuple[str, int], part: int, told: Told) -> None:
+        """A rank brings its part of the sum, and waits."""
+        collective = self._open.get(name)
+        if collective is None:
+            collective = self._open[name] = _Collective()
+        collective.parts[rank.rank], collective.told[rank.rank] = part, told
         if len(collective.parts) < self._world.layout.world_size:
             if self._somebody_died:
-                self._fail(rank)
+                self._fail(rank, told)
             return
-        gradient = reduce(collective.parts.values())
+        total = reduce(collective.parts.values())
         collective.complete = True
         collective.leaving = set(collective.parts)
         for r in range(self._world.layout.world_size):
-            self._world.after(self._world.rng.random() * 0.002, self._leave, step, collective, Rank(r), gradient)
+            self._world.after(self._world.rng.random() * 0.002, self._leave, name, collective, Rank(r), total)
 
-    def _leave(self, step: int, collective: _Collective, rank: Rank, gradient: int) -> None:
+    def _leave(self, name: tuple[str, int], collective: _Collective, rank: Rank, total: int) -> None:
         if rank in collective.leaving:
             collective.leaving.discard(rank)
             if not collective.leaving:
-                self._open.pop(step, None)
-            process = self._ranks[rank]
-            process.run(process.trainer.go_on, gradient)
+                self._open.pop(name, None)
+            self._ranks[rank].run(collective.told[rank], total)
 
     def broken_by(self, dead: Rank) -> None:
-        """Whoever waits for the dead rank hangs or raises; of those that have all they need some get away."""
+        """Whoever waits for the dead rank hangs or is told; of those that have all they need some get away."""
         self._somebody_died = True
         for collective in self._open.values():
             if not collective.complete:
-                self._fail_all(sorted(collective.parts))
+                self._fail_all(collective, sorted(collective.parts))
                 collective.parts.clear()
             elif not collective.broken or len(collective.leaving) < 64:  # in a large world the first death is enough
                 collective.broken = True
                 held = [r for r in sorted(collective.leaving) if self._world.rng.random() < 0.5]
                 collective.leaving.difference_update(held)
-                self._fail_all(held)
+                self._fail_all(collective, held)
 
-    def _fail_all(self, ranks: list[Rank]) -> None:
+    def _fail_all(self, collective: _Collective, ranks: list[Rank]) -> None:
         for rank in ranks:
             process = self._ranks[rank]
             if process.alive:
-                self._fail(process)
+                self._fail(process, collective.told[rank])
 
-    def _fail(self, rank: SimRank) -> None:
+    def _fail(self, rank: SimRank, told: Told) -> None:
         if self._world.rng.random() < 0.5:  # else it hangs for ever
             soon = self._world.rng.choice((0.0001, 0.01, 0.6)) * self._world.rng.random()
-            self._world.after(soon, rank.run, rank.trainer.go_on, None)
+            self._world.after(soon, rank.run, told, None)

@@ -183,6 +183,7 @@ class SimRank:
                 self.world.roads.connect(self, action)
             case pm.CloseGate():
                 self._say_quiet(self.trainer.gate.close())
+                self.world.after(self._rng.random() * 0.0001, self.run, self.trainer.look_up)
             case pm.OpenGate():
                 self._closure += 1
                 self.acked = False

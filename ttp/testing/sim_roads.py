@@ -24,6 +24,8 @@ LEARNS_S = (0.0, 0.001, 0.01, 0.1)
 """How long an end may need to see that its stream is broken."""
 NO_ANSWER_S = 1.5
 """How long it takes until an attempt is given up that nobody answers."""
+KNOCK_S = 0.05
+"""Between two tries of such an attempt."""
 NO_STANDBY = 0.1
 """Share of the standby controllers that cannot be started."""
 
@@ -120,12 +122,21 @@ class Roads:
                 rank.on_down(None)
                 return
             there = self._start(rank.host, HOME)
-        if there.stopped or not self._road(rank, there):
-            self._world.after(NO_ANSWER_S if wanted.within_s is None else wanted.within_s, rank.on_down, None)
+        if self._blocked_until.get(rank.rank, 0.0) > self._world.now:
+            rank.on_down(None)
             return
-        self._connections += 1
-        stream = there.accept(rank, ConnectionId(self._connections))
-        self._world.after(self._world.delay(), self._attach, rank, stream)
+        patience_s = NO_ANSWER_S if wanted.within_s is None else wanted.within_s
+        self._knock(rank, there, self._world.now + patience_s)
+
+    def _knock(self, rank: SimRank, there: SimController, until: float) -> None:
+        if not (rank.alive and there.alive) or self._world.now >= until:
+            rank.on_down(None)
+        elif there.stopped or not self._road(rank, there):
+            self._world.after(KNOCK_S, self._knock, rank, there, until)
+        else:
+            self._connections += 1
+            stream = there.accept(rank, ConnectionId(self._connections))
+            self._world.after(self._world.delay(), self._attach, rank, stream)
 
     def _attach(self, rank: SimRank, stream: Stream) -> None:
         if not rank.alive:
@@ -136,10 +147,7 @@ class Roads:
             rank.on_down(None)  # it broke before it was of any use
 
     def _road(self, rank: SimRank, controller: SimController) -> bool:
-        now = self._world.now
-        if self._blocked_until and self._blocked_until.get(rank.rank, 0.0) > now:
-            return False
-        if now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
+        if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
             return False
         return self._hosts_speak(rank.host, controller.host)
 

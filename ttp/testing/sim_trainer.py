@@ -1,14 +1,15 @@
 """The training thread of a simulated rank: a toy step around the real gate.
 
-A step waits for data, runs forward and backward, joins the all-reduce and updates; each shard is written word by word,
-so that a copy taken in between shows. The thread is a generator that yields how long it takes, or ``None`` when it
-waits for somebody.
+A step waits for data, runs forward and backward, joins the all-reduce and, where there are several shards and updates
+cannot be undone, a barrier; then it updates. Who is frozen in the barrier, or left in a broken one, stands at the gate.
+Each shard is written word by word, so that a copy taken in between shows. The thread is a generator that yields how
+long it takes, or ``None`` when it waits for somebody.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
@@ -19,6 +20,7 @@ from ttp.testing.toy import SLOTS, InvariantBroken, Words, contribution, draw, u
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
 
+T = TypeVar("T")
 Thread = Generator[float | None, int | None, None]
 FOR_EVER = float("inf")
 
@@ -55,8 +57,8 @@ class Trainer:
     """
 
     __slots__ = (
-        "_held", "_live_random", "_order", "_parked", "_rank", "_redoing", "_restored", "_thread", "_world",
-        "gate", "hanging", "image", "mark", "random", "redos", "settled", "shards",
+        "_barrier", "_held", "_live_random", "_order", "_parked", "_polling", "_rank", "_redoing", "_restored",
+        "_thread", "_world", "gate", "hanging", "image", "mark", "random", "redos", "settled", "shards",
     )  # fmt: skip
 
     def __init__(self, rank: SimRank) -> None:
@@ -73,6 +75,9 @@ class Trainer:
         self.redos = 0
         """Updates that may be made though the gate is closed."""
         self._redoing = False
+        self._barrier: bool | None = None
+        """Whether it has let this rank go; False: it broke; None: others have not come."""
+        self._polling = False
         self._held: list[int | None] = []
         self._rank, self._world = rank, rank.world
         self._restored: m.RestoreDecision | None = None
@@ -109,6 +114,16 @@ class Trainer:
         """The answer to the question what to restore."""
         self._restored = decision
         self._world.after(0.0, self._rank.run, self.go_on)
+
+    def barrier_over(self, passed: int | None) -> None:
+        """The barrier has let this rank go, or (``None``) it broke."""
+        self._barrier = passed is not None
+        self.look_up()
+
+    def look_up(self) -> None:
+        """In the barrier: has it ended, is the gate closed?"""
+        if self._polling:
+            self.go_on()
 
     def has_preimage(self) -> bool:
         """Whether the last update, torn or finished, can be undone."""
@@ -182,7 +197,7 @@ class Trainer:
         self.mark = 3
         yield rank.takes(0.003)
         part = contribution(list(self.shards.values()), self._live_random)
-        world.collectives.arrive(rank, self.gate.version + 1, part)
+        world.collectives.arrive(rank, ("reduce", self.gate.version + 1), part, self.go_on)
         gradient = yield None
         if gradient is None:
             yield from self._raise("in a collective", m.FaultKind.COLLECTIVE)
@@ -191,7 +206,9 @@ class Trainer:
 
     def _update(self, gradient: int) -> Thread:
         world, rank = self._world, self._rank
-        self.mark = 4
+        if world.barrier:
+            yield from self._pass_barrier()
+        self.mark = 5
         world.reached("before update", rank)
         yield from self._pass_gate()
         world.reached("update begun", rank)
@@ -216,16 +233,38 @@ class Trainer:
         self.settled = True
         world.reached("in scheduler", rank)
 
-    def _pass_gate(self) -> Thread:
+    def _pass_barrier(self) -> Thread:
+        self.mark, self._barrier = 4, None
+        self._world.reached("in barrier", self._rank)
+        self._world.collectives.arrive(self._rank, ("barrier", self.gate.version + 1), 0, self.barrier_over)
+        while not self._barrier:
+            if self._barrier is False:
+                self._rank.put(pm.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))
+                yield from self._poll(lambda: self.gate.closed)
+            if self.gate.closed and (yield from self._at_gate(self.gate.stand_aside)):
+                return
+            if self._barrier is False:
+                yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
+            yield from self._poll(lambda: self.gate.closed or self._barrier is not None)
+
+    def _poll(self, over: Callable[[], bool]) -> Thread:
+        while not over():
+            self._polling = True
+            yield None
+            self._polling = False
+
+    def _at_gate(self, ask: Callable[[], T]) -> Generator[float | None, int | None, T]:
         while True:
             try:
-                self.gate.begin_update()
-                break
+                return ask()
             except Parked:
                 self._parked = True
                 self._world.reached("parked", self._rank)
                 yield None
                 self._parked = self.gate._parked = False
+
+    def _pass_gate(self) -> Thread:
+        yield from self._at_gate(self.gate.begin_update)
         if self._rank.acked:
             if not self.redos:
                 raise InvariantBroken(f"I3: {self._rank.name} begins an update after it acknowledged the freeze")

@@ -8,8 +8,8 @@ What is modelled: a network that delays, breaks streams and repeats messages (``
 controllers at a time (``sim_roads``); ranks that die at any point, raise, stand still, get SIGTERM (``sim_rank``);
 collectives that some ranks leave and others do not when one dies (``sim_collectives``); controllers that die between
 two actions of one event and are replaced; savers and committers that fail or take for ever; updates that are made or
-unmade on request; snapshots. What is not: threads, disks (``tests/store`` pulls that plug), several jobs on one port
-(``tests/core/test_controller_machine.py``).
+unmade on request, with a barrier where that is needed; snapshots. What is not: threads, disks (``tests/store`` pulls
+that plug), several jobs on one port (``tests/core/test_controller_machine.py``).
 
 Every event costs constant time, so worlds of 10^5 ranks can be played.
 """
@@ -121,6 +121,8 @@ class Simulation(Clock):
         self._faults = Faults(self, ())
         self._groups = tuple(m.ShardGroup(s, ranks) for s, ranks in self.layout.groups.items())
         self._hosts: dict[str, Pages] = {}
+        self.barrier = len(self.layout.groups) > 1 and not scenario.undo
+        """Whether an update waits until every rank holds its gradient; see ``ttp.adapters.torch.barrier``."""
         self._requests = 0
         self._alive = 0
         self._somebody_died = False
