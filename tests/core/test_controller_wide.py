@@ -141,7 +141,7 @@ def test_other_hosts_are_asked_to_stand_by_and_everybody_is_told() -> None:
     talk = Wide()
     asked = [line for line in talk.lines if "StandBy" in line]
     assert asked == [f"Welcome:{r} StandBy:{r} [joined]" for r in (2, 4)], "as soon as they come"
-    assert talk.machine.standbys == ()
+    assert not talk.machine.standbys
     assert talk.report(4, m.StandbyUp(Rank(4), "10.0.0.2:9")) == "[standby] Standbys:0,1,2,3,4,5"
     talk.report(2, m.StandbyUp(Rank(2), "10.0.0.1:9"))
     assert talk.orders(m.Standbys)[0].addresses == ("10.0.0.1:9", "10.0.0.2:9")
