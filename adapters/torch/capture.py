@@ -179,7 +179,7 @@ class LocalCapture:
         """
         try:
             return _decode(data)
-        except (ValueError, TypeError, KeyError, struct.error, msgpack.UnpackException) as problem:
+        except (ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException) as problem:
             raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
 
     def restore(self, state: LocalState) -> list[str]:
@@ -216,8 +216,8 @@ def _decode(data: bytes) -> LocalState:
     if magic != _MAGIC:
         raise ValueError(f"they begin with {magic!r}")
     at = _HEADER.size
-    description = msgpack.unpackb(data[at : at + description_size])
-    at += description_size
+    described, at = _take(data, at, description_size)
+    description = msgpack.unpackb(described)
     names = [str(name) for name in description["extra"]]
     if len(names) != extra_count:
         raise ValueError(f"{extra_count} extra states with {len(names)} names")

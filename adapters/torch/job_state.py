@@ -10,6 +10,7 @@ from typing import Any
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.plain_file import read_plain
 
 JOB_KIND = "job"
 
@@ -57,8 +58,22 @@ class JobState:
             raise CheckpointError(f"the job state cannot be read: {problem}") from problem
         if not isinstance(found, dict) or type(found.get("version")) is not int:
             raise CheckpointError("the job state has no version: this is not a job state of ttp")
-        known = {f.name for f in fields(cls)}
-        return cls(**{name: value for name, value in found.items() if name in known})
+        known = {f.name: found[f.name] for f in fields(cls) if f.name in found}
+        wrong = [name for name, value in known.items() if not isinstance(value, _KINDS[name])]
+        if wrong:
+            raise CheckpointError(f"the job state is garbled: {wrong[0]} is {known[wrong[0]]!r:.60}")
+        return cls(**known)
+
+
+_KINDS: dict[str, Any] = {
+    "version": int,
+    "scheduler": dict | None,
+    "scaler": dict | None,
+    "scheduler_pending": bool,
+    "scaler_pending": bool,
+    "ddp_buckets": str | None,
+    "extra": dict,
+}
 
 
 def read_job_state(path: Path, pieces: Sequence[Piece]) -> JobState:
@@ -71,7 +86,7 @@ def read_job_state(path: Path, pieces: Sequence[Piece]) -> JobState:
     if len(files) != 1:
         raise CheckpointError(f"{path} has {len(files)} job states instead of 1")
     try:
-        data = (path / files[0]).read_bytes()
+        data = read_plain(path / files[0])
     except OSError as problem:
         raise CheckpointError(f"{path / files[0]} cannot be read: {problem.strerror or problem}") from problem
     return JobState.decode(data)

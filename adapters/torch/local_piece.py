@@ -7,6 +7,7 @@ import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ttp.adapters.torch.capture import LocalCapture, LocalState
 from ttp.core.layout import Rank
@@ -16,6 +17,8 @@ from ttp.processor.mirror import read_page_or_kept
 from ttp.store.digest import digest_bytes
 from ttp.store.durable import write_durably
 from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.json_text import parse_json
+from ttp.store.plain_file import read_plain
 
 log = logging.getLogger("ttp.adapters.torch")
 
@@ -77,27 +80,38 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
         CheckpointError: a piece cannot be read.
     """
     for piece in pieces:
-        if piece.kind != LOCAL_KIND or rank not in json.loads(piece.table or "{}").get("ranks", [rank]):
+        if piece.kind != LOCAL_KIND or rank not in _listed(piece, "ranks", list, [rank]):
             continue
         try:
-            images = decode((path / piece.file).read_bytes())
+            images = decode(read_plain(path / piece.file))
         except (OSError, EncodingError) as problem:
             raise CheckpointError(f"{path / piece.file} cannot be read: {problem}") from problem
-        if isinstance(images, dict) and rank in images:
+        if isinstance(images, dict) and isinstance(images.get(rank), bytes):
             return LocalCapture.decode(images[rank])
     return None
 
 
 def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
     """The ranks of which these pieces keep nothing."""
-    kept = {rank for p in pieces if p.kind == LOCAL_KIND for rank in json.loads(p.table or "{}").get("ranks", ())}
-    return tuple(Rank(rank) for rank in range(world_size) if rank not in kept)
+    kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
+    known = {rank for rank in kept if isinstance(rank, int)}
+    return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
 
 
 def why_lost(pieces: Sequence[Piece], rank: int) -> str:
     """Why the checkpoint of these pieces keeps nothing of ``rank``."""
     for piece in pieces:
-        missing = json.loads(piece.table or "{}").get("missing", {}) if piece.kind == LOCAL_KIND else {}
+        missing = _listed(piece, "missing", dict, {}) if piece.kind == LOCAL_KIND else {}
         if str(rank) in missing:
             return str(missing[str(rank)])
     return "no rank of its host was left to save it"
+
+
+def _listed(piece: Piece, name: str, kind: type, absent: Any) -> Any:
+    """What a piece's table says of its contents; ``absent`` when that is nothing, or no ``kind``."""
+    try:
+        table = parse_json(piece.table or "{}")
+    except ValueError:
+        return absent
+    found = table.get(name) if isinstance(table, dict) else None
+    return found if isinstance(found, kind) else absent

@@ -8,6 +8,7 @@ own: a job of another world size or sharding asks for other parts of the tensors
 from __future__ import annotations
 
 import io
+import os
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,6 +28,7 @@ from ttp.adapters.torch.table import Item, items_of
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
+from ttp.store.plain_file import open_plain
 
 
 class ManifestReader(FileSystemReader):
@@ -96,7 +98,10 @@ def read_values(path: Path, items: Sequence[Item]) -> dict[str, Any]:
     root: dict[str, Any] = {}
     for item in items:
         try:
-            with (path / item.file).open("rb") as file:
+            with open_plain(path / item.file) as file:
+                size = os.fstat(file.fileno()).st_size
+                if item.offset + item.length > size:
+                    raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
                 file.seek(item.offset)
                 blob = file.read(item.length)
             value = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")

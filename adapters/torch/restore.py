@@ -74,8 +74,11 @@ def restore_into(
             of it cannot be read.
     """
     names = ModelNames(model, optimizer)
-    saved = _read(path, manifest, names)
-    _refuse_foreign(saved, names, optimizer)
+    try:
+        saved = _read(path, manifest, names)
+        _refuse_foreign(saved, names, optimizer)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
+        raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
     _load_model(saved, names)
     _load_optimizer(saved, names, optimizer)
     job = saved.job
@@ -104,6 +107,9 @@ class _Saved:
 def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
     # One item per name: any chunk of a tensor tells its name, dtype and whole shape.
     items = list({item.key: item for item in items_of(manifest.pieces)}.values())
+    short = next((item for item in items if len(item.path) < _parts_min(item)), None)
+    if short is not None:
+        raise ValueError(f"{short.key} is the name of nothing")
     small = read_values(path, [item for item in items if _is_small(item, names)])
     return _Saved(
         path=path,
@@ -116,6 +122,11 @@ def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),
     )
+
+
+def _parts_min(item: Item) -> int:
+    """A parameter has a name; what an optimizer keeps has the name of a parameter and one of its own."""
+    return 4 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
 
 
 def _is_small(item: Item, names: ModelNames) -> bool:

@@ -9,16 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
 
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.store.json_text import parse_json
 from ttp.store.manifest import safe_path
 
 FORMAT = 1
 SHARD_KIND = "shard"
+
+DIMENSIONS_MAX = 64
+INDEX_MAX = 1 << 20
+"""Entries of a list in the state."""
+NUMBER_MAX = 1 << 62
 
 Path = tuple[str | int, ...]
 """Where a value sits in the nested state: a string is a mapping's key, a number an index into a list."""
@@ -89,6 +96,7 @@ def items_of(pieces: Iterable[Piece]) -> list[Item]:
     for piece in pieces:
         if piece.kind == SHARD_KIND:
             found += _decode_items(piece)
+    _check_tree(found)
     return found
 
 
@@ -97,7 +105,8 @@ def left_out_of(pieces: Iterable[Piece]) -> list[str]:
     names: list[str] = []
     for piece in pieces:
         if piece.kind == SHARD_KIND:
-            names += [str(name) for name in _parse(piece).get("left_out", [])]
+            listed = _parse(piece).get("left_out", [])
+            names += [str(name) for name in listed] if isinstance(listed, list) else []
     return sorted(set(names))
 
 
@@ -116,9 +125,9 @@ def _item_to_json(item: Item) -> dict[str, Any]:
 
 def _parse(piece: Piece) -> dict[str, Any]:
     try:
-        table = json.loads(piece.table)
+        table = parse_json(piece.table)
         written = int(table["format"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"{piece.file} has no readable table of contents: {error!r}") from error
     if written > FORMAT:
         raise CheckpointError(
@@ -133,25 +142,53 @@ def _decode_items(piece: Piece) -> list[Item]:
         raise CheckpointError(f"the manifest names a file outside of the checkpoint: {piece.file!r}")
     try:
         return [_item_from_json(piece.file, row) for row in table["items"]]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
         raise CheckpointError(f"the table of contents of {piece.file} is garbled: {error!r}") from error
 
 
 def _item_from_json(file: str, row: dict[str, Any]) -> Item:
-    path = tuple(step if isinstance(step, int) else str(step) for step in row["path"])
+    path = _path(row["path"])
     offset, length = _numbers(row["at"])
-    int_keys = _numbers(row.get("int_keys", ()))
+    int_keys = _numbers(row.get("int_keys", []))
+    if not all(position < len(path) and str(path[position]).lstrip("-").isdecimal() for position in int_keys):
+        raise ValueError(f"{path!r:.60} has no numbers at {int_keys}")
     if "dtype" not in row:
         return Item(path, file, offset, length, int_keys=int_keys)
     shape = _numbers(row["shape"])
-    offsets, sizes = map(_numbers, row.get("chunk", ((0,) * len(shape), shape)))
-    return Item(
-        path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, row.get("device", "cpu"), int_keys
-    )
+    offsets, sizes = map(_numbers, row.get("chunk", ([0] * len(shape), shape)))
+    device = str(row.get("device", "cpu"))
+    item = Item(path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, device, int_keys)
+    dtype = getattr(torch, item.dtype, None)
+    if isinstance(dtype, torch.dtype) and prod(sizes) * dtype.itemsize > length:
+        raise ValueError(f"{item.key} of {dtype} {sizes} does not fit into {length} bytes")
+    return item
 
 
-def _numbers(values: Iterable[Any]) -> tuple[int, ...]:
-    numbers = tuple(map(int, values))
-    if numbers and min(numbers) < 0:
-        raise ValueError(f"negative number in {numbers}")
-    return numbers
+def _path(steps: Any) -> Path:
+    if not isinstance(steps, list) or not steps:
+        raise TypeError(f"{steps!r:.60} is not a path")
+    path = tuple(step if type(step) is int else str(step) for step in steps)
+    if any(isinstance(step, int) and not 0 <= step < INDEX_MAX for step in path):
+        raise ValueError(f"{path!r:.60} is no place in a list")
+    return path
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if len(values) > DIMENSIONS_MAX or not all(type(value) is int and abs(value) < NUMBER_MAX for value in values):
+        raise ValueError(f"{values!r:.60} are not sizes")
+    if values and min(values) < 0:
+        raise ValueError(f"negative number in {values}")
+    return tuple(values)
+
+
+def _check_tree(items: Iterable[Item]) -> None:
+    """That values have places of their own: what holds others is either a mapping or a list, and no value."""
+    holds_index: dict[Path, bool] = {}
+    paths = {item.path: item.file for item in items}
+    for path, file in paths.items():
+        for depth, step in enumerate(path):
+            if holds_index.setdefault(path[:depth], isinstance(step, int)) is not isinstance(step, int):
+                raise CheckpointError(f"the table of contents of {file} is garbled: {path[:depth]} is two things")
+    both = next((path for path in holds_index if path in paths), None)
+    if both is not None:
+        raise CheckpointError(f"the table of contents of {paths[both]} is garbled: {both} holds others and is a value")
