@@ -55,7 +55,8 @@ def status(
 
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
     host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, last_incident (null,
-    or id, stage, cause, version, outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
+    or id, stage, cause, version, outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s,
+    ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
