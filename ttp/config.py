@@ -10,10 +10,15 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
 
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+COUNT_MAX = 2**31 - 1
+NAME_MAX = 4000
+"""Characters; a little less than a message or a system call takes."""
 
 
 def _port(text: str) -> int:
@@ -47,22 +52,42 @@ def _switch(text: str) -> bool:
 
 def _count(text: str) -> int:
     value = int(text)
-    if value < 1:
+    if not 1 <= value <= COUNT_MAX:
         raise ValueError("a whole number of at least 1 is wanted")
     return value
 
 
 def _natural(text: str) -> int:
     value = int(text)
-    if value < 0:
+    if not 0 <= value <= COUNT_MAX:
         raise ValueError("a whole number of at least 0 is wanted")
     return value
+
+
+def _name(text: str) -> str:
+    """A path, a host: it travels in messages, and is shown."""
+    if len(text) > NAME_MAX or not text.isprintable():
+        raise ValueError(f"up to {NAME_MAX} characters that can be printed are wanted")
+    return text
+
+
+def _token(text: str) -> str:
+    """It travels in a header, where everything else is refused or trimmed."""
+    if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= NAME_MAX):
+        raise ValueError("letters, digits and signs of ASCII are wanted, without spaces around them")
+    return text
+
+
+def _level(text: str) -> str:
+    if text.upper() not in LOG_LEVELS:
+        raise ValueError(f"one of {', '.join(LOG_LEVELS)} is wanted")
+    return text
 
 
 def _absolute(text: str) -> str:
     if not Path(text).is_absolute():
         raise ValueError("an absolute path is wanted: every rank must mean the same directory")
-    return os.path.normpath(text)
+    return os.path.normpath(_name(text))
 
 
 def _digest_mode(text: str) -> str:
@@ -112,7 +137,7 @@ class Config:
     keep: int = _setting("TTP_KEEP", _count, 3)
     """Whole checkpoints to keep in save_dir."""
 
-    save_dir: str | None = _setting("TTP_SAVE_DIR", str, None)
+    save_dir: str | None = _setting("TTP_SAVE_DIR", _name, None)
     """Overrides the ``save_dir`` argument of ``wrap_optimizer``."""
 
     fallback_dir: str | None = _setting("TTP_FALLBACK_DIR", _absolute, None)
@@ -127,25 +152,25 @@ class Config:
     mirror: bool = _setting("TTP_MIRROR", _switch, False)
     """Keep a copy of every rank-local page on another host: random streams then survive the loss of a host."""
 
-    run_dir: str | None = _setting("TTP_RUN_DIR", str, None)
+    run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
     """Where the processes of one host keep leases, logs and (without shared memory) pages."""
 
-    token: str = _setting("TTP_TOKEN", str, "")
+    token: str = _setting("TTP_TOKEN", _token, "")
     """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
 
-    bind: str = _setting("TTP_BIND", str, "")
+    bind: str = _setting("TTP_BIND", _name, "")
     """Address the controller binds to; empty: every address of the machine."""
 
-    host: str = _setting("TTP_HOST", str, "")
+    host: str = _setting("TTP_HOST", _name, "")
     """Name of this host; empty: the machine's. Ranks of one host share memory, and are lost together."""
 
-    address: str = _setting("TTP_ADDRESS", str, "")
+    address: str = _setting("TTP_ADDRESS", _name, "")
     """Address of this host as other hosts reach it; empty: that of the interface towards MASTER_ADDR."""
 
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
     """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
 
-    log_level: str = _setting("TTP_LOG", str, "INFO")
+    log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
 
     @classmethod
@@ -169,7 +194,8 @@ class Config:
             try:
                 values[setting.name] = setting.metadata["parse"](environ[name])
             except ValueError as problem:
-                raise ConfigError(f"{name}={environ[name]!r} is not valid: {problem}") from None
+                shown = "" if name == "TTP_TOKEN" else f"={environ[name]!r:.200}"  # a secret is not shown
+                raise ConfigError(f"{name}{shown} is not valid: {problem!s:.200}") from None
         return cls(**values)
 
     def resolved_run_dir(self) -> Path:
@@ -199,6 +225,8 @@ class RankEnv:
         """
         environ = os.environ if environ is None else environ
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
+        if world_size > WORLD_SIZE_MAX:
+            raise ConfigError(f"WORLD_SIZE={world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
         if not 0 <= rank < world_size:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
         address = environ.get("MASTER_ADDR")
@@ -207,11 +235,19 @@ class RankEnv:
         return cls(
             rank=rank,
             world_size=world_size,
-            local_rank=int(environ.get("LOCAL_RANK", "0")),
-            master_addr=address,
-            run_id=environ.get("TORCHELASTIC_RUN_ID", "none"),
-            launch=int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")),
+            local_rank=_of_launcher(environ, "LOCAL_RANK", _natural, "0"),
+            master_addr=_of_launcher(environ, "MASTER_ADDR", _name, ""),
+            run_id=_of_launcher(environ, "TORCHELASTIC_RUN_ID", _name, "none"),
+            launch=_of_launcher(environ, "TORCHELASTIC_RESTART_COUNT", _natural, "0"),
         )
+
+
+def _of_launcher(environ: Mapping[str, str], name: str, parse: Callable[[str], Any], default: str) -> Any:
+    text = environ.get(name, default)
+    try:
+        return parse(text)
+    except ValueError as problem:
+        raise ConfigError(f"{name}={text!r:.200} is not valid: {problem!s:.200}") from None
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
