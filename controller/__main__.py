@@ -70,7 +70,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         grace_s=config.reconnect_grace_s,
         rescue_s=config.rescue_patience_s,
         abandoned_s=args.abandoned_s or config.abandoned_s,
-        stall_s=config.stall_s,
+        stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # heartbeats tell that bytes move
         hang_s=config.hang_s,
         heartbeat_s=config.heartbeat_s,
         silent_s=3 * config.heartbeat_s,

@@ -155,6 +155,8 @@ class Driver:
         self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)
+        elif kind == "incarnation":
+            self._journal.expect(self.machine.save_dir)
 
     def _remember(self, happening: Happening) -> None:
         self.history.append(happening)

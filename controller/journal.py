@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttp.store.durable import make_directory, naming, sync_directory
+from ttp.store.mounts import Mounts
 
 if TYPE_CHECKING:
     from ttp.controller.driver import Happening
@@ -61,6 +62,12 @@ class Journal:
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # nobody holds it while a disk is asked
+
+    def expect(self, save_dir: str) -> None:
+        """A job begins whose stories go there: notice when it is not mounted any more."""
+        if save_dir:
+            with self._lock:
+                self._writer(Path(save_dir))
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue one line; never blocks. What a disk that hangs has not taken for long is lost."""
@@ -151,12 +158,17 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
+        try:
+            mounts = Mounts(self._place)
+        except (OSError, ValueError):  # no path that can be: said with the first line
+            mounts = Mounts()
         refused: dict[str, str] = {}
         warned: set[str] = set()
         while (item := self._inbox.get()) is not None:
             incident, text, durable = item
             text = refused.pop(incident, "") + text
             try:
+                mounts.check(self._place)
                 _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
             except (OSError, ValueError) as problem:  # ValueError: no path that can be
                 level = logging.DEBUG if incident in warned else logging.WARNING
