@@ -110,6 +110,10 @@ def _address(machine: pm.ProcessorMachine) -> str:
     return machine._route.address
 
 
+def _incident(machine: pm.ProcessorMachine) -> str:
+    return machine.incident
+
+
 class Model:
     """See the module.
 
@@ -470,8 +474,7 @@ class Model:
         if incident is None:
             return
         self.hows.update(record.facts.get("how", {}).values())
-        gone_over = {r for r, stream in enumerate(state.streams) if stream and stream % 2 != place}
-        possible = self._possible(state, machine.job.live - gone_over, incident)
+        possible = self._possible(state, machine.job.live - self._elsewhere(state, place, incident), incident)
         saved = max((record.facts.get("version", 0), incident.saved))
         if record.kind != "released" and possible is not None and possible > saved:
             raise Broken(f"I2: {record.facts} while {possible} was possible {_story(path)}")
@@ -479,6 +482,14 @@ class Model:
             raise Broken(f"I6: {record.facts} while {possible} was possible {_story(path)}")
         if record.kind == "released" and record.facts["exit_code"] == 75 and incident.saved not in state.committed:
             raise Broken(f"I4: {record.facts}, but {state.committed} is on disk {_story(path)}")
+
+    def _elsewhere(self, state: State, place: int, incident: Incident) -> set[Rank]:
+        """Ranks that speak to the other controller, or were thawed by it and speak to nobody now."""
+        over = {Rank(r) for r, stream in enumerate(state.streams) if stream and stream % 2 != place}
+        if self.rival:
+            alone = (r for r, stream in enumerate(state.streams) if not stream and state.ranks[r])
+            over |= {Rank(r) for r in alone if self.machines.ask(state.ranks[r], _incident) != incident.id}
+        return over
 
     def _possible(self, state: State, live: set[Rank], incident: Incident) -> int | None:
         """The largest version; made or unmade by request only if somebody has finished it and it is not whole."""

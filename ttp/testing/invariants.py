@@ -123,7 +123,9 @@ class Judge:
         offered: dict[Rank, set[Version]] = {}
         for rank in machine.job.live - incident.failures.keys() - _silent(incident):
             process = self._world.ranks[rank]
-            elsewhere = process.stream is not None and process.stream.controller.machine is not machine
+            stream = process.stream
+            thawed = stream is None and process.machine.incident != incident.id  # perhaps by another controller
+            elsewhere = thawed or (stream is not None and stream.controller.machine is not machine)
             if elsewhere or not process.alive:
                 continue
             version, phase = process.truth
