@@ -35,7 +35,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "generations start over": (SAVING, "(self._job.term - 1) * GENERATIONS_PER_TERM", "0"),
     "a replan keeps its generation": (SAVING, "incident.generation + 1, ", "incident.generation, "),
     "lost savers are waited for": (SAVING, "            incident.dropped.append(rank)\n", ""),
-    "one piece may be missing": (SAVING, "elif not incident.pending:", "elif len(incident.pending) < 2:"),
+    "one piece may be missing": (SAVING, "elif not (incident.pending or", "elif not (len(incident.pending) > 1 or"),
     "the committer is never replaced": (SAVING, "if not incident.able(incident.committer):", "if False:"),
     "any stale piece is taken": (
         SAVING,

@@ -64,3 +64,14 @@ def test_sent_on_it_does_not_wait_and_begins_anew() -> None:
     assert go(made, 0) == ("b:1", True)
     made.moved()  # b leads only a few
     assert go(made, 0) == ("a:1", True)
+
+
+def test_a_standby_of_ones_own_needs_no_announcement() -> None:
+    made = route()
+    made.knows("")
+    assert go(made, 9) == (HOME, False)
+    made.knows("me:1")
+    made.knows("me:1")
+    assert [go(made, 9) for _ in range(2)] == [("me:1", True), (HOME, True)]
+    made.announced(("a:1",))
+    assert made.standbys == ("a:1",)

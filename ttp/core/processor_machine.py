@@ -214,6 +214,7 @@ class ProcessorMachine:
             case HostProbed(subject, reachable, text):
                 self._report(m.Probed(self._hello.rank, subject, reachable, text))
             case StandbyStarted(address):
+                self._route.knows(address)  # whether or not the announcement arrives
                 self._report(m.StandbyUp(self._hello.rank, address))
             case PageChanged(version, final, data):
                 self._report(m.Mirror(self._hello.rank, version, final, self.incarnation, data))

@@ -43,6 +43,11 @@ class Route:
         """The controller says who stands by."""
         self.standbys = addresses
 
+    def knows(self, address: str) -> None:
+        """Somebody stands by there; nobody has announced it yet."""
+        if address and address not in self.standbys:
+            self.standbys = (*self.standbys, address)
+
     def connected(self) -> None:
         """The controller at ``address`` has welcomed this rank."""
         self._current, self.takeover, self._walked, self._moved = self.address, False, 0, False
