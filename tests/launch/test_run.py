@@ -36,7 +36,7 @@ def own_environment(environ: dict[str, str], monkeypatch: pytest.MonkeyPatch) ->
 BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "not a port": ({"TTP_PORT": "abc"}, ["x.py"], "TTP_PORT='abc' is not valid"),
     "unknown name": ({"TTP_PROT": "1"}, ["x.py"], "did you mean TTP_PORT"),
-    "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is no level"),
+    "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is not valid: one of DEBUG"),
     "several nodes, no port": ({}, ["--nnodes", "2", "x.py"], "needs TTP_PORT"),
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
