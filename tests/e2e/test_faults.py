@@ -51,15 +51,26 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_sigkill_of_any_rank_in_every_phase(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "phases"),
+    [
+        pytest.param("ttp", PHASES, marks=pytest.mark.xdist_group("ttp"), id="ttp"),
+        pytest.param("torchrun", PHASES[1::3], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
+        pytest.param(
+            "torchrun", PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
+        ),
+    ],
+)
+def test_sigkill_of_any_rank_in_every_phase(
+    make_job: MakeJob, unbroken: Unbroken, launcher: str, phases: list[str]
+) -> None:
     faults = [
         {"id": f"kill{i}", "rank": i % 4, "step": 2 + 3 * i, "phase": phase, "action": "kill"}
-        for i, phase in enumerate(PHASES)
+        for i, phase in enumerate(phases)
     ]
     job = make_job(launcher=launcher, steps=30, max_restarts=len(faults), faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
-    assert_saved_and_identical(job, unbroken, [{i % 4} for i in range(len(PHASES))])
+    assert_saved_and_identical(job, unbroken, [{i % 4} for i in range(len(phases))])
 
 
 @pytest.mark.timeout(TIMEOUT_S)
@@ -169,7 +180,7 @@ def test_preemption_of_the_whole_job(make_job: MakeJob, unbroken: Unbroken, laun
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     job = make_job(launcher=launcher, ranks=3, steps=60, env={"JOB_STEP_S": "0.1"}).start()
     job.wait_for_version(3)
@@ -187,7 +198,7 @@ def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher
 @pytest.mark.parametrize(
     ("launcher", "rendezvous"),
     [
-        pytest.param("ttp", "static", marks=pytest.mark.xdist_group("ttp")),
+        pytest.param("ttp", "static", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
         pytest.param("ttp", "c10d", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
         pytest.param("torchrun", "static", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
         pytest.param("torchrun", "c10d", marks=pytest.mark.xdist_group("torchrun")),

@@ -14,6 +14,7 @@ Unbroken = Callable[[Job], list[dict[str, Any]]]
 TIMEOUT_S = 200
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("torchrun")
 def test_the_replica_with_a_flipped_bit_does_not_save(make_job: MakeJob, unbroken: Unbroken) -> None:
