@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 from hypothesis import strategies as st
@@ -35,17 +36,17 @@ def changed_json(draw: st.DrawFn, good: Any) -> Any:
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from(list(_places(value))))
         if not path:
-            return draw(ODD)
+            return deepcopy(draw(ODD))
         owner = value
         for key in path[:-1]:
             owner = owner[key]
         what = draw(st.sampled_from(["replace", "replace", "remove", "double"]))
         if what == "replace":
-            owner[path[-1]] = draw(ODD)
+            owner[path[-1]] = deepcopy(draw(ODD))
         elif what == "remove":
             del owner[path[-1]]
         elif isinstance(owner, list):
-            owner.append(owner[path[-1]])
+            owner.append(deepcopy(owner[path[-1]]))
     return value
 
 
