@@ -126,8 +126,11 @@ def test_no_sequence_of_reports_stops_the_controller(script: list[Any]) -> None:
 
 
 def presumes(report: m.Report, incarnation: int) -> bool:
-    """Whether it is said in the name of the launcher: a next launch of the job, which ends the present one."""
-    return isinstance(report, m.Hello) and (report.incarnation > incarnation or report.launch > 0)
+    """Whether it is said in the name of the job: by a next launch of it, or after another controller has led it."""
+    if not isinstance(report, m.Hello):
+        return False
+    moved = report.takeover and report.run_id == "job" and report.incarnation == incarnation
+    return moved or report.incarnation > incarnation or report.launch > 0
 
 
 def knows_a_secret(report: m.Report) -> bool:
@@ -149,6 +152,20 @@ def test_what_is_said_on_other_streams_does_not_touch_a_healthy_job(script: list
         assert (subject.stage, subject.incidents_total) == ("training", 0), report
     for connection in STRANGERS:
         assert not [a for a in subject.on_event(StreamEnded(connection), 1.0) if isinstance(a, Send)]
+    rescue(subject)
+
+
+@pytest.mark.parametrize(
+    "change", [{"run_id": "another"}, {"incarnation": 0}, {"world_size": 0}, {"layout_digest": "x"}]
+)
+def test_a_stray_rank_does_not_make_a_controller_leave_its_job(change: dict[str, Any]) -> None:
+    subject = machine()
+    for connection, greeting in zip(HONEST, GREETINGS, strict=True):
+        subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
+    stray = hello(0, LAYOUT, **{"takeover": True, "term_seen": 9, "incarnation": 1, "nonce": "stray", **change})
+    actions = check(subject.on_event(Received(STRANGERS[0], stray), 1.0))
+    assert not [a for a in actions if isinstance(a, Send) and a.connection in HONEST]
+    assert subject.stage == "training"
     rescue(subject)
 
 

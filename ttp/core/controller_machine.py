@@ -206,7 +206,7 @@ class ControllerMachine:
     # ----------------------------------------------------------------------------------------------------- membership
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        if hello.takeover and hello.term_seen > self.term and self.job.layout is not None:
+        if hello.takeover and hello.term_seen > self.term and self.job.may_have_moved(hello):
             self._abdicate()
         refusal = self._elsewhere(hello) or self.job.refusal(hello) or self._busy(hello)
         if refusal is not None:

@@ -188,6 +188,15 @@ class Membership:
         relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
         return self.ended or not self.live or relaunched
 
+    def may_have_moved(self, hello: m.Hello) -> bool:
+        """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.
+
+        A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here.
+        """
+        if self.layout is None or self._malformed(hello) is not None:
+            return False
+        return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
+
     def refusal(self, hello: m.Hello) -> Refusal | None:
         """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can."""
         malformed = self._malformed(hello)
