@@ -48,10 +48,12 @@ def start(pages: Path) -> Iterator[Start]:
 
 
 class Watching:
-    def __init__(self, tmp_path: Path, *owners: Owner, look_s: float = 4 * LONG_S) -> None:
+    def __init__(
+        self, tmp_path: Path, *owners: Owner, look_s: float = 4 * LONG_S, neighbours_first_s: float = 0.001
+    ) -> None:
         """Looks around once and then hardly ever: what it hears it was woken for."""
         self.told: queue.SimpleQueue[tuple[int, int]] = queue.SimpleQueue()
-        self.watch = SentinelWatch(tmp_path / "run", tmp_path, look_s)
+        self.watch = SentinelWatch(tmp_path / "run", tmp_path, look_s, neighbours_first_s)
         self.watch.watch({owner.rank: owner.pid for owner in owners}, lambda *words: self.told.put(words))
 
     def hear(self) -> tuple[int, int]:
@@ -79,6 +81,19 @@ def test_a_neighbour_without_interpreter_lock_keeps_the_news_from_nobody(start: 
     watching = Watching(tmp_path, victim)
     victim.kill()
     assert watching.hear() == (1, victim.pid)
+
+
+def test_neighbours_have_the_first_word(start: Start, tmp_path: Path) -> None:
+    """While another worker lives, which sees the same; the last one of a host has nobody else."""
+    first, second = start(0), start(1)
+    watching = Watching(tmp_path, first, second, neighbours_first_s=4 * LONG_S)
+    until(lambda: watching.watch.living == {0, 1})
+    second.kill()
+    until(lambda: watching.watch.living == {0})
+    first.kill()
+    assert watching.hear() == (0, first.pid)
+    assert watching.told.empty()
+    watching.watch.close()
 
 
 def test_a_sentinel_that_comes_later_is_found(start: Start, pages: Path, tmp_path: Path) -> None:

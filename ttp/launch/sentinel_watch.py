@@ -16,6 +16,10 @@ logger = logging.getLogger("ttp.launch")
 LOOK_S = 1.0
 """How often to look whether a worker has placed its sentinel; and how soon a thread that is not needed ends."""
 
+NEIGHBOURS_FIRST_S = 0.003
+"""How long the launcher leaves the news to a neighbour, which is woken at the same instant: a second report would only
+take the processor from the first. Where no other worker lives it does not wait."""
+
 OnDeath = Callable[[int, int], None]
 """Told on a watching thread: rank and pid. Must not block."""
 
@@ -30,37 +34,51 @@ class SentinelWatch:
         run_dir: of the job on this host.
         shared_memory: where directories in memory are made.
         look_s: see ``LOOK_S``.
+        neighbours_first_s: see ``NEIGHBOURS_FIRST_S``.
     """
 
-    def __init__(self, run_dir: Path, shared_memory: Path = SHARED_MEMORY, look_s: float = LOOK_S) -> None:
+    def __init__(
+        self,
+        run_dir: Path,
+        shared_memory: Path = SHARED_MEMORY,
+        look_s: float = LOOK_S,
+        neighbours_first_s: float = NEIGHBOURS_FIRST_S,
+    ) -> None:
         self._run_dir, self._shared_memory, self._look_s = run_dir, shared_memory, look_s
+        self._neighbours_first_s = neighbours_first_s
         self._over = threading.Event()
+        self.living: set[int] = set()
+        """Workers whose sentinel is in place and shows that they live; each of them may watch another one."""
 
     def watch(self, workers: Mapping[int, int], on_death: OnDeath) -> None:
         """Watch these workers (pid by global rank) instead of the earlier ones."""
         self.close()
-        self._over = threading.Event()
+        self._over, self.living = threading.Event(), set()
         for rank, pid in workers.items():
             threading.Thread(
-                target=self._run, args=(rank, pid, on_death, self._over), name=f"ttp-sentinel-{rank}", daemon=True
+                target=self._run,
+                args=(rank, pid, on_death, self._over, self.living),
+                name=f"ttp-sentinel-{rank}",
+                daemon=True,
             ).start()
 
     def close(self) -> None:
         """Say nothing any more; the threads end within ``look_s``."""
         self._over.set()
 
-    def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event) -> None:
+    def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:
         try:
             start = process_start(pid)
             while not over.is_set():
-                if self._saw_death(rank, pid, start, over):
-                    on_death(rank, pid)
+                if self._saw_death(rank, pid, start, over, living):
+                    if not (living and over.wait(self._neighbours_first_s)):
+                        on_death(rank, pid)
                     return
                 over.wait(self._look_s)
         except Exception as problem:
             logger.debug("rank %d has no sentinel to watch, its end is seen by other means: %s", rank, problem)
 
-    def _saw_death(self, rank: int, pid: int, start: int, over: threading.Event) -> bool:
+    def _saw_death(self, rank: int, pid: int, start: int, over: threading.Event, living: set[int]) -> bool:
         """Look for the worker's sentinel; if it is there, watch it to its end, good or bad."""
         for directory in page_directories(self._run_dir, self._shared_memory):
             seen = look(directory, rank, Seat.LAUNCHER)
@@ -68,8 +86,10 @@ class SentinelWatch:
                 continue
             try:
                 if (seen.owner.pid, seen.owner.start) == (pid, start):
+                    living.add(rank)
                     return self._died(seen, over)
             finally:
+                living.discard(rank)
                 seen.close()
         return False
 
