@@ -6,9 +6,10 @@ import contextlib
 import functools
 import logging
 import sys
+import traceback
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, overload
+from typing import Any, NoReturn, TypeVar, overload
 
 from ttp import session
 from ttp.config import RankEnv
@@ -34,14 +35,16 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
     """Decorate ``train()``: what it raises is reported, the rescue is waited for, the exit code says what happened.
 
     Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the
-    configuration is wrong. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
+    configuration is wrong, or the program calls ttp in a wrong way: what the job had finished is saved by then, but a
+    restart would not help. Without ``TTP_PORT`` in the environment the function runs as if it were not decorated.
 
     ``KeyboardInterrupt`` and ``sys.exit(0)`` stay the user's. When ``train()`` returns, the decorator waits until it
     has returned on every rank, so that a rank which dies in its last step can still be saved from the others.
 
     Args:
         func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
-        exit_on_bad_config: leave with code 64 on a ``ConfigError`` or ``RefusedError`` instead of raising it.
+        exit_on_bad_config: leave with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
+            raising it; a ``UsageError`` after the job has formed ends the process with 64 in any case.
     """
 
     def decorate(train: F) -> F:
@@ -62,15 +65,24 @@ def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
         current.in_train = True
         try:
             return _protected(current, train, args, kwargs)
+        except UsageError as problem:
+            if not exit_on_bad_config:
+                raise
+            traceback.print_exc()  # where the program calls us is what has to be changed
+            _leave_misconfigured(problem)
         finally:
             current.in_train = False
             session.reset()
     except (ConfigError, RefusedError) as problem:
         if not exit_on_bad_config:
             raise
-        log.error("%s", problem)
-        print(f"ttp: {problem}", file=sys.stderr)
-        sys.exit(EXIT_BAD_CONFIG)
+        _leave_misconfigured(problem)
+
+
+def _leave_misconfigured(problem: Exception) -> NoReturn:
+    log.error("%s", problem)
+    print(f"ttp: {problem}", file=sys.stderr)
+    sys.exit(EXIT_BAD_CONFIG)
 
 
 def _protected(
@@ -133,7 +145,7 @@ def wrap_optimizer(
 
     current = session.current()
     directory = current.config.save_dir or str(save_dir)
-    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo)
+    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout)
     path = Path(directory)
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
@@ -143,7 +155,7 @@ def wrap_optimizer(
 
 
 def _adapter_for(
-    optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any, undo: str | None
+    optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any, undo: str | None, layout: Layout | None
 ) -> session.Adapter:
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
@@ -154,7 +166,15 @@ def _adapter_for(
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         extra: Mapping[str, Any] | Any = extra_state
-        return TorchAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra, scaler=scaler, undo=undo)
+        return TorchAdapter(
+            optimizer,
+            model=model,
+            scheduler=scheduler,
+            extra_state=extra,
+            scaler=scaler,
+            undo=undo,
+            layout=layout,
+        )
     raise UsageError(
         f"wrap_optimizer() knows torch.optim.Optimizer; {type(optimizer).__module__}.{type(optimizer).__qualname__} is "
         "none of its kind"

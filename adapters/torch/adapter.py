@@ -23,6 +23,7 @@ from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import read_values
 from ttp.adapters.torch.restore import Restored, restore_into
+from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource, runtime_of
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail
@@ -48,6 +49,7 @@ class TorchAdapter:
         extra_state: see ``ttp.wrap_optimizer``.
         scaler: a GradScaler, or None.
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
+        layout: the replica groups, where the user says them.
 
     Raises:
         ConfigError: the optimizer holds parameters that the model does not name.
@@ -63,15 +65,17 @@ class TorchAdapter:
         extra_state: Any,
         scaler: Any,
         undo: str | None = None,
+        layout: Layout | None = None,
     ) -> None:
         self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
-        self._undo = undo
+        self._undo, self._layout = undo, layout
+        self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        names = ModelNames(model, optimizer)
+        self._names = ModelNames(model, optimizer)
         self._device = device
-        self._source = TorchSource(model, names, optimizer, self._capture, self._extra, device)
+        self._source = TorchSource(model, self._names, optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._tail: Tail | None = None
@@ -82,12 +86,25 @@ class TorchAdapter:
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """Plain data parallelism: every rank holds everything."""
-        return Layout.data_parallel(world_size)
+        """The replica groups, as the objects show them. All ranks ask at the same point of their programs."""
+        return self.sharding(world_size).layout
+
+    def sharding(self, world_size: int) -> Sharding:
+        """How the state is spread over the ranks; found out once. All ranks ask at the same point of their programs.
+
+        Raises:
+            ConfigError: it cannot be told, or cannot be saved; the text says what to do.
+        """
+        if self._sharding is None:
+            modules = self._extra.modules
+            parts = Parts(self._model, self._optimizer, self._names, world_size, modules, self._layout)
+            self._sharding = sharding_of(parts)
+        return self._sharding
 
     def attach(self, processor: Processor) -> None:
         """Hook into optimizer and model; report to ``processor``."""
         self._processor = processor
+        sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
         self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
         ddp = find_ddp(self._model)
@@ -101,7 +118,7 @@ class TorchAdapter:
             barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
         reporter = _DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
-            self._optimizer,
+            sharding.stepping,
             self._model,
             reporter,
             self._capture,
@@ -112,7 +129,7 @@ class TorchAdapter:
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
             after_update=buckets.update_finished if buckets is not None else lambda: None,
         )
-        self._source.connect(processor, self._attachment)
+        self._source.connect(processor, self._attachment, sharding)
         self._capture.capture(processor.gate.version, final=True)
 
     def _gradient_final(self) -> None:

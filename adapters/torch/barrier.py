@@ -45,8 +45,11 @@ class Frozen(Protocol):
 
 
 def needs_barrier(layout: Layout, undo: str | None) -> bool:
-    """Whether an update of this layout has to wait until all ranks can make it."""
-    return len(layout.groups) > 1 and undo is None
+    """Whether an update of this layout has to wait until all ranks can make it.
+
+    Shards that the same ranks hold are never at different versions: only distinct replica groups need to agree.
+    """
+    return len(set(layout.groups.values())) > 1 and undo is None
 
 
 class UpdateBarrier:

@@ -11,9 +11,10 @@ Memory: the state is streamed. Beside it there is one copy of the largest tensor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,10 @@ class Chunk:
     offsets: tuple[int, ...]
 
 
+Stored = Tensor | Chunk | tuple[Chunk, ...]
+"""One tensor of the state: all of it, or the parts that are here. Parts without elements are not written."""
+
+
 def write_shard(
     draft: Path,
     file: str,
@@ -66,7 +71,8 @@ def write_shard(
     Args:
         draft: the draft directory; it exists.
         file: name of the new file inside of it.
-        state: nested mappings and lists of tensors, ``Chunk``s and plain values. Nobody changes it meanwhile.
+        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. Nobody changes
+            it meanwhile.
         shard: what the piece belongs to.
         writer: this rank.
         to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end. Its
@@ -116,10 +122,8 @@ class _ShardWriter:
         for path, int_keys, value in leaves(state):
             self._stream.check()
             name = Item(path, self._file, self._stream.position, 0, int_keys=int_keys)
-            if isinstance(value, Chunk):
-                self.items.append(self._write_tensor(name, value))
-            elif isinstance(value, Tensor):
-                self.items.append(self._write_tensor(name, Chunk(value, tuple(value.shape), (0,) * value.dim())))
+            if (chunks := _chunks(value)) is not None:
+                self.items += [self._write_tensor(name, chunk) for chunk in chunks]
             elif (blob := self._dump(value)) is not None:
                 self._stream.write(memoryview(blob))
                 self.items.append(replace(name, length=len(blob)))
@@ -135,10 +139,12 @@ class _ShardWriter:
         first = self._tensors.get(same) if tensor.numel() else None
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
+        at = self._stream.position
         self._blobs.write(whole(tensor if tensor.device.type == "cpu" else self._to_host(tensor)))
         item = replace(
             name,
-            length=self._stream.position - name.offset,
+            offset=at,
+            length=self._stream.position - at,
             dtype=str(tensor.dtype).removeprefix("torch."),
             shape=tuple(chunk.shape),
             offsets=tuple(chunk.offsets),
@@ -155,6 +161,19 @@ class _ShardWriter:
         if number not in self._numbers:
             self._numbers[number] = dump(value, self._to_host)
         return self._numbers[number]
+
+
+def _chunks(value: Any) -> Sequence[Chunk] | None:
+    """The parts of a tensor that are to be written; None: it is none."""
+    if isinstance(value, Tensor):
+        return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
+    if isinstance(value, tuple):
+        of_tensor = bool(value) and all(isinstance(part, Chunk) for part in value)
+    else:
+        of_tensor, value = isinstance(value, Chunk), (value,)
+    if not of_tensor:
+        return None
+    return [chunk for chunk in value if chunk.tensor.numel() or not prod(chunk.shape)]
 
 
 def _check_storable(key: str, tensor: Tensor) -> None:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,9 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device import Runtime, poll
 from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.sharding import Sharding, local_tensors
 from ttp.adapters.torch.state import optimizer_state
+from ttp.core.layout import Shard
 
 WHOLE_BYTES = 64 << 20
 """A state up to this size is looked at whole: about 10 ms of one core."""
@@ -54,11 +56,13 @@ class Leaf:
         name: as in the checkpoint.
         tensor: the live one.
         trained: NaN and Inf in it are bad; a frozen mask may hold them on purpose.
+        owner: the parameter that it is, or belongs to.
     """
 
     name: str
     tensor: Tensor
     trained: bool
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +87,22 @@ def replicated(names: ModelNames, optimizer: Optimizer, model: nn.Module) -> lis
     found: dict[int, Leaf] = {}
     for name, parameter in sorted(names.parameters.items()):
         if id(parameter) not in ignored:
-            found.setdefault(id(parameter), Leaf(f"model.{name}", parameter, id(parameter) in trained))
+            found.setdefault(id(parameter), Leaf(f"model.{name}", parameter, id(parameter) in trained, name))
     for path, _, value in leaves({"optim": {"state": state}}):
         if isinstance(value, Tensor):
-            found.setdefault(id(value), Leaf(".".join(map(str, path)), value, True))
+            found.setdefault(id(value), Leaf(".".join(map(str, path)), value, True, str(path[2])))
     return list(found.values())
+
+
+def leaves_of(sharding: Sharding, shard: Shard, everything: Iterable[Leaf], names: ModelNames) -> list[Leaf]:
+    """Those that this rank holds for ``shard``, as plain memory."""
+    wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
+    return [
+        replace(leaf, tensor=tensor)
+        for leaf in everything
+        if leaf.owner in wanted or leaf.owner not in parameters
+        for tensor in local_tensors(sharding.stored(leaf.owner, leaf.tensor))
+    ]
 
 
 def _ignored(model: nn.Module) -> Iterator[int]:

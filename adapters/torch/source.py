@@ -19,12 +19,13 @@ from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
-from ttp.adapters.torch.inspection import Inspector, replicated
+from ttp.adapters.torch.inspection import Inspector, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.local_piece import Pages, collect, not_kept, write_local_piece
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image, PreImage
+from ttp.adapters.torch.sharding import Sharding, state_of
 from ttp.adapters.torch.state import checkpoint_state, counted_back
 from ttp.adapters.torch.tail import Tail
 from ttp.core.decide import How
@@ -80,6 +81,7 @@ class TorchSource:
         self._device = device
         self._copier: HostCopier | None = None
         self._inspector: Inspector | None = None
+        self.sharding: Sharding | None = None
         self.preimage: PreImage | None = None
         self.tail: Tail | None = None
         self.buckets: BucketWatch | None = None
@@ -88,9 +90,9 @@ class TorchSource:
         self._incarnation = 0
         self._attachment: Attachment | None = None
 
-    def connect(self, processor: Processor, attachment: Attachment) -> None:
+    def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """The hooks are attached. Memory is set aside now: at the failure it would be too late."""
-        self._processor, self._attachment = processor, attachment
+        self._processor, self._attachment, self.sharding = processor, attachment, sharding
         self._copier = HostCopier(runtime_of(self._device))
         if processor.config.digest != "off":
             self._inspector = Inspector(processor.config.digest, runtime_of(self._device))
@@ -144,16 +146,19 @@ class TorchSource:
         return whole and self.preimage.version == finished - 1
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
-        """See ``StateSource``. A rank of several shards cannot tell which tensor belongs to which: no digest then."""
-        if self._processor is None or self._inspector is None:
+        """See ``StateSource``."""
+        if self._processor is None or self._inspector is None or self.sharding is None:
             return (), ()
         shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
         try:
-            found = self._inspector.look(replicated(self._names, self._optimizer, self._model), version)
+            everything = replicated(self._names, self._optimizer, self._model)
+            look = self._inspector.look
+            found = [look(leaves_of(self.sharding, s, everything, self._names), version) for s in shards]
         except Exception as problem:
             log.warning("version %s was not compared with other replicas: %s", version, problem)
             return tuple(ShardDigest(shard, "") for shard in shards), ()
-        return tuple(ShardDigest(shard, found.digest if len(shards) == 1 else "") for shard in shards), found.bad
+        bad = dict.fromkeys(name for seen in found for name in seen.bad)
+        return tuple(ShardDigest(s, seen.digest) for s, seen in zip(shards, found, strict=True)), tuple(bad)
 
     def write_pieces(
         self,
@@ -263,12 +268,12 @@ class TorchSource:
         generation: int,
         cancelled: Callable[[], bool],
     ) -> Piece:
-        assert self._processor is not None
+        assert self._processor is not None and self.sharding is not None
         index = list(self._processor.layout.groups).index(shard)
         return write_shard(
             draft,
             f"__{index}_{generation}.distcp",
-            state,
+            state_of(self.sharding, shard, state, self._names),
             shard=shard,
             writer=order.rank,
             to_host=self._to_host,

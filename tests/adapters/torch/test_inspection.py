@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from torch import nn  # noqa: E402
 
 from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
 from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import StubProcessor, two_shards  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
 from ttp.adapters.torch import inspection  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.inspection import Inspector, Leaf, replicated  # noqa: E402
 from ttp.adapters.torch.names import ModelNames  # noqa: E402
+from ttp.adapters.torch.sharding import Parts, PlainSharding  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard, Version  # noqa: E402
 
 
@@ -204,12 +206,26 @@ class TestDevice:
             Inspector("sample", device).look([Leaf("x", torch.ones(3), True)], 3)
 
 
+class Halves(PlainSharding):
+    """The first parameter belongs to the first shard, the others to the last."""
+
+    def __init__(self, adapter: TorchAdapter, layout: Layout) -> None:
+        super().__init__(Parts(adapter._model, adapter._optimizer, adapter._names, layout.world_size))
+        self.layout = layout
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        first, *others = self._names.parameters
+        shards = list(self.layout.groups)
+        return [*([first] if shard == shards[0] else []), *(others if shard == shards[-1] else [])]
+
+
 class TestSource:
     @staticmethod
     def adapter(tmp_path: Path, layout: Layout | None = None, **settings: Any) -> Any:
         replica = Replica(1)
         adapter = TorchAdapter(replica.optimizer, model=replica.model, scheduler=None, extra_state=None, scaler=None)
-        adapter._source.connect(StubProcessor(tmp_path, layout=layout, **settings), None)  # type: ignore[arg-type]
+        processor: Any = StubProcessor(tmp_path, layout=layout, **settings)
+        adapter._source.connect(processor, None, Halves(adapter, processor.layout))
         return adapter
 
     def test_one_digest_for_the_shard(self, tmp_path: Path) -> None:
@@ -219,13 +235,19 @@ class TestSource:
     def test_off(self, tmp_path: Path) -> None:
         assert self.adapter(tmp_path, digest="off").source.inspect(Version(1)) == ((), ())
 
-    def test_a_rank_of_several_shards_cannot_tell_them_apart(self, tmp_path: Path) -> None:
+    def test_a_digest_for_each_of_several_shards(self, tmp_path: Path) -> None:
         ranks = (Rank(0),)
         both = Layout(1, {Shard("a"): ranks, Shard("b"): ranks})
-        digests, _ = self.adapter(tmp_path, both).source.inspect(Version(1))
-        assert [(d.shard, d.digest) for d in digests] == [("a", ""), ("b", "")]
-        (alone,), _ = self.adapter(tmp_path, two_shards()).source.inspect(Version(1))
-        assert alone.shard == "s0" and alone.digest
+        adapter = self.adapter(tmp_path, both)
+        before = {d.shard: d.digest for d in adapter.source.inspect(Version(1))[0]}
+        assert len(set(before.values())) == 2
+        name, parameter = next(iter(adapter._names.parameters.items()))
+        assert name in Halves(adapter, both).parameters_of(Shard("a"))
+        with torch.no_grad():
+            parameter.view(-1)[0] = float("inf")
+        digests, bad = adapter.source.inspect(Version(1))
+        assert [d.shard for d in digests if d.digest != before[d.shard]] == ["a"]
+        assert bad == (f"model.{name}",)
 
     def test_it_never_raises(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -86,10 +86,11 @@ def test_a_death_at_the_barrier_leaves_the_survivor_at_the_gate_with_its_gradien
 
 def test_where_a_barrier_is_needed() -> None:
     ranks = (Rank(0), Rank(1))
-    several = Layout(2, {Shard("a"): ranks, Shard("b"): ranks})
+    several = Layout(2, {Shard("a"): ranks, Shard("b"): ranks[:1]})
     assert needs_barrier(several, None)
     assert not needs_barrier(several, "preimage")
     assert not needs_barrier(Layout.data_parallel(2), None)
+    assert not needs_barrier(Layout(2, {Shard("a"): ranks, Shard("b"): ranks}), None), "they are always together"
 
 
 @pytest.mark.parametrize(("ranks", "found"), [(0, "is not initialised"), (3, "has 3 ranks")])

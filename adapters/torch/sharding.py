@@ -1,0 +1,170 @@
+"""What a rank holds of the training state: the seam between ways of sharding and everything else.
+
+The rest of the adapter knows shards, names and tensors. How a library cuts tensors, and which ranks hold the same
+pieces, is behind ``Sharding``. An entry is a parameter and all that the optimizer keeps for it; it belongs to exactly
+one shard of each rank that holds it, and that shard's writer writes it.
+
+What is no parameter: other tensors (buffers, averages of the weights) go with the shards for which ``carries`` says so;
+plain values (param groups, schedules) are small and are written with every shard. Of what several shards wrote under
+one name the checkpoint's index lists one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.names import ModelNames
+from ttp.core.layout import Layout, Shard
+
+
+class Sharding(Protocol):
+    """How the state of a job is spread over its ranks, as one rank sees it. Constant once made; for any thread."""
+
+    @property
+    def layout(self) -> Layout:
+        """The replica groups of the job."""
+
+    @property
+    def stepping(self) -> Sequence[Optimizer]:
+        """The optimizers whose ``step()`` is the update."""
+
+    @property
+    def flat_groups(self) -> bool:
+        """Whether param groups differ between ranks (pipeline stages), so that they are stored per parameter."""
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """Canonical names whose weight and optimizer state this rank writes for ``shard``; tied ones under each."""
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which belongs to no parameter (a buffer, an average), is written with ``shard``.
+
+        At least one shard of each rank that holds such a tensor carries it.
+        """
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """What to write for a live tensor, without copying and without communication.
+
+        Args:
+            owner: canonical name of the parameter that it is, or that the optimizer keeps it for; empty: of none.
+            tensor: the live one, or a copy of it of the same kind.
+
+        Returns:
+            the tensor itself, where the whole of it is here; else the chunks of the whole that are here.
+        """
+
+    def elsewhere(self) -> Collection[str]:
+        """Names of parameters and buffers that only other ranks have: other stages of a pipeline."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a sharding is found from.
+
+    Args:
+        model: the registered module, wrapped or not.
+        optimizer: the registered one.
+        names: of both.
+        modules: averages of the weights and the like, by name.
+        world_size: ranks of the job.
+        layout: given by the user; None: to be found.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    names: ModelNames
+    world_size: int
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    layout: Layout | None = None
+
+
+class PlainSharding:
+    """Every rank holds everything: plain data parallelism.
+
+    Args:
+        parts: of the job.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.layout = Layout.data_parallel(parts.world_size)
+        self.stepping: Sequence[Optimizer] = (parts.optimizer,)
+        self.flat_groups = False
+        self._names = parts.names
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """See ``Sharding``."""
+        return self._names.parameters.keys()
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """See ``Sharding``."""
+        return True
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """See ``Sharding``."""
+        return tensor
+
+    def elsewhere(self) -> Collection[str]:
+        """See ``Sharding``."""
+        return ()
+
+
+def sharding_of(parts: Parts) -> Sharding:
+    """How the state of this job is sharded. Called by all ranks at the same point: they may have to ask each other.
+
+    Raises:
+        ConfigError: it cannot be told, or cannot be saved; the text says what to do.
+    """
+    return PlainSharding(parts)
+
+
+# ---------------------------------------------------------------------------------------------------------- one shard
+
+
+def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
+    """What of ``state`` (see ``checkpoint_state``) this rank writes for ``shard``, ready for ``write_shard``."""
+    wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
+    part = dict(state)
+    part["model"] = {
+        name: sharding.stored(name, value) if name in parameters else value
+        for name, value in state["model"].items()
+        if (name in wanted if name in parameters else _goes_with(sharding, shard, value))
+    }
+    part["optim"] = dict(state["optim"])
+    part["optim"]["state"] = {
+        name: _converted(sharding, name, values)
+        for name, values in state["optim"]["state"].items()
+        if name in wanted or name not in parameters
+    }
+    if "extra" in state:
+        part["extra"] = {name: _carried(sharding, shard, values) for name, values in state["extra"].items()}
+    return part
+
+
+def local_tensors(stored: Stored) -> tuple[Tensor, ...]:
+    """The memory behind it."""
+    chunks = stored if isinstance(stored, tuple) else (stored,)
+    return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
+
+
+def _goes_with(sharding: Sharding, shard: Shard, value: Any) -> bool:
+    return not isinstance(value, Tensor) or sharding.carries(shard, value)
+
+
+def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _converted(sharding, "", v) for key, v in values.items() if _goes_with(sharding, shard, v)}
+
+
+def _converted(sharding: Sharding, owner: str, value: Any) -> Any:
+    """``value`` with the tensors in its mappings and lists as they are stored."""
+    if isinstance(value, Tensor):
+        return sharding.stored(owner, value)
+    if isinstance(value, Mapping):
+        return {key: _converted(sharding, owner, item) for key, item in value.items()}
+    if type(value) is list:
+        return [_converted(sharding, owner, item) for item in value]
+    return value
