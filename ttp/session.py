@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
-from ttp.errors import RestoreError, UsageError
+from ttp.errors import EXIT_BAD_CONFIG, RestoreError, UsageError
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
 
@@ -146,7 +146,8 @@ class Session:
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
         write_error_file(problem)
         text = f"rank {self.processor.env.rank} raised {describe(problem)}"
-        self.processor.report(kind, text, detail[-8000:])
+        wrong = isinstance(problem, UsageError)  # a restart would not help
+        self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
         log.error("no controller came to the rescue; the error is raised as it would be without ttp")
         self.processor.close()

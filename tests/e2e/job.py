@@ -60,6 +60,8 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
+        elif action == "misuse":
+            ttp.wrap_optimizer(object())
         elif action == "flip":
             flip_a_bit()
         elif action == "stop":

@@ -2,7 +2,8 @@
 
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
 step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
-``SOLO_TELL``: prints ``trained`` after its first step.
+``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the step after which it
+calls ttp as it may not.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
             ttp.step_done()
         if step == start and os.environ.get("SOLO_TELL"):
             print("trained", flush=True)
+        if step + 1 == int(os.environ.get("SOLO_MISUSE", "-1")):
+            ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir)
         if step + 1 == int(os.environ.get("SOLO_SAVE", "-1")):
             limit = int(os.environ.get("SOLO_FSIZE", "0"))
             if limit:

@@ -68,6 +68,18 @@ def test_a_save_dir_that_cannot_be_written_is_said_at_the_start(solo: Run, tmp_p
     assert str(tmp_path / "file" / "ck") in done.stderr and "start" not in done.stdout
 
 
+def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_its_steps_saved(solo: Run, tmp_path: Path) -> None:
+    done = solo(tmp_path / "ck", 9, SOLO_MISUSE="3")
+    assert done.returncode == 64, done.stderr
+    assert "wrap_optimizer() was called twice" in done.stderr and 'solo.py", line' in done.stderr
+    assert "start 3" in solo(tmp_path / "ck", 3, on=False).stdout
+
+
+def test_a_wrong_call_without_ttp_is_an_error_like_any_other(solo: Run, tmp_path: Path) -> None:
+    done = solo(tmp_path / "ck", 9, on=False, SOLO_MISUSE="1")
+    assert done.returncode == 1 and "UsageError: wrap_optimizer() was called twice" in done.stderr
+
+
 def test_a_save_dir_that_is_a_url(solo: Run) -> None:
     done = solo("s3://bucket/ck", 1)
     assert done.returncode == 64 and "s3://bucket/ck" in done.stderr

@@ -91,6 +91,18 @@ def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launche
     assert all(3 not in e["savers"].values() for e in torn if e["kind"] == "plan")
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
+def test_a_program_that_is_wrong_is_saved_and_not_restarted(make_job: MakeJob, launcher: str) -> None:
+    """One rank calls ttp as it may not; the other has done nothing wrong and leaves too."""
+    fault = {"id": "wrong", "rank": 1, "step": 5, "phase": "forward", "action": "misuse"}
+    job = make_job(ranks=2, steps=9, launcher=launcher, max_restarts=3, faults=[fault])
+    assert job.run() == (64 if launcher == "ttp" else 1), job.story()
+    assert job.starts() == [0] and job.committed() == [newest_of_survivors(job, 0, set())], job.story()
+    assert "rank 1 exited with 64" in job.story()
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_three_of_four_ranks_at_once(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:

@@ -118,10 +118,13 @@ def test_restart_after_a_rescue(launcher: str, start: Start, controller: Control
 def test_exit_code_tells_what_happened(
     code: int, expected: int, launcher: str, start: Start, controller: Controller
 ) -> None:
-    job = start(launcher, THREE, "fake_worker.py", plan(save_s=0, exit=code))
+    """What a restart cannot mend is not restarted."""
+    restarts = ["--max-restarts", "2"] if code == 64 else []
+    job = start(launcher, [*THREE, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
     job.pids(3)
     job.rescue()
     assert job.finish() == exit_code(launcher, expected)
+    assert not job.has("pid-0-1")
 
 
 def test_without_port_torchrun_is_stock(start: Start, environ: dict[str, str]) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
+from ttp.errors import EXIT_BAD_CONFIG
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
@@ -65,8 +66,21 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._host.hold(workers))
             self._fail_open(lambda: self._host.expect_stop(workers))
         result = super()._monitor_workers(worker_group)
+        if result.is_failed():
+            self._forgo_restarts(workers)
         result.failures = _root_causes_first(result.failures)
         return result
+
+    def _forgo_restarts(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """A program or settings that are wrong are so the next time too. Torch does the same for a stuck worker."""
+        wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
+        if wrong and self._remaining_restarts:
+            logger.error(
+                "rank %d exited with %d and its message says what to change: the job is not restarted",
+                wrong[0],
+                EXIT_BAD_CONFIG,
+            )
+            self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:
         """Stop what runs: by an operator's signal, a change of members (no signal given), or an error of the agent."""

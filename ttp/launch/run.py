@@ -25,8 +25,9 @@ EPILOG = """
 ttp run takes every flag of torchrun and launches in the same way. In addition: it starts the job's controller on the
 first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy ones get up to TTP_OT seconds
 (default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
-with any rendezvous. Exit code: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, 64 bad
-configuration, 1 anything else.
+with any rendezvous. A rank that exits with 64 is not restarted: its message says what to change. Exit code: 0 trained
+to the end, 75 saved and wants to be started again, 70 could not save, 64 bad configuration or a call of ttp that is
+wrong, 1 anything else.
 """
 
 
@@ -140,9 +141,9 @@ class _Launch:
         return self._verdict()
 
     def _verdict(self) -> int:
-        """From how the workers of the last attempt ended."""
+        """From how the workers of the last attempt ended; what a restart cannot mend comes first."""
         codes = [] if self._agent is None else self._agent.exit_codes()
-        return next((code for code in (EXIT_NOT_SAVED, EXIT_SAVED, EXIT_BAD_CONFIG) if code in codes), EXIT_FAILED)
+        return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
 
     def _our_agent(self) -> AbstractContextManager[None]:
         from ttp.launch.install import agent_maker, installed

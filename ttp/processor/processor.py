@@ -131,6 +131,7 @@ class Processor:
         self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
         self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._closed = False
+        self._exit_code: int | None = None
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
 
     # --------------------------------------------------------------------------------------------- for the main thread
@@ -192,8 +193,16 @@ class Processor:
             raise RestoreError(decision.error)
         return decision
 
-    def report(self, kind: m.FaultKind, text: str, detail: str = "") -> None:
-        """This rank cannot train on. May be called from any thread."""
+    def report(self, kind: m.FaultKind, text: str, detail: str = "", then: int | None = None) -> None:
+        """This rank cannot train on. May be called from any thread.
+
+        Args:
+            kind: of fault.
+            text: what happened.
+            detail: more of it.
+            then: exit code of this process after the rescue, whatever came of it; None: as the controller says.
+        """
+        self._exit_code = then
         self.gate.mark_torn()
         self._inbox.put(pm.Raised(kind, text, detail))
 
@@ -556,6 +565,7 @@ class Processor:
 
     def _exit(self, code: int, text: str) -> None:
         """End the process from this thread: the main thread may hang in a collective for half an hour."""
+        code = code if self._exit_code is None else self._exit_code
         last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
         last_resort.daemon = True
         last_resort.start()
