@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.exchange import gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
 from ttp.adapters.torch.local_piece import read_local_state, why_lost
@@ -116,7 +117,7 @@ class TorchAdapter:
         barrier = None
         if needs_barrier(processor.layout, self._undo):
             barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
-        reporter = _DeviceReporter(processor, self._source) if self._source.on_device else processor
+        reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             sharding.stepping,
             self._model,
@@ -210,18 +211,18 @@ class TorchAdapter:
     ) -> list[str]:
         """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
         constant = restored.job.extra.get("constant", {})
-        same_world = world_size == manifest.world_size
+        same_world = self._same_places(manifest, world_size)
         local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
         if local is None:
-            _reseed(restored.version, rank)
+            reseed(restored.version, rank)
             notes = self._extra.restore(constant)
-            why = why_lost(manifest.pieces, rank) if same_world else "this job has another world size"
+            why = why_lost(manifest.pieces, rank) if same_world else "this job is another world"
             return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
         if same_world:
             return self._capture.restore(
                 type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
             )
-        _reseed(restored.version, rank)
+        reseed(restored.version, rank)
         notes = self._extra.restore({**constant, **local.extra})
         return [
             *notes,
@@ -229,8 +230,12 @@ class TorchAdapter:
             "streams are derived from each rank's seed",
         ]
 
+    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
+        """Whether a rank of this job is the rank of that number in the job that saved."""
+        return world_size == manifest.world_size
 
-class _DeviceReporter:
+
+class DeviceReporter:
     """Marks on the device where a gradient is reduced and where an update begins, to tell what has happened there."""
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
@@ -265,7 +270,7 @@ class _DeviceReporter:
         self._processor.end_update()
 
 
-def _reseed(version: int, rank: int) -> None:
+def reseed(version: int, rank: int) -> None:
     """New random streams that depend on the job's seed, the version and the rank, and on nothing else."""
     seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
     torch.manual_seed(seed)
@@ -276,22 +281,13 @@ def _reseed(version: int, rank: int) -> None:
 
 
 def _gather_views(mine: RestoreView) -> list[RestoreView]:
-    """Every rank's view, through two all-gathers of plain bytes (no pickle)."""
-    backend_device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    """Every rank's view."""
     data = encode(
         {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
     )
-    size = torch.tensor([len(data)], device=backend_device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, size)
-    longest = max(int(s) for s in sizes)
-    padded = torch.zeros(longest, dtype=torch.uint8, device=backend_device)
-    padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(backend_device)
-    everyone = [torch.zeros_like(padded) for _ in sizes]
-    dist.all_gather(everyone, padded)
     views = []
-    for rank, (blob, length) in enumerate(zip(everyone, sizes, strict=True)):
-        seen = decode(blob[: int(length)].cpu().numpy().tobytes())
+    for rank, blob in enumerate(gather_bytes(data)):
+        seen = decode(blob)
         candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
         views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
     return views

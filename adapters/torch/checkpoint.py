@@ -44,11 +44,13 @@ class Chunk:
         tensor: the part that this rank holds.
         shape: of the whole tensor.
         offsets: where the part begins in the whole, one number per dimension.
+        dtype: what it is written as, when that is not the tensor's own: weights are made from their fp32 copy.
     """
 
     tensor: Tensor
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
+    dtype: torch.dtype | None = None
 
 
 Stored = Tensor | Chunk | tuple[Chunk, ...]
@@ -134,18 +136,19 @@ class _ShardWriter:
     def _write_tensor(self, name: Item, chunk: Chunk) -> Item:
         tensor = chunk.tensor.detach()
         _check_storable(name.key, tensor)
-        layout = (tensor.dtype, tensor.shape, tensor.stride())
+        dtype = chunk.dtype or tensor.dtype
+        layout = (dtype, tensor.shape, tensor.stride())
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
         first = self._tensors.get(same) if tensor.numel() else None
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        self._blobs.write(whole(tensor if tensor.device.type == "cpu" else self._to_host(tensor)))
+        self._blobs.write(whole((tensor if tensor.device.type == "cpu" else self._to_host(tensor)).to(dtype)))
         item = replace(
             name,
             offset=at,
             length=self._stream.position - at,
-            dtype=str(tensor.dtype).removeprefix("torch."),
+            dtype=str(dtype).removeprefix("torch."),
             shape=tuple(chunk.shape),
             offsets=tuple(chunk.offsets),
             sizes=tuple(tensor.shape),

@@ -60,6 +60,7 @@ def attach(
     tail: Tail,
     fence: Fence,
     version: Callable[[], int],
+    chain: bool = False,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
     after_update: Callable[[], None] = lambda: None,
@@ -74,6 +75,7 @@ def attach(
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
+        chain: several optimizers are stepped one after the other, each of them once, and make one version together.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
         after_update: called on the training thread after each update; may not block.
@@ -85,7 +87,8 @@ def attach(
     attachment = Attachment(
         reporter,
         capture,
-        by_hand=len(many) > 1,
+        by_hand=len(many) > 1 and not chain,
+        last=many[-1] if chain else None,
         tail=tail,
         fence=fence,
         version=version,
@@ -110,6 +113,7 @@ class Attachment:
         capture: Capture,
         *,
         by_hand: bool,
+        last: Optimizer | None,
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
@@ -128,6 +132,7 @@ class Attachment:
         self._depth = 0
         self._begun = False
         self._by_hand = by_hand  # the user says when a step is done
+        self._last = last  # whose step is the last one of an update; None: there is one only
         self._task = -1
         self._mark = 0
         self._evaluating = False
@@ -203,9 +208,9 @@ class Attachment:
         self._begun = True
         self._before_update(self._version())
 
-    def _after_step(self, _optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and not self._by_hand:
+        if self._depth == 0 and not self._by_hand and self._last in (None, optimizer):
             self._end()
 
     def _end(self) -> None:

@@ -97,15 +97,23 @@ def read_values(path: Path, items: Sequence[Item]) -> dict[str, Any]:
     """
     root: dict[str, Any] = {}
     for item in items:
-        try:
-            with open_plain(path / item.file) as file:
-                size = os.fstat(file.fileno()).st_size
-                if item.offset + item.length > size:
-                    raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
-                file.seek(item.offset)
-                blob = file.read(item.length)
-            value = torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
-        except Exception as problem:
-            raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
-        put(root, item.path, value, item.int_keys)
+        put(root, item.path, read_value(path, item), item.int_keys)
     return root
+
+
+def read_value(path: Path, item: Item) -> Any:
+    """One item, whole, on the CPU.
+
+    Raises:
+        CheckpointError: its file cannot be read, or is not what the table says.
+    """
+    try:
+        with open_plain(path / item.file) as file:
+            size = os.fstat(file.fileno()).st_size
+            if item.offset + item.length > size:
+                raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
+            file.seek(item.offset)
+            blob = file.read(item.length)
+        return torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+    except Exception as problem:
+        raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem

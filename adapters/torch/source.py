@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,7 @@ from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
-from ttp.adapters.torch.inspection import Inspector, leaves_of, replicated
+from ttp.adapters.torch.inspection import Inspector, Leaf, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.local_piece import Pages, collect, not_kept, write_local_piece
 from ttp.adapters.torch.metadata import finalise
@@ -151,9 +151,7 @@ class TorchSource:
             return (), ()
         shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
         try:
-            everything = replicated(self._names, self._optimizer, self._model)
-            look = self._inspector.look
-            found = [look(leaves_of(self.sharding, s, everything, self._names), version) for s in shards]
+            found = [self._inspector.look(leaves, version) for leaves in self._leaves(shards)]
         except Exception as problem:
             log.warning("version %s was not compared with other replicas: %s", version, problem)
             return tuple(ShardDigest(shard, "") for shard in shards), ()
@@ -197,7 +195,7 @@ class TorchSource:
             world_size=processor.env.world_size,
             groups=processor.layout.groups,
             framework=self.framework,
-            finalise=lambda draft: finalise(draft, order.pieces, writer=order.rank),
+            finalise=lambda draft: self._finalise(draft, order),
             disk=Disk(self._wrote),
         )
         return str(path), size
@@ -273,13 +271,28 @@ class TorchSource:
         return write_shard(
             draft,
             f"__{index}_{generation}.distcp",
-            state_of(self.sharding, shard, state, self._names),
+            self._state_of(shard, state),
             shard=shard,
             writer=order.rank,
             to_host=self._to_host,
             cancelled=cancelled,
             progress=self._wrote,
         )
+
+    def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
+        """What of ``state`` belongs to ``shard``."""
+        assert self.sharding is not None
+        return state_of(self.sharding, shard, state, self._names)
+
+    def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
+        """What replicas of each of these shards have to have in common."""
+        assert self.sharding is not None
+        everything = replicated(self._names, self._optimizer, self._model)
+        return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
+
+    def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
+        """Add what readers other than ttp need."""
+        return finalise(draft, order.pieces, writer=order.rank)
 
     def _wrote(self, count: int) -> None:
         """The storage goes on: it may be slow, but it does not hang."""

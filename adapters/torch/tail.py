@@ -111,6 +111,7 @@ class Tail:
     def restored(self, version: int) -> None:
         """The objects hold the state of ``version``."""
         self._open, self._entered, self._stale = False, True, True
+        self._leading = False  # a step that loading made says nothing of the loop
         self._previous = self._snapshot = self._take(version, 0, 0)
 
     def forward_entered(self, training: bool) -> None:

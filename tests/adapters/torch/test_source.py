@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter, _DeviceReporter  # noqa: E402
+from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device import DeviceFence  # noqa: E402
 from ttp.adapters.torch.preimage import PreImage  # noqa: E402
 from ttp.adapters.torch.reader import read_values  # noqa: E402
@@ -93,7 +93,7 @@ class TestGradient:
         job = make()
         device: Any = FakeRuntime()
         job.source.on_device, job.source.reduced = True, DeviceFence(device)
-        job.adapter._attachment._reporter = _DeviceReporter(job.processor, job.source)  # type: ignore
+        job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)  # type: ignore
         device.moving.clear()
         job.park()
         assert not job.source.gradient_ready()
@@ -103,7 +103,7 @@ class TestGradient:
 
 def test_on_a_device_too_the_processor_is_told_where_the_step_is(make: Callable[..., Job]) -> None:
     job = make()
-    reporter = _DeviceReporter(job.processor, job.source)  # type: ignore[arg-type]
+    reporter = DeviceReporter(job.processor, job.source)  # type: ignore[arg-type]
     reporter.mark, reporter.activity = 2, "evaluation"
     assert (job.processor.mark, job.processor.activity) == (reporter.mark, reporter.activity) == (2, "evaluation")
 
