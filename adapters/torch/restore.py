@@ -80,9 +80,11 @@ def restore_into(
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
         raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
     _load_model(saved, names)
-    _load_optimizer(saved, names, optimizer)
+    if not saved.weights_only:
+        _load_optimizer(saved, names, optimizer)
     job = saved.job
-    notes = [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
+    notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
+    notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
@@ -102,6 +104,7 @@ class _Saved:
     optimizer_kind: str
     extra_states: Mapping[str, Any]
     left_out: Sequence[str]
+    weights_only: bool
 
 
 def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
@@ -121,6 +124,7 @@ def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
         optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),
+        weights_only=small.get("ttp", {}).get("weights_only") is True,  # `ttp convert` made it of a file
     )
 
 
@@ -140,7 +144,8 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> N
     if saved.job.version != version:
         raise CheckpointError(f"{saved.path} is of version {version}, but its job state of version {saved.job.version}")
     problems = model_differences(names, saved.model, saved.left_out)
-    problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
+    if not saved.weights_only:
+        problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
     if problems:
         raise CheckpointError(
             f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "

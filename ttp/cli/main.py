@@ -13,7 +13,19 @@ from typing import Any
 
 import typer
 
-from ttp.cli import chaos, incidents, inspection, listing, report_fault, save, simulate, status, verify, version
+from ttp.cli import (
+    chaos,
+    convert,
+    incidents,
+    inspection,
+    listing,
+    report_fault,
+    save,
+    simulate,
+    status,
+    verify,
+    version,
+)
 from ttp.cli.output import complain
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError, ConfigError, TtpError, UsageError
 
@@ -86,6 +98,7 @@ _register("report-fault", _RUNNING, report_fault.report_fault)
 _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
+_register("convert", _SAVED, convert.convert)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)

@@ -1,0 +1,140 @@
+"""What is converted: a nested state whose tensors are read one at a time, whatever the file it comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from ttp.adapters.torch.leaves import leaves, put, whole
+from ttp.adapters.torch.table import Path
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One whole tensor that has not been read yet.
+
+    Args:
+        dtype: element type; it is kept.
+        shape: of the whole tensor.
+        identity: equal for entries that are one tensor under several names (tied weights).
+        read: brings the whole tensor to the CPU. Nobody keeps what it returns for longer than it takes to write it.
+    """
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    identity: Hashable
+    read: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Entry:
+        """A tensor that is there already, mapped from a file or in memory."""
+        tensor = tensor.detach()
+        layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
+        identity = (tensor.data_ptr(), *layout) if tensor.numel() else object()
+        return cls(tensor.dtype, tuple(tensor.shape), identity, lambda: tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One value of the nested state.
+
+    Args:
+        path: where it sits; see ``table.Path``.
+        int_keys: positions in ``path`` whose mapping key is an ``int``.
+        value: an ``Entry``, or a plain value.
+    """
+
+    path: Path
+    int_keys: tuple[int, ...]
+    value: Any
+
+    @property
+    def key(self) -> str:
+        """The flattened name."""
+        return ".".join(map(str, self.path))
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Everything that one side of a conversion gives to the other.
+
+    ``model`` is what ``model.state_dict()`` gives, ``optim`` what ``get_optimizer_state_dict`` of torch does: state and
+    param groups, with the names of parameters. ``extra`` are the modules given to ``extra_state``.
+
+    Args:
+        source: what it is called in messages.
+        version: finished updates; None when the source does not tell.
+        leaves: of the nested state, in its own order.
+        optimizer: class of the optimizer; empty when unknown.
+        job: job-wide scalars by the names that ``JobState`` has for them.
+        notes: what is not as it was, in words.
+    """
+
+    source: str
+    version: int | None
+    leaves: tuple[Leaf, ...]
+    optimizer: str = ""
+    job: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+    def below(self, *heads: str) -> Iterator[Leaf]:
+        """The leaves under these top-level names."""
+        return (leaf for leaf in self.leaves if leaf.path[0] in heads)
+
+    @property
+    def has_optimizer(self) -> bool:
+        """Whether there are param groups; without them nothing can be done with moments."""
+        return any(leaf.path[:2] == ("optim", "param_groups") for leaf in self.leaves)
+
+
+def leaves_of(state: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    """The leaves of a state that is there already."""
+    return tuple(
+        Leaf(path, int_keys, Entry.of(value) if isinstance(value, Tensor) else value)
+        for path, int_keys, value in leaves(state)
+    )
+
+
+def tree(found: Iterator[Leaf], make: Callable[[Entry], Any]) -> dict[str, Any]:
+    """The nested state again; ``make`` says what stands for a tensor. Tied weights are made once."""
+    root: dict[str, Any] = {}
+    made: dict[Hashable, Any] = {}
+    for leaf in found:
+        value = leaf.value
+        if isinstance(value, Entry):
+            if value.identity not in made:
+                made[value.identity] = make(value)
+            value = made[value.identity]
+        put(root, leaf.path, value, leaf.int_keys)
+    return root
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The elements of a tensor of the CPU in their order; the memory of the tensor itself where that is possible."""
+    flat = whole(tensor.detach()).contiguous().reshape(-1)
+    data: Any = flat.view(torch.uint8).numpy() if flat.numel() else b""
+    return memoryview(data)
+
+
+def digest_of(tensor: Tensor) -> str:
+    """What identifies the elements of a tensor, bit for bit, with its dtype and shape."""
+    described = f"{tensor.dtype}{tuple(tensor.shape)}"
+    return f"{described} {xxhash.xxh3_128(bytes_of(tensor)).hexdigest()}"
+
+
+def parts(optimizer: bool) -> tuple[str, ...]:
+    """The top-level names of what is converted with and without the optimizer's state."""
+    return ("model", "extra", "optim") if optimizer else ("model", "extra")

@@ -1,0 +1,230 @@
+"""``ttp convert``: which form is read and written how, and that a target exists whole and checked, or not at all.
+
+Memory, beside what the libraries themselves take:
+
+=========================  ========================================================================================
+checkpoint -> safetensors  the largest tensor, and the largest chunk of it where several ranks wrote it
+checkpoint -> torch        the same; on disk, while it runs, as much space again as the target takes
+file -> any                the largest tensor that is not contiguous; all of a torch file older than torch's zip format
+=========================  ========================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ttp.adapters.torch.convert import safetensors_file, torch_file
+from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress, parts
+from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
+from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
+from ttp.adapters.torch.convert.torch_file import read_torch
+from ttp.adapters.torch.table import left_out_of
+from ttp.core.layout import Version
+from ttp.errors import CheckpointError, UsageError
+from ttp.store import names
+from ttp.store.durable import make_directory, sync_directory
+from ttp.store.manifest import Manifest
+from ttp.store.plain_file import open_plain
+from ttp.store.verify import verify_checkpoint
+
+Form = Literal["safetensors", "torch", "dcp"]
+Watch = Callable[[str, int | None], Progress]
+"""Told what begins and how many bytes that are, if known; returns what is told of every byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """What was made.
+
+    Args:
+        source: what was read.
+        target: what was written.
+        version: finished updates; None when the source does not tell.
+        tensors: how many were written, tied ones once.
+        size: bytes of the target on disk.
+        optimizer: whether its state is in it.
+        tied: other name -> the name under which a tied weight is stored; safetensors only.
+        left_out: what the target's format has no place for.
+        notes: what is not as it was, in words.
+    """
+
+    source: Path
+    target: Path
+    version: int | None
+    tensors: int
+    size: int
+    optimizer: bool
+    tied: Mapping[str, str]
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def convert(
+    source: Path,
+    target: Path,
+    to: Form,
+    *,
+    watch: Watch,
+    optimizer: bool | None = None,
+    force: bool = False,
+    step: int | None = None,
+    verified: bool = False,
+) -> Converted:
+    """Read ``source`` and write ``target``, durably, under a name that nobody takes for it until it is whole.
+
+    What was saved by ttp is verified before it is read; what was written is read back and compared.
+
+    Args:
+        source: a checkpoint of ttp, a torch file or a safetensors file.
+        target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` to make it in.
+        to: what to write.
+        watch: see ``Watch``.
+        optimizer: whether its state is wanted; None: not in safetensors, elsewhere where there is one.
+        force: an old target is replaced; an old checkpoint is kept under another name.
+        step: finished updates, for ``dcp``; None: what the source says, else 0.
+        verified: the digests of the source have just been recomputed.
+
+    Raises:
+        UsageError: the arguments do not fit together, or the target exists.
+        ConfigError: a package is not installed.
+        CheckpointError: the source is damaged or cannot be converted, the target is not what was written, or the disk
+            refused.
+    """
+    if to == "dcp":
+        if source.is_dir():
+            raise UsageError(f"{source} is a directory, and --to dcp makes a checkpoint of a file")
+        return _to_checkpoint(source, target, watch, optimizer, force, step)
+    if step is not None:
+        raise UsageError("--step is the number of a checkpoint: it goes with --to dcp only")
+    if to == "safetensors":
+        safetensors_file.require()
+    _refuse_existing(target, force)
+    want = to == "torch" if optimizer is None else optimizer
+    contents = _read_checkpoint(source, watch, verified) if source.is_dir() else _read_file(source, want)
+    wanted = _wanted(contents, want, asked=optimizer)
+    return _to_file(source, target, to, contents, watch, wanted)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def _read_checkpoint(source: Path, watch: Watch, verified: bool) -> Contents:
+    if not verified and (problems := verify_checkpoint(source, watch("verifying", Manifest.load(source).size))):
+        raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}. Nothing was written")
+    return read_checkpoint(source)
+
+
+def _read_file(source: Path, optimizer: bool) -> Contents:
+    try:
+        with open_plain(source) as file:
+            head = file.read(9)
+    except OSError as problem:
+        raise UsageError(f"{source} cannot be read: {problem.strerror or problem}") from problem
+    if safetensors_file.looks_like(head):
+        return safetensors_file.read_safetensors(source)
+    return read_torch(source, optimizer=optimizer)
+
+
+def _wanted(contents: Contents, optimizer: bool, *, asked: bool | None) -> bool:
+    """Whether the optimizer's state is written."""
+    if asked and not contents.has_optimizer:
+        raise CheckpointError(f"{contents.source} holds no state of an optimizer")
+    return optimizer and contents.has_optimizer
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def _refuse_existing(target: Path, force: bool) -> None:
+    if target.is_dir():
+        raise UsageError(f"{target} is a directory: name the file to write")
+    if not force and os.path.lexists(target):
+        raise UsageError(f"{target} exists: --force replaces it")
+
+
+def _to_file(source: Path, target: Path, to: Form, contents: Contents, watch: Watch, optimizer: bool) -> Converted:
+    write = _write_safetensors if to == "safetensors" else _write_torch
+    draft = target.with_name(f".{target.name}.{os.getpid()}.new")
+    try:
+        make_directory(target.parent)
+        tensors, tied, left_out = write(draft, contents, watch, optimizer)
+        size = draft.stat().st_size
+        draft.replace(target)
+        sync_directory(target.parent)
+    except OSError as problem:
+        raise CheckpointError(f"{target} cannot be written: {problem}") from problem
+    finally:
+        with suppress(OSError):
+            draft.unlink(missing_ok=True)
+    return Converted(source, target, contents.version, tensors, size, optimizer, tied, left_out, contents.notes)
+
+
+_Written = tuple[int, Mapping[str, str], tuple[str, ...]]
+"""How many tensors, which are tied, and what was left out."""
+
+
+def _write_safetensors(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
+    plan = safetensors_file.plan(contents, optimizer=optimizer)
+    total = sum(entry.nbytes for entry in plan.tensors.values())
+    digests = safetensors_file.write(draft, plan, watch("writing", total))
+    safetensors_file.read_back(draft, plan, digests, watch("checking", total))
+    return len(plan.tensors), plan.tied, plan.left_out
+
+
+def _write_torch(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
+    entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, optimizer)}
+    total = sum(entry.nbytes for entry in entries.values())
+    digests, left_out = torch_file.write(draft, contents, watch("writing", total), optimizer=optimizer)
+    torch_file.read_back(draft, digests, watch("checking", total))
+    return len(entries), {}, tuple(left_out)
+
+
+def _leaves(contents: Contents, optimizer: bool) -> list[Leaf]:
+    found = contents.below(*parts(optimizer))
+    return [leaf for leaf in found if isinstance(leaf.value, Entry)]
+
+
+def _to_checkpoint(
+    source: Path, target: Path, watch: Watch, optimizer: bool | None, force: bool, step: int | None
+) -> Converted:
+    contents = _read_file(source, optimizer is not False)
+    save_dir, version = _place(target, step, contents.version)
+    final = save_dir / names.checkpoint_name(version)
+    if not force and os.path.lexists(final):
+        raise UsageError(f"{final} exists: --force keeps it under another name and takes this one")
+    wanted = _wanted(contents, optimizer is not False, asked=optimizer)
+    entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, wanted)}
+    told = watch("writing", sum(entry.nbytes for entry in entries.values()))
+    path = write_checkpoint(save_dir, version, contents, told, optimizer=wanted)
+    manifest = Manifest.load(path)
+    if problems := verify_checkpoint(path, watch("checking", manifest.size)):
+        raise CheckpointError(f"{path} is not what was written: {'; '.join(problems)}. Look at this disk")
+    return Converted(
+        source,
+        path,
+        version,
+        len(entries),
+        manifest.size,
+        wanted,
+        {},
+        tuple(left_out_of(manifest.pieces)),
+        contents.notes,
+    )
+
+
+def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Version]:
+    """The ``save_dir`` and the version of a checkpoint to make at or in ``target``."""
+    named = names.parse_checkpoint_name(target.name)
+    version = next((number for number in (step, said, named) if number is not None), 0)
+    if version < 0:
+        raise UsageError(f"step {version} is no number of finished updates")
+    if named is not None and named != version:
+        raise UsageError(f"{target.name} is the name of step {named}, and this is step {version}: --step {named}?")
+    if target.exists() and not target.is_dir():
+        raise UsageError(f"{target} is no directory: --to dcp makes one")
+    return (target if named is None else target.parent), Version(version)

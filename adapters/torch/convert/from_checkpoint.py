@@ -1,0 +1,158 @@
+"""Reads a ttp checkpoint of any layout, a whole tensor at a time.
+
+The manifest's tables say which chunks a tensor consists of and where they lie. Nothing is unpickled but the tensors'
+own blobs, with ``weights_only=True``. Memory: the tensor and, where it lies in several chunks, the largest of these.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
+from ttp.adapters.torch.convert.flat_optimizer import nested_optimizer
+from ttp.adapters.torch.job_state import JOB_KIND, JobState, read_job_state
+from ttp.adapters.torch.metadata import build_metadata
+from ttp.adapters.torch.table import Item, items_of, left_out_of
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+from ttp.store.plain_file import open_plain
+
+FRAMEWORK = "torch"
+
+
+def read_checkpoint(path: Path) -> Contents:
+    """What the checkpoint at ``path`` holds; its digests have been verified.
+
+    Raises:
+        CheckpointError: it is not one of the torch adapter, or its shards do not fit together.
+    """
+    manifest = Manifest.load(path)
+    items = _torch_items(path, manifest)
+    build_metadata(items, StorageMeta())  # that chunks cover every tensor exactly once
+    job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
+    kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
+    found = tuple(_leaf(path, chunks) for chunks in _by_path(items))
+    return Contents(
+        source=path.name,
+        version=manifest.version,
+        leaves=nested_optimizer(found),
+        optimizer=str(read_blob(path, kind)) if kind is not None else "",
+        job=None if job is None else _scalars(job),
+        notes=_notes(manifest, job),
+    )
+
+
+def _torch_items(path: Path, manifest: Manifest) -> list[Item]:
+    if manifest.framework != FRAMEWORK:
+        raise CheckpointError(
+            f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of plain torch "
+            f"jobs only. Use the converter of {manifest.framework} itself"
+        )
+    items = items_of(manifest.pieces)
+    if not any(item.path[0] == "model" and item.is_tensor for item in items):
+        raise CheckpointError(f"{path} holds no weights under the name `model`: this is nothing that can be converted")
+    return items
+
+
+def _by_path(items: Sequence[Item]) -> list[list[Item]]:
+    """The distinct chunks of each value, values in the order in which they were written."""
+    found: dict[tuple[str | int, ...], dict[object, Item]] = {}
+    for item in items:  # replicas may have written a chunk twice; the first is taken, as stock torch does
+        found.setdefault(item.path, {}).setdefault((item.offsets, item.sizes), item)
+    return [list(chunks.values()) for chunks in found.values()]
+
+
+def _leaf(path: Path, chunks: Sequence[Item]) -> Leaf:
+    first = chunks[0]
+    if not first.is_tensor:
+        return Leaf(first.path, first.int_keys, read_blob(path, first))
+    places = tuple(sorted((chunk.file, chunk.offset, chunk.offsets) for chunk in chunks))
+    entry = Entry(first.torch_dtype, first.shape, (places, first.shape), lambda: _assemble(path, chunks))
+    return Leaf(first.path, first.int_keys, entry)
+
+
+def _assemble(path: Path, chunks: Sequence[Item]) -> Tensor:
+    first = chunks[0]
+    if len(chunks) == 1 and first.sizes == first.shape:
+        return _part(path, first)
+    full = torch.empty(first.shape, dtype=first.torch_dtype)
+    for chunk in chunks:
+        view = full
+        for dimension, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
+            view = view.narrow(dimension, start, size)
+        view.copy_(_part(path, chunk))
+    return full
+
+
+def _part(path: Path, item: Item) -> Tensor:
+    part = read_blob(path, item)
+    if not isinstance(part, Tensor) or (part.dtype, tuple(part.shape)) != (item.torch_dtype, item.sizes):
+        raise CheckpointError(
+            f"{item.key} in {path / item.file} is not the {item.dtype} {list(item.sizes)} it should be"
+        )
+    return part
+
+
+def read_blob(path: Path, item: Item) -> object:
+    """One tensor or plain value, without a copy of its bytes beside it.
+
+    Raises:
+        CheckpointError: it cannot be read, or is not safe to load.
+    """
+    try:
+        with open_plain(path / item.file) as file:
+            section: Any = _Section(file, item.offset, item.length)
+            return torch.load(section, weights_only=True, map_location="cpu")
+    except Exception as problem:
+        raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
+
+
+class _Section(io.RawIOBase):
+    """Some bytes of a file as a file of their own."""
+
+    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
+        self._file, self._start, self._length, self._position = file, start, length, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
+        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
+        return self._position
+
+    def tell(self) -> int:
+        return self._position
+
+    def readinto(self, buffer: "memoryview", /) -> int:  # type: ignore[override]  # noqa: UP037
+        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
+        self._file.seek(self._start + self._position)
+        count = self._file.readinto(view)
+        self._position += count
+        return count
+
+
+def _scalars(job: JobState) -> dict[str, object]:
+    return {
+        "scheduler": job.scheduler,
+        "scaler": job.scaler,
+        "scheduler_pending": job.scheduler_pending,
+        "scaler_pending": job.scaler_pending,
+        "extra": job.extra,
+    }
+
+
+def _notes(manifest: Manifest, job: JobState | None) -> tuple[str, ...]:
+    notes = [f"{key} was left out when the checkpoint was made" for key in left_out_of(manifest.pieces)]
+    if job is not None and job.scheduler_pending:
+        notes.append("the step of the LR scheduler after the last update had not been made: call scheduler.step() once")
+    return tuple(notes)

@@ -1,0 +1,254 @@
+"""One ``safetensors`` file: written with its header first, then a tensor at a time.
+
+The library's own ``save_file`` wants all tensors in memory. The format is a length, a JSON header and the bytes, so it
+is written here, and read by the library: to import a file, and to check what was written.
+
+Names: a weight or buffer has the name it has in ``model.state_dict()``. With the optimizer, its tensors are
+``optim.state.<parameter>.<key>``, and the metadata's ``ttp.optim`` is JSON of the param groups and of the plain numbers
+in the state. Tied weights are stored once, under the first of their names; as the library's ``save_model`` does, the
+metadata says ``{other name: stored name}``, and its ``load_model`` understands that. ``ttp.version`` counts finished
+updates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress, bytes_of, digest_of
+from ttp.adapters.torch.leaves import put
+from ttp.errors import CheckpointError, ConfigError
+from ttp.store.digest import HashingFile
+
+HEADER_MAX = 100_000_000
+"""Bytes; the library refuses a longer one."""
+
+_STATE = "optim.state."
+_VERSION, _SOURCE, _KIND, _OPTIM = "ttp.version", "ttp.source", "ttp.optimizer", "ttp.optim"
+_TUPLE = "__tuple__"
+_DTYPES = {
+    "bool": "BOOL", "uint8": "U8", "int8": "I8", "int16": "I16", "int32": "I32", "int64": "I64",
+    "uint16": "U16", "uint32": "U32", "uint64": "U64", "float16": "F16", "bfloat16": "BF16", "float32": "F32",
+    "float64": "F64", "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2",
+    "float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a file will hold.
+
+    Args:
+        tensors: by name, in the order in which their bytes follow each other.
+        metadata: texts by name.
+        tied: other name -> stored name.
+        left_out: names of what the format has no place for.
+    """
+
+    tensors: Mapping[str, Entry]
+    metadata: Mapping[str, str]
+    tied: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+
+def require() -> Any:
+    """The library.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    try:
+        import safetensors
+    except ImportError:
+        raise ConfigError("safetensors is not installed: pip install 'ttp-ft[convert]'") from None
+    return safetensors
+
+
+# --------------------------------------------------------------------------------------------------------- writing
+
+
+def plan(contents: Contents, *, optimizer: bool) -> Plan:
+    """What of ``contents`` goes where.
+
+    Raises:
+        CheckpointError: something has no form in this format.
+    """
+    named, left_out = _weights(contents)
+    metadata = {"format": "pt", _SOURCE: contents.source}
+    if contents.version is not None:
+        metadata[_VERSION] = str(contents.version)
+    if optimizer:
+        named |= _moments(contents, named)
+        metadata |= {_KIND: contents.optimizer, _OPTIM: _encode_optimizer(contents)}
+    stored, tied = _untie(named)
+    clash = sorted(tied.keys() & metadata.keys())
+    if clash:
+        raise CheckpointError(f"the weight {clash[0]} cannot be called so in a safetensors file: use --to torch")
+    # As the library does: so every tensor is aligned to its elements.
+    ordered = sorted(stored.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
+    return Plan(dict(ordered), metadata | tied, tied, left_out)
+
+
+def write(target: Path, what: Plan, progress: Progress) -> dict[str, str]:
+    """Write the file, durably, and return the digest of every tensor.
+
+    Raises:
+        CheckpointError: a tensor cannot be read, or the header would be too long.
+        OSError: the disk refused.
+    """
+    digests: dict[str, str] = {}
+    with HashingFile(target, progress) as file:
+        file.write(_header(what))
+        for name, entry in what.tensors.items():
+            tensor = entry.read()
+            digests[name] = digest_of(tensor)
+            file.write(bytes_of(tensor))
+        file.sync_and_close()
+    return digests
+
+
+def read_back(path: Path, what: Plan, digests: Mapping[str, str], progress: Progress) -> None:
+    """Read the file with the library and compare.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    try:
+        with require().safe_open(path, framework="pt") as file:
+            if set(file.keys()) != set(digests) or dict(file.metadata() or {}) != dict(what.metadata):
+                raise CheckpointError(f"{path} does not hold the names that were written")
+            for name, digest in digests.items():
+                tensor = file.get_tensor(name)
+                if digest_of(tensor) != digest:
+                    raise CheckpointError(f"{name} in {path} is not what was written: look at this disk")
+                progress(tensor.nbytes)
+    except (OSError, require().SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
+
+
+def _weights(contents: Contents) -> tuple[dict[str, Entry], tuple[str, ...]]:
+    named: dict[str, Entry] = {}
+    left_out: list[str] = []
+    for leaf in contents.below("model"):
+        if isinstance(leaf.value, Entry) and len(leaf.path) == 2:
+            named[str(leaf.path[1])] = leaf.value
+        else:
+            left_out.append(leaf.key)
+    return named, tuple(left_out)
+
+
+def _moments(contents: Contents, weights: Mapping[str, Entry]) -> dict[str, Entry]:
+    found: dict[str, Entry] = {}
+    for leaf in contents.below("optim"):
+        if not isinstance(leaf.value, Entry):
+            continue
+        plain = leaf.path[1] == "state" and len(leaf.path) == 4 and not leaf.int_keys and "." not in str(leaf.path[3])
+        if not plain or leaf.key in weights:
+            raise CheckpointError(f"{leaf.key} has no name in a safetensors file: use --to torch, or no --optimizer")
+        found[leaf.key] = leaf.value
+    return found
+
+
+def _encode_optimizer(contents: Contents) -> str:
+    root: dict[str, Any] = {}
+    for leaf in contents.below("optim"):
+        if not isinstance(leaf.value, Entry):
+            put(root, leaf.path, _plain(leaf), leaf.int_keys)
+    return json.dumps(root.get("optim", {}), separators=(",", ":"))
+
+
+def _plain(leaf: Leaf) -> Any:
+    value = {_TUPLE: list(leaf.value)} if isinstance(leaf.value, tuple) else leaf.value
+    try:
+        json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"{leaf.key} has no form in a safetensors file: use --to torch") from None
+    return value
+
+
+def _untie(named: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
+    first: dict[Hashable, str] = {}
+    stored: dict[str, Entry] = {}
+    tied: dict[str, str] = {}
+    for name in sorted(named):
+        kept = first.setdefault(named[name].identity, name)
+        if kept == name:
+            stored[name] = named[name]
+        else:
+            tied[name] = kept
+    return stored, tied
+
+
+def _header(what: Plan) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(what.metadata)}
+    position = 0
+    for name, entry in what.tensors.items():
+        end = position + entry.nbytes
+        header[name] = {"dtype": _dtype(name, entry), "shape": entry.shape, "data_offsets": (position, end)}
+        position = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > HEADER_MAX:
+        raise CheckpointError(f"the header would have {len(text)} bytes, {HEADER_MAX} are allowed: use --to torch")
+    return len(text).to_bytes(8, "little") + text
+
+
+def _dtype(name: str, entry: Entry) -> str:
+    spelled = str(entry.dtype).removeprefix("torch.")
+    if spelled not in _DTYPES:
+        raise CheckpointError(f"{name} is {spelled}, for which safetensors has no name: use --to torch")
+    return _DTYPES[spelled]
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read_safetensors(path: Path) -> Contents:
+    """What the file holds; its tensors stay mapped, not read.
+
+    Raises:
+        CheckpointError: it is damaged, or its optimizer state is not of the form above.
+    """
+    safetensors = require()
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+            metadata = dict(file.metadata() or {})
+    except (OSError, safetensors.SafetensorError) as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem}") from problem
+    if not tensors:
+        raise CheckpointError(f"{path} holds no weights")
+    try:
+        return _contents(path, tensors, metadata)
+    except (ValueError, TypeError, AttributeError, LookupError) as problem:
+        raise CheckpointError(f"the optimizer state of {path} cannot be understood: {problem!r}") from problem
+
+
+def _contents(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Contents:
+    optim = json.loads(metadata[_OPTIM], object_hook=_tuples) if _OPTIM in metadata else {}
+    weights = {name: t for name, t in tensors.items() if not (optim and name.startswith(_STATE))}
+    weights |= {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in tensors}
+    found = [Leaf(("model", name), (), Entry.of(tensor)) for name, tensor in sorted(weights.items())]
+    for name in tensors.keys() - weights.keys():
+        owner, _, key = name.removeprefix(_STATE).rpartition(".")
+        found.append(Leaf(("optim", "state", owner, key), (), Entry.of(tensors[name])))
+    for owner, values in dict(optim.get("state", {})).items():
+        found += [Leaf(("optim", "state", owner, key), (), value) for key, value in values.items()]
+    for number, group in enumerate(optim.get("param_groups", [])):
+        found += [Leaf(("optim", "param_groups", number, key), (), value) for key, value in group.items()]
+    version = metadata.get(_VERSION)
+    return Contents(path.name, int(version) if version else None, tuple(found), metadata.get(_KIND, ""))
+
+
+def _tuples(value: dict[str, Any]) -> Any:
+    return tuple(value[_TUPLE]) if value.keys() == {_TUPLE} else value
+
+
+def looks_like(head: bytes) -> bool:
+    """Whether a file that begins with these nine bytes is one of safetensors."""
+    return len(head) >= 9 and 2 <= int.from_bytes(head[:8], "little") <= HEADER_MAX and head[8:9] == b"{"

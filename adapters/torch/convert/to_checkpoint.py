@@ -1,0 +1,110 @@
+"""Makes a checkpoint of ttp, which stock torch reads too, of what a plain file holds.
+
+It is as if a job of one rank had saved it: one shard, no rank-local state. A job of any world size restores from it.
+Tensors that are mapped from a file are streamed from there; nothing is copied but what is not contiguous.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from ttp.adapters.torch.checkpoint import write_shard
+from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, parts, tree
+from ttp.adapters.torch.job_state import JOB_KIND, JobState
+from ttp.adapters.torch.local_piece import Pages, write_local_piece
+from ttp.adapters.torch.metadata import finalise
+from ttp.core.layout import REPLICATED, Rank, Version
+from ttp.core.messages import Commit, Piece
+from ttp.errors import CheckpointError
+from ttp.store import names
+from ttp.store.commit import commit
+from ttp.store.digest import digest_bytes
+from ttp.store.disk import Disk
+from ttp.store.durable import make_directory, sync_directory, write_durably
+from ttp.store.encoding import EncodingError
+
+_RANK = Rank(0)
+_KEEP_ALL = 1 << 30
+_WHY = "`ttp convert` made this checkpoint, and a file has no rank-local state"
+
+
+def write_checkpoint(
+    save_dir: Path, version: Version, contents: Contents, progress: Progress, *, optimizer: bool
+) -> Path:
+    """Commit ``contents`` as the checkpoint of ``version`` in ``save_dir``; one of that name is kept as superseded.
+
+    Raises:
+        CheckpointError: a tensor or value has no form on disk, or the disk refused.
+    """
+    incident = f"convert-{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{secrets.token_hex(2)}"
+    draft = save_dir / names.draft_name(version, incident)
+    try:
+        make_directory(draft)
+        pieces = _write_pieces(draft, version, contents, progress, optimizer=optimizer)
+        sync_directory(draft)
+        path, _ = commit(
+            save_dir,
+            _order(version, incident, contents, pieces),
+            run_id="convert",
+            world_size=1,
+            groups={REPLICATED: (_RANK,)},
+            framework="torch",
+            finalise=lambda claim: finalise(claim, pieces, writer=_RANK),
+        )
+    except OSError as problem:
+        raise CheckpointError(f"{save_dir} refused the checkpoint: {problem}") from problem
+    finally:
+        Disk().remove_tree(draft)
+    return path
+
+
+def _write_pieces(
+    draft: Path, version: Version, contents: Contents, progress: Progress, *, optimizer: bool
+) -> tuple[Piece, ...]:
+    state = _state(version, contents, optimizer=optimizer)
+    shard = write_shard(draft, "__0_0.distcp", state, shard=REPLICATED, writer=_RANK, progress=progress)
+    local = write_local_piece(draft, "rank_local_0_0.msgpack", Pages({}, (), {_RANK: _WHY}), _RANK)
+    try:
+        job = JobState(version=version, **(dict(contents.job or {}) if optimizer else {}))
+        data = job.encode()
+    except (EncodingError, TypeError) as problem:
+        raise CheckpointError(f"the job state of {contents.source} cannot be stored: {problem}") from problem
+    write_durably(draft / "job_0.msgpack", data)
+    return (shard, local, Piece("job_0.msgpack", len(data), digest_bytes(data), JOB_KIND, "", _RANK))
+
+
+def _state(version: Version, contents: Contents, *, optimizer: bool) -> dict[str, Any]:
+    state = tree(contents.below(*parts(optimizer)), _read)
+    state["ttp"] = {
+        "version": version,
+        "optimizer": contents.optimizer if optimizer else "",
+        "weights_only": not optimizer,
+    }
+    scheduler = (contents.job or {}).get("scheduler") if optimizer else None
+    return state if scheduler is None else state | {"scheduler": scheduler}
+
+
+def _read(entry: Entry) -> Tensor:
+    return entry.read()
+
+
+def _order(version: Version, incident: str, contents: Contents, pieces: tuple[Piece, ...]) -> Commit:
+    return Commit(
+        rank=_RANK,
+        term=0,
+        incident=incident,
+        generation=0,
+        version=version,
+        incarnation=0,
+        draft=names.draft_name(version, incident),
+        cause=f"converted from {contents.source}",
+        reason="ttp convert was asked for it",
+        keep=_KEEP_ALL,
+        pieces=pieces,
+        missing_pages=(_RANK,),
+    )

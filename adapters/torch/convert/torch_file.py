@@ -1,0 +1,141 @@
+"""One torch file: ``{"model": ..., "optim": ..., "version": ...}``, for ``torch.load(..., weights_only=True)``.
+
+``model`` is what ``model.load_state_dict`` takes and ``optim`` what ``optimizer.load_state_dict`` takes: param groups
+name their parameters instead of numbering them, which torch accepts, and ``set_optimizer_state_dict`` wants. Where
+there is one, ``scheduler`` is for the LR scheduler's ``load_state_dict``. ``extra`` holds the modules given to
+``extra_state``. ``ttp`` is what only ttp needs to make a checkpoint of it again.
+
+Memory: ``torch.save`` wants all tensors at once. They are first written one by one into a file without a name beside
+the target, and mapped from there, so that the kernel can drop them; as much free space is needed as the target takes.
+"""
+
+from __future__ import annotations
+
+import mmap
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, bytes_of, digest_of, leaves_of, parts, tree
+from ttp.adapters.torch.convert.foreign import understood
+from ttp.adapters.torch.leaves import dump
+from ttp.errors import CheckpointError
+from ttp.store.digest import HashingFile
+
+_ALIGNMENT = 64
+
+
+def write(target: Path, contents: Contents, progress: Progress, *, optimizer: bool) -> tuple[dict[str, str], list[str]]:
+    """Write the file, durably; the digest of every tensor by its flattened name, and the names of what was left out.
+
+    Raises:
+        CheckpointError: a tensor cannot be read.
+        OSError: the disk refused.
+    """
+    leaves = list(contents.below(*parts(optimizer)))
+    plain = [leaf for leaf in leaves if not isinstance(leaf.value, Entry)]
+    left_out = [leaf.key for leaf in plain if dump(leaf.value, Tensor.cpu) is None]
+    kept = [leaf for leaf in leaves if leaf.key not in left_out]
+    with TemporaryFile(dir=target.parent) as scratch:
+        mapped = _Mapped(scratch, progress)
+        entries = {leaf.key: leaf.value for leaf in kept if isinstance(leaf.value, Entry)}
+        for entry in entries.values():
+            mapped.add(entry)
+        state = tree(iter(kept), mapped.tensor)
+        rest, unsafe = _rest(contents, optimizer=optimizer)
+        with HashingFile(target) as file:
+            torch.save(state | rest, cast("Any", file))
+            file.sync_and_close()
+    return {key: mapped.digests[entry.identity] for key, entry in entries.items()}, left_out + unsafe
+
+
+def _rest(contents: Contents, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
+    """What is no tensor of the state. Without the optimizer its schedule is of no use either."""
+    rest: dict[str, Any] = {"version": contents.version}
+    if not optimizer:
+        return rest, []
+    job = dict(contents.job or {})
+    ours = {"optimizer": contents.optimizer, "job": {key: value for key, value in job.items() if key != "scheduler"}}
+    given = {"scheduler": job.get("scheduler"), "ttp": ours}
+    safe = {key: value for key, value in given.items() if value is not None and dump(value, Tensor.cpu) is not None}
+    return rest | safe, [key for key in given if given[key] is not None and key not in safe]
+
+
+class _Mapped:
+    """Tensors written one by one into ``scratch``, then looked at where they lie."""
+
+    def __init__(self, scratch: Any, progress: Progress) -> None:
+        self._scratch, self._progress = scratch, progress
+        self._places: dict[Any, int] = {}
+        self._memory: mmap.mmap | None = None
+        self.digests: dict[Any, str] = {}
+
+    def add(self, entry: Entry) -> None:
+        """Write it, if it is not there yet under another name."""
+        if entry.identity in self._places:
+            return
+        tensor = entry.read()
+        self.digests[entry.identity] = digest_of(tensor)
+        self._scratch.write(b"\0" * (-self._scratch.tell() % _ALIGNMENT))
+        self._places[entry.identity] = self._scratch.tell()
+        self._scratch.write(bytes_of(tensor))
+        self._progress(entry.nbytes)
+
+    def tensor(self, entry: Entry) -> Tensor:
+        """It, in the mapped file. Nothing is added after the first."""
+        if entry.nbytes == 0:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        if self._memory is None:
+            self._scratch.flush()
+            self._memory = mmap.mmap(self._scratch.fileno(), 0, access=mmap.ACCESS_COPY)
+        start = self._places[entry.identity]
+        flat = torch.frombuffer(self._memory, dtype=torch.uint8, count=entry.nbytes, offset=start)
+        return flat.view(entry.dtype).view(entry.shape)
+
+
+def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> None:
+    """Load the file, mapped, and compare.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    try:
+        state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
+        found = {leaf.key: leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, Entry)}
+    except Exception as problem:
+        raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
+    for key, digest in digests.items():
+        if key not in found or digest_of(found[key].read()) != digest:
+            raise CheckpointError(f"{key} in {path} is not what was written: look at this disk")
+        progress(found[key].nbytes)
+
+
+# --------------------------------------------------------------------------------------------------------- reading
+
+
+def read_torch(path: Path, *, optimizer: bool) -> Contents:
+    """What the file holds, with or without the optimizer's state; see ``foreign`` for the forms that are understood.
+
+    Files in torch's zip format stay mapped, not read. Older ones are read into memory whole.
+
+    Raises:
+        CheckpointError: it is damaged, would have to be unpickled, or is of another form.
+    """
+    try:
+        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipfile.is_zipfile(path))
+    except Exception as problem:
+        raise CheckpointError(
+            f"{path} cannot be loaded without running code from it ({_first_line(problem)}). Save plain state "
+            'dicts: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
+        ) from problem
+    return understood(path, loaded, optimizer=optimizer)
+
+
+def _first_line(problem: Exception) -> str:
+    lines: Iterator[str] = (line.strip() for line in str(problem).splitlines())
+    return next((line for line in lines if line), type(problem).__name__)

@@ -1,0 +1,399 @@
+"""`ttp convert` without its command line: what comes out equals what went in, or nothing comes out."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("safetensors")
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, load_model
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as stock_load
+
+from tests.adapters.torch.checkpoints import Net, adamw, digest, train, whole_checkpoint, write_checkpoint
+from ttp.adapters.torch.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
+from ttp.adapters.torch.convert.conversion import Converted, convert
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.restore import Restored, restore_into
+from ttp.core.layout import Rank, Shard
+from ttp.errors import CheckpointError, ConfigError, UsageError
+from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.verify import verify_checkpoint
+
+Trained = tuple[Net, torch.optim.Optimizer, Any]
+
+
+def converted(source: Path, target: Path, to: Any, **settings: Any) -> Converted:
+    return convert(source, target, to, watch=lambda _what, _total: lambda _count: None, **settings)
+
+
+def fresh(seed: int = 77, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw) -> Trained:
+    torch.manual_seed(seed)
+    model = Net()
+    optimizer = make(model)
+    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
+
+
+@pytest.fixture
+def trained() -> Trained:
+    model, optimizer, scheduler = fresh(3)
+    train(model, optimizer, scheduler, 3)
+    return model, optimizer, scheduler
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, trained: Trained) -> Path:
+    path = tmp_path / "tft_saved_checkpoints-step_3"
+    write_checkpoint(path, trained[0], trained[1], JobState(version=3, scheduler=trained[2].state_dict()))
+    return path
+
+
+def facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    return digest(model.state_dict(), optimizer)
+
+
+def restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Restored:
+    assert verify_checkpoint(path) == []
+    return restore_into(path, Manifest.load(path), model=model, optimizer=optimizer, scheduler=scheduler)
+
+
+def sharded(path: Path, whole: dict[str, Tensor]) -> Path:
+    """A checkpoint as a job writes it in which two ranks hold halves of every tensor; ``b`` is tied to ``a``."""
+    path.mkdir()
+    pieces = []
+    for rank in range(2):
+        state: dict[str, Any] = {"model": {}, "ttp": {"version": 4, "optimizer": ""}}
+        for name, tensor in whole.items():
+            middle = min(tensor.shape[0] // 2 + 1, tensor.shape[0])
+            start, part = (0, tensor[:middle]) if rank == 0 else (middle, tensor[middle:])
+            state["model"][name] = Chunk(part, tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1))
+        state["model"]["b"] = state["model"]["a"]
+        shard = Shard(f"shard-{rank}")
+        pieces.append(write_shard(path, f"__{rank}_0.distcp", state, shard=shard, writer=Rank(rank)))
+    whole_checkpoint(path, pieces, 4)
+    return path
+
+
+# ---------------------------------------------------------------------------------------------- what comes out
+
+
+def test_safetensors_of_chunks_has_whole_tensors_and_each_tied_weight_once(tmp_path: Path) -> None:
+    whole = {
+        "a": torch.randn(5, 3, dtype=torch.bfloat16),
+        "c": torch.randn(7).double(),
+        "d": torch.arange(6, dtype=torch.uint8).reshape(6, 1),
+        "e": torch.randn(4, 2).to(torch.float8_e4m3fn),
+        "f": torch.zeros(0, 3),
+        "g": torch.randn(3, 2, dtype=torch.complex64),
+    }
+    done = converted(sharded(tmp_path / "c", whole), tmp_path / "deep" / "w.safetensors", "safetensors")
+    assert (done.version, done.optimizer, done.tied, done.left_out) == (4, False, {"b": "a"}, ())
+    found = load_file(done.target)
+    assert found.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert torch.equal(found[name].view(torch.uint8), tensor.contiguous().view(torch.uint8))
+    with safe_open(done.target, framework="pt") as file:
+        assert file.metadata() == {"format": "pt", "ttp.source": "c", "ttp.version": "4", "b": "a"}
+    assert [path.name for path in done.target.parent.iterdir()] == ["w.safetensors"]
+
+
+def test_the_libraries_own_load_model_understands_the_tied_weights(
+    tmp_path: Path, checkpoint: Path, trained: Trained
+) -> None:
+    converted(checkpoint, tmp_path / "w.safetensors", "safetensors")
+    model = fresh()[0]
+    missing, unexpected = load_model(model, tmp_path / "w.safetensors")
+    assert not missing and not unexpected
+    assert same(model.state_dict().values(), trained[0].state_dict().values())
+
+
+def test_a_plain_torch_job_goes_on_with_the_torch_file(tmp_path: Path, checkpoint: Path, trained: Trained) -> None:
+    done = converted(checkpoint, tmp_path / "all.pt", "torch")
+    file = torch.load(done.target, weights_only=True)
+    assert file.keys() == {"model", "optim", "version", "scheduler", "ttp"} and file["version"] == 3
+    assert file["model"]["tied.weight"].data_ptr() == file["model"]["first.weight"].data_ptr()
+    assert file["model"]["norm.bias"].untyped_storage().nbytes() == file["model"]["norm.bias"].nbytes
+    model, optimizer, scheduler = fresh()
+    model.load_state_dict(file["model"])
+    optimizer.load_state_dict(file["optim"])
+    scheduler.load_state_dict(file["scheduler"])
+    assert facts(model, optimizer) == facts(*trained[:2])
+    for one in ((model, optimizer, scheduler), trained):
+        torch.manual_seed(5)
+        train(*one, 3)
+    assert facts(model, optimizer) == facts(*trained[:2])
+    weights = torch.load(converted(checkpoint, tmp_path / "w.pt", "torch", optimizer=False).target, weights_only=True)
+    assert weights.keys() == {"model", "version"}
+
+
+def test_the_names_of_the_optimizer_fit_torchs_own_functions(
+    tmp_path: Path, checkpoint: Path, trained: Trained
+) -> None:
+    file = torch.load(converted(checkpoint, tmp_path / "all.pt", "torch").target, weights_only=True)
+    model, optimizer, _ = fresh()
+    set_state_dict(model, optimizer, model_state_dict=file["model"], optim_state_dict=file["optim"])
+    assert facts(model, optimizer) == facts(*trained[:2])
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_there_and_back_every_bit_is_the_same(tmp_path: Path, checkpoint: Path, trained: Trained, to: str) -> None:
+    file = converted(checkpoint, tmp_path / "file", to, optimizer=True).target
+    path = converted(file, tmp_path / "new", "dcp").target
+    assert path == tmp_path / "new" / checkpoint.name and Manifest.load(path).cause == "converted from file"
+    model, optimizer, scheduler = fresh()
+    back = restored(path, model, optimizer, scheduler if to == "torch" else None)
+    assert (back.version, back.notes) == (3, ()) and facts(model, optimizer) == facts(*trained[:2])
+    if to == "torch":
+        assert scheduler.state_dict() == trained[2].state_dict()
+    model, optimizer, _ = fresh()
+    stock: dict[str, Any] = dict(zip(("model", "optim"), get_state_dict(model, optimizer), strict=True))
+    with pytest.warns(UserWarning, match=r"torch\.distributed is disabled"):
+        stock_load(stock, checkpoint_id=path, no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=stock["model"], optim_state_dict=stock["optim"])
+    assert facts(model, optimizer) == facts(*trained[:2])
+
+
+def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(tmp_path: Path, checkpoint: Path) -> None:
+    file = converted(checkpoint, tmp_path / "w.safetensors", "safetensors").target
+    path = converted(file, tmp_path / "tft_saved_checkpoints-step_0", "dcp", step=0).target
+    assert path == tmp_path / "tft_saved_checkpoints-step_0"
+    model, optimizer, _ = fresh()
+    train(model, optimizer, None, 1)
+    before = copy.deepcopy(optimizer.state_dict())
+    back = restored(path, model, optimizer)
+    assert back.version == 0 and "weights only" in back.notes[0]
+    assert same(model.state_dict().values(), load_in_order(file, model))
+    after = optimizer.state_dict()
+    assert torch.equal(before["state"][0]["exp_avg"], after["state"][0]["exp_avg"])
+    assert before["param_groups"] == after["param_groups"]
+
+
+def same(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
+    return all(torch.equal(one, two) for one, two in zip(some, others, strict=True))
+
+
+def load_in_order(file: Path, model: nn.Module) -> list[Tensor]:
+    found = load_file(file)
+    found["tied.weight"] = found["first.weight"]
+    return [found[name] for name in model.state_dict()]
+
+
+def test_optimizer_state_in_torchs_flattened_form_becomes_nested(tmp_path: Path) -> None:
+    one, two = torch.randn(2, 3), torch.randn(3)
+    optim = {
+        "state.layer.weight.exp_avg": one + 1,
+        "state.layer.bias.exp_avg": two + 1,
+        "param_groups.layer.weight.lr": 0.1,
+        "param_groups.layer.bias.lr": 0.1,
+        "param_groups.layer.weight.betas": (0.9, 0.99),
+        "param_groups.layer.bias.betas": (0.8, 0.99),
+    }
+    state = {"model": {"layer.weight": one, "layer.bias": two}, "optim": optim}
+    (tmp_path / "c").mkdir()
+    whole_checkpoint(
+        tmp_path / "c", [write_shard(tmp_path / "c", "__0_0.distcp", state, shard=Shard("model"), writer=Rank(0))], 2
+    )
+    file = torch.load(converted(tmp_path / "c", tmp_path / "f", "torch").target, weights_only=True)
+    assert torch.equal(file["optim"]["state"]["layer.weight"]["exp_avg"], one + 1)
+    assert file["optim"]["param_groups"] == [
+        {"lr": 0.1, "betas": (0.9, 0.99), "params": ["layer.weight"]},
+        {"lr": 0.1, "betas": (0.8, 0.99), "params": ["layer.bias"]},
+    ]
+
+
+# ---------------------------------------------------------------------------------------------- files of others
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def named(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.named_parameters())
+
+
+def plain_net() -> nn.Module:
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+
+
+FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
+    "model": lambda model, _: model.state_dict(),
+    "a compiled model under DDP": lambda model, _: {
+        "state_dict": {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
+    },
+    "numbered": lambda model, optimizer: {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "step": 5,
+    },
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("make", [sgd, named])
+@pytest.mark.parametrize("old", [False, True], ids=["zip", "before zip"])
+def test_what_people_save_becomes_a_checkpoint(tmp_path: Path, form: str, make: Any, old: bool) -> None:
+    model = plain_net()
+    optimizer = make(model)
+    train(model, optimizer, None, 2)
+    torch.save(FORMS[form](model, optimizer), tmp_path / "f.pt", _use_new_zipfile_serialization=not old)
+    done = converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
+    other = plain_net()
+    again = make(other)
+    back = restored(done.target, other, again)
+    assert back.version == (5 if form == "numbered" else 0)
+    if form == "numbered":
+        assert facts(other, again) == facts(model, optimizer)
+        assert bool(done.notes) is (make is sgd)  # that names were guessed is said
+    else:
+        assert same(other.parameters(), model.parameters())
+
+
+def test_numbers_that_could_mean_anything_are_refused_unless_nobody_wants_them(tmp_path: Path) -> None:
+    model = Net()
+    torch.save({"model": model.state_dict(), "optimizer": adamw(model).state_dict()}, tmp_path / "f.pt")
+    with pytest.raises(CheckpointError, match="nobody can tell which is which"):
+        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
+    assert not converted(tmp_path / "f.pt", tmp_path / "new", "dcp", optimizer=False).optimizer
+
+
+class _Evil:
+    def __reduce__(self) -> Any:
+        return Path.touch, (Path(self.target),)
+
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+
+def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "args": _Evil(tmp_path / "ran")}, tmp_path / "f.pt")
+    with pytest.raises(CheckpointError, match="without running code"):
+        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.pt"]
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x10" + b"\0" * 7 + b"{"])
+def test_a_file_that_is_nothing_is_refused(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "f").write_bytes(content)
+    with pytest.raises(CheckpointError):
+        converted(tmp_path / "f", tmp_path / "new", "dcp")
+    assert not (tmp_path / "new").exists()
+
+
+# ---------------------------------------------------------------------------------------------- refusals
+
+
+def test_a_damaged_checkpoint_is_not_converted(tmp_path: Path, checkpoint: Path) -> None:
+    data = bytearray((checkpoint / "__0_0.distcp").read_bytes())
+    data[len(data) // 2] ^= 1
+    (checkpoint / "__0_0.distcp").write_bytes(data)
+    with pytest.raises(CheckpointError, match="is damaged"):
+        converted(checkpoint, tmp_path / "new", "torch")
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_a_disk_that_keeps_something_else_is_noticed_and_the_old_file_stays(
+    tmp_path: Path, checkpoint: Path, to: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flipped(tensor: Tensor) -> memoryview:
+        data = bytearray(tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        data[0] ^= 1
+        return memoryview(data)
+
+    (tmp_path / "file").write_text("old")
+    monkeypatch.setattr(safetensors_file if to == "safetensors" else torch_file, "bytes_of", flipped)
+    with pytest.raises(CheckpointError, match="is not what was written"):
+        converted(checkpoint, tmp_path / "file", to, force=True)
+    assert (tmp_path / "file").read_text() == "old"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", checkpoint.name]
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_an_old_target_is_replaced_only_if_that_is_wanted(tmp_path: Path, checkpoint: Path, to: str) -> None:
+    (tmp_path / "file").write_text("old")
+    with pytest.raises(UsageError, match="--force"):
+        converted(checkpoint, tmp_path / "file", to)
+    assert (tmp_path / "file").read_text() == "old"
+    assert converted(checkpoint, tmp_path / "file", to, force=True).target.stat().st_size > 1000
+
+
+def test_whatever_interrupts_it_leaves_nothing_behind(tmp_path: Path, checkpoint: Path) -> None:
+    def interrupted(_what: str, _total: int | None) -> Any:
+        def told(_count: int) -> None:
+            if _what == "writing":
+                raise KeyboardInterrupt
+
+        return told
+
+    torch.save({"model": {"w": torch.ones(1)}}, tmp_path / "f.pt")
+    before = sorted(tmp_path.rglob("*"))
+    for source, target, to in (
+        (checkpoint, tmp_path / "a", "torch"),
+        (checkpoint, tmp_path / "b", "safetensors"),
+        (tmp_path / "f.pt", tmp_path, "dcp"),
+    ):
+        with pytest.raises(KeyboardInterrupt):
+            convert(source, target, to, watch=interrupted)  # type: ignore[arg-type]
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_checkpoint_of_another_framework_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
+    text = (checkpoint / MANIFEST).read_text()
+    manifest = Manifest.load(checkpoint)
+    other = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__} | {"framework": "megatron"}
+    (checkpoint / MANIFEST).write_text(Manifest(**other).to_json())
+    with pytest.raises(CheckpointError, match="megatron"):
+        converted(checkpoint, tmp_path / "new", "torch")
+    (checkpoint / MANIFEST).write_text(text)
+    with pytest.raises(CheckpointError, match="for which safetensors has no name"):
+        converted(sharded(tmp_path / "c", {"a": torch.zeros(3, dtype=torch.complex128)}), tmp_path / "n", "safetensors")
+    with pytest.raises(CheckpointError, match="no state of an optimizer"):
+        converted(tmp_path / "c", tmp_path / "n", "torch", optimizer=True)
+    with pytest.raises(UsageError, match="is the name of step 3"):
+        torch.save({"w": torch.ones(1)}, tmp_path / "f.pt")
+        converted(tmp_path / "f.pt", tmp_path / checkpoint.name, "dcp", step=4)
+
+
+def test_a_missing_library_is_named(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ConfigError, match=r"ttp-ft\[convert\]"):
+        converted(checkpoint, tmp_path / "new", "safetensors")
+
+
+# ---------------------------------------------------------------------------------------------- memory
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_one_tensor_at_a_time_is_in_memory(tmp_path: Path, to: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tensor that is being written, what was read before it only if nobody has collected it yet."""
+    alive: weakref.WeakSet[Any] = weakref.WeakSet()
+    most = 0
+    assemble = from_checkpoint._assemble
+
+    def counting(path: Path, chunks: Any) -> Tensor:
+        nonlocal most
+        tensor = assemble(path, chunks)
+        gc.collect()
+        alive.add(tensor.untyped_storage())
+        most = max(most, len(alive))
+        return tensor
+
+    monkeypatch.setattr(from_checkpoint, "_assemble", counting)
+    converted(sharded(tmp_path / "c", {f"{n}": torch.randn(9, 9) for n in "acdef"}), tmp_path / "new", to)
+    assert 1 <= most <= 2
