@@ -11,7 +11,7 @@ def connected(world_size: int) -> bool:
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() == world_size
 
 
-def all_gather_bytes(data: bytes) -> list[bytes]:
+def gather_bytes(data: bytes) -> list[bytes]:
     """The ``data`` of every rank, by rank. Costs world size times the longest in memory."""
     size = torch.tensor([len(data)], device=_device())
     sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size())]
