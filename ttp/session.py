@@ -88,7 +88,8 @@ class Session:
             raise UsageError("wrap_optimizer() was called twice in this process: wrap one optimizer per process")
         if self.enabled:
             env = RankEnv.from_env()
-            self.start_processor(env, layout or adapter.layout(env.world_size), adapter.source, save_dir)
+            found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
+            self.start_processor(env, layout or found, adapter.source, save_dir)
             assert self.processor is not None
             adapter.attach(self.processor)
         self.adapter, self.save_dir = adapter, save_dir

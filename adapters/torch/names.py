@@ -112,6 +112,16 @@ class ModelNames:
             )
 
 
+def module_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """What ``module.state_dict(keep_vars=True)`` would show of tensors, without running any of its hooks."""
+    found: dict[str, Tensor] = {}
+    for raw, _, owner in _walk(module):
+        found.update((raw + key, value) for key, value in owner._parameters.items() if value is not None)
+        kept = ((k, v) for k, v in owner._buffers.items() if k not in owner._non_persistent_buffers_set)
+        found.update((raw + key, value) for key, value in kept if value is not None)
+    return found
+
+
 def _walk(module: nn.Module, raw: str = "", name: str = "") -> Iterator[tuple[str, str, nn.Module]]:
     """Every module with its prefix as torch spells it and as the checkpoint does."""
     yield raw, name, module

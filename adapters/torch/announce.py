@@ -1,0 +1,194 @@
+"""What a rank says of the pieces of the training state that it holds: see ``discovery``."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adapters.torch import cuts
+from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.cuts import Ranks
+from ttp.adapters.torch.names import module_tensors
+from ttp.adapters.torch.sharding import Parts
+from ttp.core.layout import Rank, Shard, compact_ranks
+from ttp.errors import ConfigError
+from ttp.store.encoding import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor, or one extra state, of this rank.
+
+    Args:
+        name: as in the checkpoint, with ``model.`` or ``extra.`` in front.
+        shape: of the whole.
+        cut: the ranks it is cut among.
+        part: what is here of it, as text: offsets and sizes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Ranks
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What one rank says of one of its shards.
+
+    Args:
+        names: digest of what it is about: names and whole shapes.
+        parts: digest of that, and of which part of each is here.
+        label: the shard of an explicit layout; empty: nobody has named it.
+    """
+
+    names: str
+    parts: str
+    label: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What one rank says.
+
+    Args:
+        shards: what it holds.
+        scopes: the lowest rank of each group of ranks that it trains with; all members of a group say the same.
+        stages: numbers of the pipeline stages that it runs.
+        groups: digest of the optimizer's param groups.
+    """
+
+    shards: tuple[Said, ...]
+    scopes: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    groups: str = ""
+
+    def encode(self) -> bytes:
+        """For ``decode`` on other ranks."""
+        said = [[s.names, s.parts, s.label] for s in self.shards]
+        return encode([said, list(self.scopes), list(self.stages), self.groups])
+
+    @classmethod
+    def decode(cls, data: bytes) -> View:
+        """Inverse of ``encode``."""
+        said, scopes, stages, groups = decode(data)
+        return cls(tuple(Said(*shard) for shard in said), tuple(scopes), tuple(stages), groups)
+
+
+Key = Ranks | str
+"""What the entries of one shard of this rank have in common: how they are cut, or the shard of an explicit layout."""
+
+
+def held(parts: Parts, rank: int) -> dict[Key, list[Entry]]:
+    """The entries of this rank, by what will be its shards.
+
+    Raises:
+        ConfigError: an explicit layout does not say where a parameter belongs.
+    """
+    found: dict[Key, list[Entry]] = defaultdict(list)
+    if parts.layout is None:
+        for entry in (*_parameters(parts), *_others(parts)):
+            found[entry.cut].append(entry)
+    else:
+        for entry in _parameters(parts):
+            found[label_of(parts, entry.name.removeprefix("model."), rank)].append(entry)
+    return found
+
+
+def view_of(parts: Parts, shards: Mapping[Key, Iterable[Entry]]) -> View:
+    """What to say of ``shards``, in their order."""
+    said = tuple(_said(key, entries) for key, entries in shards.items())
+    scopes = sorted({min(ranks) for ranks in _scopes(parts.model) if ranks})
+    groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
+    return View(said, tuple(scopes), _stages(parts.model), _digest(groups))
+
+
+def label_of(parts: Parts, name: str, rank: int) -> Shard:
+    """The shard of an explicit layout to which a parameter of this rank belongs.
+
+    Raises:
+        ConfigError: this rank holds several and nobody says which, or holds it not.
+    """
+    assert parts.layout is not None
+    mine = parts.layout.shards_of(Rank(rank))
+    if parts.shard_of is None and len(mine) == 1:
+        return mine[0]
+    if parts.shard_of is None:
+        raise ConfigError(
+            f"in the layout rank {rank} holds {len(mine)} shards ({', '.join(mine[:4])}): give wrap_optimizer() "
+            "shard_of=, a function from the name of a parameter to its shard"
+        )
+    shard = Shard(parts.shard_of(name))
+    if shard not in mine:
+        raise ConfigError(
+            f"shard_of says that {name} belongs to {shard!r}, which rank {rank} does not hold in the layout: it holds "
+            f"{', '.join(mine[:4])}"
+        )
+    return shard
+
+
+# ------------------------------------------------------------------------------------------------------- what there is
+
+
+def _parameters(parts: Parts) -> Iterator[Entry]:
+    for name, parameter in parts.names.parameters.items():
+        cut, stored = parts.cutter.cut(name, parameter), parts.cutter.stored(name, parameter)
+        yield Entry(f"model.{name}", parts.cutter.shape(name, parameter), cut, _text(stored))
+
+
+def _others(parts: Parts) -> Iterator[Entry]:
+    """What is no parameter and still has to be saved by somebody: buffers, extra states, averages."""
+    for name, buffer in parts.names.buffers.items():
+        yield Entry(f"model.{name}", tuple(buffer.shape), cuts.cut_among(buffer), _text(cuts.stored(buffer)))
+    for name in parts.names.extra_states:
+        yield Entry(f"model.{name}", (), (), "")
+    for key, module in parts.modules.items():
+        for name, tensor in module_tensors(module).items():
+            shape, part = tuple(tensor.shape), _text(cuts.stored(tensor))
+            yield Entry(f"extra.{key}.{name}", shape, cuts.cut_among(tensor), part)
+
+
+def _text(stored: Stored) -> str:
+    chunks = stored if isinstance(stored, tuple) else (stored,)
+    return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if isinstance(c, Chunk) and c.tensor.numel()])
+
+
+def _said(key: Key, entries: Iterable[Entry]) -> Said:
+    listed = sorted((e.name, list(e.shape), e.part) for e in entries)
+    return Said(_digest([row[:2] for row in listed]), _digest(listed), key if isinstance(key, str) else "")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
+
+
+def _scopes(model: nn.Module) -> Iterator[Ranks]:
+    """The groups of ranks that train parts of this model together, as far as they show."""
+    for module in model.modules():
+        if isinstance(module, DistributedDataParallel):
+            yield tuple(dist.get_process_group_ranks(module.process_group))
+    yield from {cuts.mesh_ranks(parameter) for parameter in model.parameters()}
+
+
+def _stages(model: nn.Module) -> tuple[int, ...]:
+    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it."""
+    library = sys.modules.get("torch.distributed.pipelining.stage")
+    if library is None:
+        return ()
+    own = set(map(id, model.modules()))
+    stages = [thing for thing in gc.get_objects() if isinstance(thing, library._PipelineStageBase)]
+    return tuple(sorted({stage.stage_index for stage in stages if id(stage.submod) in own}))
+
+
+def describe(view: View, rank: int) -> str:
+    """For messages."""
+    return f"rank {rank}" + (f" (pipeline stage {compact_ranks(view.stages)})" if view.stages else "")
