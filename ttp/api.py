@@ -191,6 +191,7 @@ def restore() -> int:
         The restored version, i.e. the number of finished updates; 0 when there is nothing to restore.
 
     Raises:
+        ConfigError: a checkpoint that this job has committed has vanished: nobody's steps are thrown away unasked.
         RestoreError: the ranks do not see one common checkpoint; the text says who saw what.
         CheckpointError: the checkpoint belongs to another model; names and shapes are listed.
         UsageError: ``wrap_optimizer`` was not called.

@@ -609,6 +609,69 @@ def test_nothing_found_is_a_fresh_start() -> None:
     assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (0, "")
 
 
+def restarted(save_dir: str = "/save", again: str = "/save") -> Talk:
+    """Version 7 was committed by an incarnation of this job; the next one has formed."""
+    talk = Talk(grid(1, 2), formed=False)
+    for rank in range(2):
+        talk.hello(rank, save_dir=save_dir)
+    talk.accuse(1, m.FaultKind.EXITED)
+    talk.frozen(0, 7)
+    talk.saved(0)
+    talk.committed(0)
+    talk.lost(0)
+    restart(talk, 1, again)
+    return talk
+
+
+def restart(talk: Talk, launch: int, save_dir: str = "/save") -> None:
+    for rank in range(2):
+        talk.streams[rank] += 10
+        talk.hello(rank, launch=launch, nonce=f"n{rank}.{launch}", save_dir=save_dir)
+    assert talk.machine.stage == "training" and talk.machine.job.incarnation == launch + 1
+
+
+def test_what_was_committed_may_not_vanish() -> None:
+    """An unmounted directory looks like an empty one."""
+    talk = restarted()
+    talk.report(0, view(0, (5, "b")))
+    talk.report(1, view(1, (5, "b")))
+    decision = talk.orders(m.RestoreDecision)[0]
+    assert decision.version == 7 and "step 7 was committed as /save/step, and the newest that all" in decision.error
+    assert talk.machine.base_version == 0
+
+
+def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
+    talk = restarted()
+    talk.accuse(0, m.FaultKind.EXITED)
+    talk.frozen(1, 0)
+    talk.lost(1)
+    restart(talk, 2)
+    talk.report(0, view(0))
+    talk.report(1, view(1))
+    assert "the ranks find no checkpoint at all" in talk.orders(m.RestoreDecision)[0].error
+
+
+def test_what_is_there_but_damaged_has_not_vanished() -> None:
+    talk = restarted()
+    talk.report(0, view(0, (5, "b")))
+    talk.report(1, replace(view(1, (5, "b")), skipped=("/save/step: its digest is wrong",)))
+    assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (5, "")
+
+
+def test_what_one_rank_has_seen_has_not_vanished() -> None:
+    talk = restarted()
+    talk.report(0, view(0, (7, "a"), (5, "b")))
+    talk.report(1, view(1, (5, "b")))
+    assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (5, "")
+
+
+def test_another_directory_is_another_job() -> None:
+    talk = restarted(again="/other")
+    talk.report(0, view(0))
+    talk.report(1, view(1))
+    assert talk.orders(m.RestoreDecision)[0].error == ""
+
+
 # ------------------------------------------------------------------------------------------------------------------ end
 
 

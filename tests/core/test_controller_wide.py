@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.core.talk import PATIENCE, Talk, hello
+from tests.core.talk import PATIENCE, Talk, hello, line
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId, Received
 from ttp.core.controller_machine import ControllerMachine
@@ -378,6 +378,23 @@ def test_storage_that_takes_nothing_has_failed() -> None:
     assert "[replan] [plan] Save" in said
     assert "took no byte for 60 s (TTP_STALL_S)" in talk.facts("save_failed")["text"]
     assert first in talk.machine.incident.failures  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("stage", ["saving", "committing"])
+def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str) -> None:
+    """Where there is another place."""
+    talk = fallback_world(stall_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    for order in talk.orders(m.Save) if stage == "committing" else ():
+        talk.saved(order.rank)
+    assert talk.machine.stage == stage
+    said = talk.after(60)
+    assert "[fallback] [plan] Save" in said and "[replan]" not in said
+    assert {order.directory for order in talk.orders(m.Save)} == {"/spare"}
+    talk.after(60)
+    assert "[fallback]" not in line(talk.said), "there is no third place"
+    assert {order.directory for order in talk.orders(m.Save)} == {"/spare"}
 
 
 def test_a_commit_that_hangs_is_given_to_another() -> None:

@@ -283,6 +283,8 @@ class ControllerMachine:
         for rank in sorted(self.job.live):
             text = "a new incarnation of the job has started"
             self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
+        same_job = (hello.run_id, hello.save_dir) == (self.job.run_id, self.job.save_dir)
+        self._restoring.expect(self._rescue.saving.last_commit, same_job=same_job)
         self.job.start_incarnation(hello)
         self._forget_incarnation()
         self._hangs.reset(now)
@@ -438,7 +440,7 @@ class ControllerMachine:
 
     def _viewed(self, view: m.RestoreView) -> None:
         self._restoring.viewed(view)
-        if self._restoring.decision is not None:
+        if self._restoring.decision is not None and not self._restoring.decision.error:
             self._rescue.base_version = max(self._rescue.base_version, self._restoring.decision.version)
 
     def _goodbye(self, member: Member, report: m.Goodbye) -> None:

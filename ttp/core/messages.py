@@ -375,7 +375,10 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class RestoreDecision:
-    """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank."""
+    """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
+
+    An error with a version: that one was committed and has vanished, which only an operator can mend.
+    """
 
     rank: Rank
     term: int

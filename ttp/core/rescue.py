@@ -219,7 +219,8 @@ class Rescue:
         if incident.waiting and now >= incident.expire_check_at:
             self._expire_answers(incident, now)
         incident.end_pauses(now)
-        self.saving.stalled(incident, p.stall_s, now)
+        if self.saving.stalled(incident, p.stall_s, now):
+            self._elsewhere(incident, now)  # another rank would wait as long for the same storage
         if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 

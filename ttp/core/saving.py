@@ -198,9 +198,10 @@ class Saving:
         if known is not None and known[0] != size:
             incident.progress[rank] = (size, now)
 
-    def stalled(self, incident: Incident, patience_s: float, now: float) -> None:
-        """Storage that takes no byte for too long has failed, whether it says so or not."""
+    def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
+        """Storage that takes no byte for too long has failed, whether it says so or not. Returns whether it has."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
+        failed = len(incident.failures)
         for rank in self._writing(incident):
             if now < incident.progress.get(rank, (0, now))[1] + patience_s:
                 continue
@@ -209,6 +210,7 @@ class Saving:
                 self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text))
             else:
                 self.save_failed(incident, m.SaveFailed(rank, incident.id, incident.pending[rank].generation, text))
+        return len(incident.failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
         """Since when the slowest of those that write has written nothing; None: nobody writes."""

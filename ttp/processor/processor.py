@@ -179,6 +179,7 @@ class Processor:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:
+            ConfigError: what the job has committed has vanished.
             RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
         """
         self._inbox.put(pm.RestoreWanted(candidates, skipped))
@@ -190,7 +191,7 @@ class Processor:
                 "every rank must call ttp.restore()"
             ) from None
         if decision.error:
-            raise RestoreError(decision.error)
+            raise ConfigError(decision.error) if decision.version else RestoreError(decision.error)
         return decision
 
     def report(self, kind: m.FaultKind, text: str, detail: str = "", then: int | None = None) -> None:
