@@ -101,9 +101,16 @@ class Driver:
             self._perform(action)
         self._plan_timer()
 
-    def accuse(self, ranks: tuple[Rank, ...], kind: m.FaultKind, reason: str, pids: tuple[int, ...]) -> None:
-        """Evidence from outside."""
-        self.feed(ce.Accused(ranks, kind, reason, pids))
+    def accuse(
+        self,
+        ranks: tuple[Rank, ...],
+        kind: m.FaultKind,
+        reason: str,
+        pids: tuple[int, ...],
+        pages: tuple[m.Mirror, ...] = (),
+    ) -> None:
+        """Evidence from outside, with what is left of dead ranks."""
+        self.feed(ce.Accused(ranks, kind, reason, pids, pages))
 
     async def save(self, reason: str) -> ce.AnswerSave:
         """A checkpoint now; returns when it is committed or refused."""

@@ -28,7 +28,7 @@ from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.wire import limits
 from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
-from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, parse_report
+from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
@@ -102,6 +102,7 @@ class ControllerService(rpc.ControllerServicer):
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "pids and ranks must have the same length")
         try:
             kind = enum_from_wire(m.FaultKind, request.kind) if request.kind else m.FaultKind.OUTSIDE
+            pages = pages_from_wire(request.pages)
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
@@ -110,7 +111,7 @@ class ControllerService(rpc.ControllerServicer):
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
         reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
-        self._driver.accuse(meant.ranks, kind, reason, pids)
+        self._driver.accuse(meant.ranks, kind, reason, pids, pages)
         text = (
             f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )

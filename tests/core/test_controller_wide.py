@@ -9,7 +9,7 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk, hello, line
 from ttp.core import messages as m
-from ttp.core.controller_events import ConnectionId, Received
+from ttp.core.controller_events import Accused, ConnectionId, Received
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
@@ -269,6 +269,44 @@ def test_a_page_is_passed_to_the_next_host_and_used_when_its_own_is_lost() -> No
     talk.saved(0)
     talk.saved(1)
     assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_what_a_dead_rank_has_left_on_its_host_goes_to_one_that_lives() -> None:
+    """The launcher of that host hands it over with the news."""
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    said = talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
+    assert said.endswith("Keep:0,0")
+    assert talk.orders(m.Keep)[1] == m.Keep(Rank(0), 1, Rank(3), Version(7), True, 1, b"page")
+    talk.frozen_all()
+    assert {order.rank: order.order.pages for order in talk.orders(m.Save)} == {0: (0, 1, 2, 3)}
+    talk.saved(0)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_it_comes_before_the_commit_though_after_the_plan() -> None:
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    talk.lost(3)
+    talk.frozen_all()
+    talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
+    talk.saved(0)
+    (late,) = talk.orders(m.Save)
+    assert late.order.pages == (2, 3)
+    talk.saved(late.rank, late.generation)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+@pytest.mark.parametrize("wrong", [page(1), page(2, incarnation=9), page(99)], ids=["lives", "incarnation", "nobody"])
+def test_nobody_else_is_inherited_from(wrong: m.Mirror) -> None:
+    talk = Wide(grid(1, 4))
+    assert "Keep" not in talk.event(Accused((Rank(2),), m.FaultKind.EXITED, "seen", (102,), (wrong,)))
+
+
+def test_a_mirrored_page_is_kept_up_to_date_where_it_is() -> None:
+    talk = Wide(grid(1, 4))
+    assert talk.report(3, page(3)) == "Keep:1"
+    assert talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(3),))).endswith("Keep:1")
 
 
 def planned_before_all_have_answered() -> Wide:

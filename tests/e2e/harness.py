@@ -46,6 +46,8 @@ class Job:
     env: dict[str, str] = field(default_factory=dict)
     flags: list[str] = field(default_factory=list)
     nodes: list[list[str]] = field(default_factory=lambda: [[]])
+    hosts: list[str] = field(default_factory=list)
+    """Name of each node's host; none: all are this one."""
     protected: bool = True
     port: int = 0
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
@@ -71,7 +73,7 @@ class Job:
         local = str(self.ranks // len(self.nodes))
         self.log = self.directory / "launcher.log"
         self.processes = []
-        for node in self.nodes:
+        for index, node in enumerate(self.nodes):
             restarts = ["--max-restarts", str(self.max_restarts)]
             command = [*program, *flags, *node, "--nproc-per-node", local, *restarts, str(JOB)]
             # The launcher's pid is known to the workers through a shell that becomes the launcher.
@@ -79,10 +81,20 @@ class Job:
             with self.log.open("a") as out:
                 self.processes.append(
                     subprocess.Popen(
-                        wrapped, env=base, stdout=out, stderr=subprocess.STDOUT, text=True, start_new_session=True
+                        wrapped,
+                        env=base | self._place(index),
+                        stdout=out,
+                        stderr=subprocess.STDOUT,
+                        text=True,
+                        start_new_session=True,
                     )
                 )
         return self
+
+    def _place(self, node: int) -> dict[str, str]:
+        if not self.hosts:
+            return {}
+        return {"TTP_HOST": self.hosts[node], "TTP_RUN_DIR": str(self.directory / "run" / self.hosts[node])}
 
     def wait(self, timeout_s: float = 240) -> int:
         deadline = time.monotonic() + timeout_s

@@ -235,6 +235,27 @@ def test_two_nodes_save_and_resume_together(
     assert_saved_and_identical(job, unbroken, [{3}, {0}])
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
+@pytest.mark.parametrize("per_host", [1, 2])
+def test_what_a_host_leaves_that_has_lost_all_its_ranks(
+    make_job: MakeJob, unbroken: Unbroken, launcher: str, per_host: int
+) -> None:
+    """Nobody but its launcher can read their pages; without them their random streams would begin anew."""
+    port, ranks = str(free_port()), 2 * per_host
+    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    victims = list(range(per_host, ranks))
+    fault = {"id": "host", "ranks": victims, "step": 5, "phase": "backward", "action": "kill", "together": True}
+    job = make_job(
+        ranks=ranks, launcher=launcher, steps=9, max_restarts=3, faults=[fault], nodes=nodes, hosts=["one", "two"]
+    )
+    assert job.run(TIMEOUT_S - 60) == 0, job.story()
+    committed = job.directory / "checkpoints" / f"tft_saved_checkpoints-step_{job.committed()[0]}"
+    assert json.loads((committed / "manifest.json").read_text())["missing_pages"] == []
+    assert_saved_and_identical(job, unbroken, [set(victims)])
+
+
 @pytest.mark.timeout(TIMEOUT_S)
 def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
     fault = {"id": "kill", "rank": 2, "step": 4, "phase": "backward", "action": "kill"}

@@ -34,6 +34,7 @@ class Stub(ControllerServicer):
         self._check(context)
         said = {"ranks": list(request.ranks), "pids": list(request.pids), "reason": request.reason}
         said["kind"] = wire.FaultKind.Name(request.kind)
+        said["pages"] = [[page.rank, page.version, page.data.decode()] for page in request.pages]
         with self._faults.open("a") as file:
             file.write(json.dumps(said) + "\n")
         return wire.ReportFaultResponse()

@@ -19,6 +19,7 @@ from ttp.launch.host import Host
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.processor.futex import DIED
 from ttp.processor.lookout import REASON
+from ttp.processor.pages import PageWriter
 from ttp.processor.sentinel import FILE_BYTES, SEATS, pack_header, process_start, sentinel_name, word_at
 
 LONG_S = 20.0
@@ -183,6 +184,19 @@ def test_the_controller_hears_of_the_death_and_then_of_its_kind(
     reasons = [fault["reason"] for fault in controller.faults]
     assert sorted(reasons) == [REASON, "killed by signal 9 (SIGKILL)"]
     assert {fault["pids"][0] for fault in controller.faults} == {owner.pid}
+
+
+def test_the_last_one_of_a_host_leaves_its_page(host: Host, controller: Controller, start: Start, pages: Path) -> None:
+    owner = start(0)
+    writer = PageWriter(pages, 0, incarnation=7)
+    writer._pid = owner.pid
+    writer.set_incarnation(7)
+    writer.write(5, True, [b"its dice"])
+    host.watch({0: owner.process})
+    owner.kill()
+    until(lambda: len(controller.faults) == 2)
+    assert sorted((fault["pages"] for fault in controller.faults), key=len) == [[], [[0, 5, "its dice"]]]
+    writer.close(unlink=True)
 
 
 def test_whom_the_launcher_stops_is_not_accused(host: Host, controller: Controller, start: Start) -> None:

@@ -72,12 +72,13 @@ class SaveRequested:
 
 @dataclass(frozen=True, slots=True)
 class Accused:
-    """Evidence from outside of the job against some ranks."""
+    """Evidence from outside of the job against some ranks; ``pages`` are what is left of dead ones."""
 
     ranks: tuple[Rank, ...]
     kind: m.FaultKind
     reason: str
     pids: tuple[int, ...] = ()
+    pages: tuple[m.Mirror, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

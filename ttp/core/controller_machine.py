@@ -357,6 +357,8 @@ class ControllerMachine:
             else:
                 self.job.condemn(rank, text)
             self._rescue.fault(rank, event.kind, text, now, witness=OUTSIDER)
+        for page in event.pages:
+            self._mirrors.hand_over(page)
         if not self.job.live:
             self._quiet_since = now
 

@@ -3,6 +3,8 @@
 What only one rank has lies in the memory of its host and is lost with it. Switched on (``TTP_MIRROR``), every rank
 sends its page with each update, the controller passes it on to a rank of the next host, and that one can add it to a
 checkpoint. The controller keeps nothing.
+
+Where only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not.
 """
 
 from __future__ import annotations
@@ -38,9 +40,23 @@ class Mirrors:
         buddy = self._buddies.get(page.rank)
         if buddy is None or page.incarnation != self._job.incarnation:
             return
-        self.kept[page.rank] = buddy
+        self._send(buddy, page)
+
+    def hand_over(self, page: m.Mirror) -> None:
+        """What a dead rank has left on its host goes to one that lives: who has its earlier pages, else anybody."""
+        job = self._job
+        if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
+            return
+        keeper = self.kept.get(page.rank)
+        if keeper not in job.live:
+            keeper = min(job.live, default=None)
+        if keeper is not None:
+            self._send(keeper, page)
+
+    def _send(self, keeper: Rank, page: m.Mirror) -> None:
+        self.kept[page.rank] = keeper
         self._outbox.send_to(
-            buddy, m.Keep(buddy, self._job.term, page.rank, page.version, page.final, page.incarnation, page.data)
+            keeper, m.Keep(keeper, self._job.term, page.rank, page.version, page.final, page.incarnation, page.data)
         )
 
     def _choose(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from ttp.core.messages import Mirror
 from ttp.launch.presence import channel_options, target
 
 logger = logging.getLogger("ttp.launch")
@@ -20,13 +22,17 @@ class FaultReporter:
         address: host of the controller, as the ranks know it.
         port: its port.
         token: the job's shared secret; may be empty.
+        pages_after: what is to be handed over when a rank has died; must not raise.
     """
 
-    def __init__(self, address: str, port: int, token: str) -> None:
+    def __init__(
+        self, address: str, port: int, token: str, pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: ()
+    ) -> None:
         import grpc
 
         from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
+        self._pages_after = pages_after
         self._metadata = (("ttp-token", token),)
         self._channel = grpc.insecure_channel(target(address, port), options=channel_options())
         self._channel.subscribe(lambda _state: None, try_to_connect=True)
@@ -37,6 +43,14 @@ class FaultReporter:
         from ttp.wire.v1 import controller_pb2 as wire
 
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
+        for page in self._pages_after(rank):
+            request.pages.add(
+                rank=page.rank,
+                version=page.version,
+                final=page.final,
+                incarnation=page.incarnation,
+                data=page.data,
+            )
         try:
             call = self._stub.ReportFault.future(
                 request, timeout=TIMEOUT_S, metadata=self._metadata, wait_for_ready=True

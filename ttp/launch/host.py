@@ -15,6 +15,7 @@ from typing import Any
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch.controller_keeper import ControllerKeeper
+from ttp.launch.dead_pages import DeadPages
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
 from ttp.launch.leases import Leases
@@ -34,7 +35,7 @@ GRACE_S = 30.0
 
 
 class Host:
-    """Patience with saving workers, witness of their deaths, and (on the first node) the controller.
+    """Patience with saving workers, witness of their deaths, heir of their pages, on the first node the controller.
 
     Args:
         config: settings; ``config.port`` is set.
@@ -43,6 +44,7 @@ class Host:
 
     def __init__(self, config: Config, run_dir: Path) -> None:
         self._config = config
+        self._run_dir = run_dir
         self._leases = Leases(run_dir)
         self._keeper = ControllerKeeper(config, run_dir)
         self._keeps = False
@@ -76,9 +78,11 @@ class Host:
         assert self._config.port is not None
         if self._reporter is not None:
             self._reporter.close()
-        self._reporter = FaultReporter(self._address, self._config.port, self._config.token)
+        pids = {rank: worker.pid for rank, worker in workers.items()}
+        pages = DeadPages(self._run_dir, pids)
+        self._reporter = FaultReporter(self._address, self._config.port, self._config.token, pages.after)
         self._watch.watch(workers, self._reporter)
-        self._sentinels.watch({rank: worker.pid for rank, worker in workers.items()}, self._on_death)
+        self._sentinels.watch(pids, self._on_death)
 
     def hold(self, workers: Workers) -> None:
         """A worker failed, or the group is to be restarted: return when the survivors may be stopped.

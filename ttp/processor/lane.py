@@ -33,6 +33,14 @@ class Lane:
             self._thread.start()
         self._jobs.put(job)
 
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait for the jobs that are there already; false when they take longer."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout_s)
+
     @property
     def busy(self) -> bool:
         """A job is running now."""

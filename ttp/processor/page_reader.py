@@ -66,6 +66,28 @@ def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page
         return f"page {page_dir / name} cannot be used: {problem}"
 
 
+def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, list[Page]]:
+    """Read what the process ``pid`` stored as ``rank``, whichever versions these are.
+
+    Returns:
+        The incarnation that it belonged to, and its newest ``count`` versions that are whole, the oldest first; none
+        when there is no page of that process. Never raises for what is on the disk.
+    """
+    try:
+        with open_directory(page_dir) as directory:
+            fd = os.open(page_name(rank), os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
+            try:
+                _, _, _, owner, incarnation = HEADER.unpack_from(
+                    os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
+                )
+                reader = _Reader(fd, rank, incarnation)
+                return incarnation, reader.read_newest(count) if owner == pid else []
+            finally:
+                os.close(fd)
+    except (OSError, MemoryError, UnsafeError, _BadPageError):
+        return 0, []
+
+
 class _BadPageError(Exception):
     """Why a slot or a file cannot be believed."""
 
@@ -99,6 +121,13 @@ class _Reader:
             if page is not None:
                 return page
         return f"the page of rank {self.rank} does not hold version {version}: " + "; ".join(self.reasons)
+
+    def read_newest(self, count: int) -> list[Page]:
+        self._check_header()
+        self.size = os.fstat(self.fd).st_size
+        versions = sorted({body.version for body in map(self._try_body, range(SLOTS)) if body is not None})
+        found = (self._newest_whole(version) for version in versions)
+        return [page for page in found if page is not None][-count:]
 
     def _check_header(self) -> None:
         check_ours(os.fstat(self.fd), stat.S_ISREG, "a plain file")

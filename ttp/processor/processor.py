@@ -63,6 +63,9 @@ MIRROR_BACKLOG = 16
 """Reports on their way; with more of them pages wait, and only the newest are sent."""
 MIRROR_POLL_S = 0.01
 
+KEEP_S = 1.0
+"""How long a save waits for pages of other hosts that are just being put into memory."""
+
 LOOK_S = 0.2
 """A rank whose state takes longer to look at acknowledges a freeze first."""
 
@@ -519,6 +522,7 @@ class Processor:
         try:
             draft = self.directory(order) / order.draft
             draft.mkdir(parents=True, exist_ok=True)
+            self._keeper.wait_done(KEEP_S)  # pages of dead ranks may have come a moment ago
             pieces = self.source.write_pieces(
                 order=order.order,
                 version=order.version,

@@ -11,6 +11,7 @@ import enum
 import re
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -28,6 +29,7 @@ __all__ = [
     "enum_to_wire",
     "order_from_wire",
     "order_to_wire",
+    "pages_from_wire",
     "parse_report",
     "report_from_wire",
     "report_to_wire",
@@ -77,6 +79,15 @@ def order_from_wire(message: pb.ControllerOrder) -> m.Order:
         WireError: the message is empty or holds a value that this version does not know.
     """
     return typing.cast(m.Order, _one_of(message, "order", _ORDER_TYPES))
+
+
+def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[m.Mirror, ...]:
+    """Pages that a launcher hands over.
+
+    Raises:
+        WireError: one of them makes no sense.
+    """
+    return tuple(typing.cast(m.Mirror, _from_wire(m.Mirror, message)) for message in messages)
 
 
 def enum_to_wire(value: enum.Enum) -> int:

@@ -1453,6 +1453,7 @@ class ReportFaultRequest(google.protobuf.message.Message):
     REASON_FIELD_NUMBER: builtins.int
     KIND_FIELD_NUMBER: builtins.int
     PIDS_FIELD_NUMBER: builtins.int
+    PAGES_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
     reason: builtins.str
@@ -1463,6 +1464,10 @@ class ReportFaultRequest(google.protobuf.message.Message):
     def pids(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]:
         """same length as ranks, or empty"""
 
+    @property
+    def pages(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Mirror]:
+        """of dead ranks of a host on which nobody else is left to read them"""
+
     def __init__(
         self,
         *,
@@ -1471,8 +1476,9 @@ class ReportFaultRequest(google.protobuf.message.Message):
         reason: builtins.str = ...,
         kind: global___FaultKind.ValueType = ...,
         pids: collections.abc.Iterable[builtins.int] | None = ...,
+        pages: collections.abc.Iterable[global___Mirror] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "kind", b"kind", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 

@@ -1,0 +1,64 @@
+"""Rank-local pages of workers that have died, for when nobody is left on this host to read them.
+
+The page of a dead rank stays in the host's shared memory. Usually another rank of the host adds it to the checkpoint.
+With one rank on each host, or when all of them die together, only the launcher is left: it hands the pages over with
+the news of the death, so that whoever saves elsewhere has them before it needs them.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Mirror
+from ttp.processor.mirror import PAGE_BYTES_MAX, VERSIONS_KEPT
+from ttp.processor.page_dir import SHARED_MEMORY, page_directories
+from ttp.processor.page_reader import newest_pages
+
+logger = logging.getLogger("ttp.launch")
+
+
+class DeadPages:
+    """The pages of one group of workers. May be asked on several threads.
+
+    Args:
+        run_dir: of the job on this host.
+        workers: pid by global rank.
+        shared_memory: where directories in memory are made.
+    """
+
+    def __init__(self, run_dir: Path, workers: Mapping[int, int], shared_memory: Path = SHARED_MEMORY) -> None:
+        self._run_dir, self._shared_memory = run_dir, shared_memory
+        self._workers = dict(workers)
+        self._living = set(workers)
+        self._lock = threading.Lock()
+
+    def after(self, rank: int) -> list[Mirror]:
+        """``rank`` has died: pages to hand over, of all workers if it was the last one, else none. Never raises.
+
+        Of each rank the two newest versions: its peers have one of them.
+        """
+        with self._lock:
+            if rank not in self._living:
+                return []  # told already
+            self._living.discard(rank)
+            if self._living:
+                return []
+        try:
+            return [page for r, pid in sorted(self._workers.items()) for page in self._read(r, pid)]
+        except Exception as problem:  # the rescue goes on without them
+            logger.warning("the rank-local state of this host cannot be handed over: %s", problem)
+            return []
+
+    def _read(self, rank: int, pid: int) -> list[Mirror]:
+        for directory in page_directories(self._run_dir, self._shared_memory):
+            incarnation, pages = newest_pages(directory, rank, pid, VERSIONS_KEPT)
+            fitting = [page for page in pages if len(page.data) <= PAGE_BYTES_MAX]
+            if len(fitting) < len(pages):
+                logger.warning("the page of rank %d is larger than %d bytes and stays here", rank, PAGE_BYTES_MAX)
+            if pages:
+                return [Mirror(Rank(rank), Version(p.version), p.final, incarnation, p.data) for p in fitting]
+        return []
