@@ -123,7 +123,8 @@ def wrap_optimizer(
     """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``. The object comes back itself, with step hooks attached.
+        optimizer: a ``torch.optim.Optimizer``, or a ``MegatronOptimizer`` (see ``ttp.adapters.megatron.protect``). The
+            object comes back itself, with step hooks attached.
         model: the module that is trained, wrapped (DDP) or not.
         scheduler: its learning-rate scheduler, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
@@ -141,17 +142,21 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
+    register(_adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout), save_dir, layout)
+    return optimizer
+
+
+def register(adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None) -> None:
+    """Take an adapter: what ``wrap_optimizer`` and ``protect`` of other adapters end with. See there for errors."""
     from ttp.store.writable import check_places
 
     current = session.current()
     directory = current.config.save_dir or str(save_dir)
-    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout)
     path = Path(directory)
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
         path = check_places(directory, current.config.fallback_dir, restart=restart)
     current.register(adapter, path.absolute(), layout)
-    return optimizer
 
 
 def _adapter_for(
@@ -175,9 +180,15 @@ def _adapter_for(
             undo=undo,
             layout=layout,
         )
+    if "megatron" in families:
+        from ttp.adapters.megatron.adapter import MegatronAdapter
+
+        if model is None:
+            raise UsageError("wrap_optimizer() needs model=: the chunks that this optimizer was made for")
+        return MegatronAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra_state, undo=undo)
     raise UsageError(
-        f"wrap_optimizer() knows torch.optim.Optimizer; {type(optimizer).__module__}.{type(optimizer).__qualname__} is "
-        "none of its kind"
+        f"wrap_optimizer() knows torch.optim.Optimizer and Megatron's MegatronOptimizer; {type(optimizer).__module__}."
+        f"{type(optimizer).__qualname__} is none of their kind"
     )
 
 

@@ -1,0 +1,4 @@
+"""Megatron: ``protect`` for programs built on megatron-core, ``install`` for Megatron-LM's own training loop."""
+
+from ttp.adapters.megatron.protect import protect as protect
+from ttp.adapters.megatron.training import install as install

@@ -1,0 +1,222 @@
+"""One Megatron training: the model's chunks, the optimizer and the scheduler, registered by ``protect``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ttp.adapters.megatron.announce import announce
+from ttp.adapters.megatron.geometry import describe
+from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
+from ttp.adapters.megatron.param_sync import ParamSyncs
+from ttp.adapters.megatron.rank_state import Progress, TrackedStreams
+from ttp.adapters.megatron.restore import restore_into
+from ttp.adapters.megatron.source import JOB_KEY, Held, MegatronSource
+from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.hooks import attach
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.preimage import PreImage
+from ttp.adapters.torch.restore import Restored
+from ttp.adapters.torch.source import runtime_of
+from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.watch import watch_method
+from ttp.core.layout import Layout, Version
+from ttp.errors import ConfigError, UsageError
+from ttp.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+
+class MegatronAdapter(TorchAdapter):
+    """See ``ttp.session.Adapter``.
+
+    Args:
+        optimizer: what ``get_megatron_optimizer`` gave.
+        model: the chunks of this rank, wrapped as the training loop has them.
+        scheduler: Megatron's ``OptimizerParamScheduler``, or None.
+        args: Megatron-LM's namespace, or None.
+        extra_state: see ``ttp.wrap_optimizer``.
+        undo: see ``ttp.wrap_optimizer``.
+
+    Raises:
+        ConfigError: the model or the optimizer is of a kind that cannot be saved.
+        UsageError: an extra state cannot be stored, or has a name that is taken.
+    """
+
+    _source: MegatronSource
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        model: nn.Module | Sequence[nn.Module],
+        scheduler: Any = None,
+        args: Any = None,
+        extra_state: Any = None,
+        undo: str | None = None,
+    ) -> None:
+        from megatron.core.utils import unwrap_model
+
+        self._chunks = [model] if isinstance(model, nn.Module) else list(model)
+        self._scheduler, self._undo = scheduler, undo
+        modules = nn.ModuleList(self._chunks)
+        self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
+        self._capture = LocalCapture(modules, self._extra)
+        self._device = next((p.device for p in modules.parameters()), torch.device("cpu"))
+        geometry = describe(unwrap_model(self._chunks))
+        inners = inner_optimizers(optimizer, geometry)
+        layout, shards = announce(inners)
+        self._held = Held(geometry, tuple(inners), tuple(shards), layout)
+        self._together: Any = Together(self._held)
+        names = ModelNames(modules, _NoParameters())  # type: ignore[arg-type]
+        self._source = MegatronSource(
+            modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
+        )
+        self._attachment = None
+        self._processor: Processor | None = None
+        self._tail: Tail | None = None
+        self._syncs = ParamSyncs(self._chunks)
+
+    def layout(self, world_size: int) -> Layout:
+        """The replica groups, as the ranks have announced them."""
+        layout = self._held.layout
+        if layout.world_size != world_size:
+            raise ConfigError(f"the job has {world_size} ranks, its process group {layout.world_size}")
+        if alone := layout.unreplicated():
+            log.warning(
+                "%d of %d shards (%s%s) are held by one rank only and die with it: use two or more instances of the "
+                "distributed optimizer (num_distributed_optimizer_instances), or more data parallel ranks",
+                len(alone), len(layout.groups), ", ".join(alone[:4]), ", ..." if len(alone) > 4 else "",
+            )  # fmt: skip
+        return layout
+
+    def attach(self, processor: Processor) -> None:
+        """Hook into the inner optimizers; report to ``processor``."""
+        self._processor, source = processor, self._source
+        self._watch_scheduler()
+        self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
+        if self._undo is not None:
+            source.preimage = PreImage(self._together, (), runtime_of(self._device))
+        barrier = None
+        if needs_barrier(processor.layout, self._undo):
+            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        self._attachment = attach(
+            self._held.stepping,
+            self._chunks[0],
+            DeviceReporter(processor, source) if source.on_device else processor,
+            self._capture,
+            tail=self._tail,
+            fence=source.finished,
+            version=lambda: processor.gate.version,
+            chain=True,
+            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
+        )
+        self._syncs.attach(self._held.stepping)
+        source.exchanges = True  # parameters are gathered before the scheduler is stepped
+        source.connect(processor, self._attachment, self._held)  # type: ignore[arg-type]
+        self._capture.capture(processor.gate.version, final=True)
+
+    def detach(self) -> None:
+        """Take the hooks away again; ``attach`` puts them back."""
+        super().detach()
+        self._syncs.detach()
+
+    def _watch_scheduler(self) -> None:
+        """By how much it is stepped is the loop's choice, and needed where its step is made up for after a restore."""
+        before = 0
+
+        def begins() -> None:
+            nonlocal before
+            before = self._scheduler.num_steps
+
+        def stepped() -> None:
+            self._source.increment = self._scheduler.num_steps - before
+
+        watch_method(self._scheduler, "step", begins, stepped)
+
+    # --------------------------------------------------------------------------------------------------- restoring
+
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
+        """Put a checkpoint that was verified into the registered objects.
+
+        Raises:
+            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
+        """
+        manifest = Manifest.load(checkpoint)
+        job = restore_into(checkpoint, manifest, self._held)
+        notes = self._load_scheduler(job)
+        restored = Restored(job.version, job, ())
+        for note in [*notes, *self._load_local(checkpoint, manifest, restored, rank, world_size)]:
+            log.warning("restored version %s, but %s", job.version, note)
+        if self._tail is not None:
+            self._tail.restored(job.version)
+        for fence in (self._source.begun, self._source.finished):
+            fence.record(job.version)
+        if self._source.preimage is not None:
+            self._source.preimage.forget()
+        if protected:
+            self._capture.capture(job.version, final=True)
+        return Version(job.version)
+
+    def _load_scheduler(self, job: JobState) -> list[str]:
+        """After the param groups, which its steps change."""
+        scheduler = self._scheduler
+        if scheduler is None or job.scheduler is None:
+            return [] if scheduler is None else ["it has no state of an LR scheduler: that begins anew"]
+        scheduler.num_steps = 0  # loading adds to it
+        scheduler.load_state_dict(job.scheduler)
+        increment = job.extra[JOB_KEY]["increment"]
+        if job.scheduler_pending and not increment:
+            return ["the step of the LR scheduler that was due could not be made"]
+        if job.scheduler_pending:
+            scheduler.step(increment=increment)
+        self._source.increment = increment
+        return []
+
+    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
+        return world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
+
+
+class Together:
+    """Several plain optimizers as one, as far as keeping copies of their state needs it."""
+
+    def __init__(self, held: Held) -> None:
+        self._held = held
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """Of all of them."""
+        return [group for optimizer in self._held.stepping for group in optimizer.param_groups]
+
+    @property
+    def state(self) -> Mapping[Any, Any]:
+        """Of all of them."""
+        return {key: value for optimizer in self._held.stepping for key, value in list(optimizer.state.items())}
+
+
+class _NoParameters:
+    param_groups: Sequence[Mapping[str, Any]] = ()
+
+
+OURS = ("megatron.progress", "megatron.streams")
+"""Names of what the adapter adds to the user's ``extra_state``."""
+
+
+def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:
+    named = {} if given is None else dict(given) if isinstance(given, Mapping) else {"extra_state": given}
+    if taken := named.keys() & set(OURS):
+        raise UsageError(f"extra_state may not be named {', '.join(sorted(taken))}")
+    return named | dict(zip(OURS, (progress, TrackedStreams()), strict=True))

@@ -1,0 +1,182 @@
+"""Where each tensor of the model lies in the tensors of a Megatron checkpoint.
+
+Megatron's modules say it themselves: ``sharded_state_dict()`` names, for every tensor of this rank, the tensor of the
+checkpoint that it is a part of, and its place there. Layers of a pipeline, tensor parallel slices, experts and the two
+halves of a gated layer all become boxes of larger tensors, so a checkpoint says nothing about who wrote it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ttp.adapters.megatron.boxes import Box, boxes
+from ttp.adapters.torch.checkpoint import Chunk
+from ttp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a tensor of the checkpoint that lies in the memory of one tensor of this rank.
+
+    Args:
+        key: name of the checkpoint's tensor.
+        shape: of the checkpoint's tensor.
+        offsets: where the box begins in it.
+        sizes: of the box.
+        box: the same in the memory of the rank's tensor; dimensions that the checkpoint puts in front are absent.
+        flexible: the checkpoint's tensor may be larger or smaller: it is padded.
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    box: Box
+    flexible: bool
+
+    def view(self, memory: Tensor, begin: int) -> Tensor:
+        """The elements, of ``sizes``, in a vector ``memory`` that holds the tensor's memory from ``begin`` on."""
+        found = self.box.of(memory, begin)
+        while found.dim() < len(self.sizes):
+            found = found.unsqueeze(0)
+        return found
+
+    def chunk(self, memory: Tensor, begin: int) -> Chunk:
+        """The elements, as they are written."""
+        return Chunk(self.view(memory, begin), self.shape, self.offsets)
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A tensor of the checkpoint, or a box of it, that is a view of one tensor of this rank; see ``Part``."""
+
+    key: str
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    first: int
+    flexible: bool
+
+    def parts(self, begin: int, end: int) -> Iterator[Part]:
+        """What of it lies in a stretch of the memory of the rank's tensor."""
+        front = len(self.shape) - len(self.sizes)
+        for box in boxes(self.sizes, self.strides, self.first, begin, end):
+            inner = tuple(a + b for a, b in zip(self.offsets[front:], box.offsets, strict=True))
+            offsets, sizes = (*self.offsets[:front], *inner), (*(1,) * front, *box.sizes)
+            yield Part(self.key, self.shape, offsets, sizes, box, self.flexible)
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One tensor of this rank.
+
+    Args:
+        name: for people.
+        tensor: the live parameter or buffer.
+        tiles: what it is made of in the checkpoint.
+        first: whether this rank is the one of several with other parts of the model (tensor or pipeline parallel) that
+            writes it; those hold it as well as a copy that is kept equal.
+    """
+
+    name: str
+    tensor: Tensor
+    tiles: tuple[Tile, ...]
+    first: bool
+
+    def parts(self, begin: int, end: int) -> tuple[Part, ...]:
+        """The parts of a stretch of its memory."""
+        return tuple(part for tile in self.tiles for part in tile.parts(begin, end))
+
+    @property
+    def whole(self) -> tuple[Part, ...]:
+        """The parts of all of it."""
+        return self.parts(0, self.tensor.numel())
+
+
+@dataclass
+class Geometry:
+    """All of a rank's model.
+
+    Args:
+        tensors: by identity of the live tensor.
+        objects: plain values by their name in the checkpoint; what ``get_extra_state()`` gives.
+    """
+
+    tensors: dict[int, Described] = field(default_factory=dict)
+    objects: dict[str, Any] = field(default_factory=dict)
+
+
+def describe(chunks: Sequence[nn.Module]) -> Geometry:
+    """Ask the model. All ranks do so at the same point of their programs.
+
+    Args:
+        chunks: the stages of this rank, unwrapped.
+
+    Raises:
+        ConfigError: a module describes its tensors in a way that cannot be followed.
+    """
+    from megatron.core.dist_checkpointing.dict_utils import nested_items_iter
+    from megatron.core.dist_checkpointing.mapping import ShardedObject
+
+    found = Geometry()
+    for chunk in chunks:
+        module: Any = chunk
+        for _, name, entry in nested_items_iter(module.sharded_state_dict()):
+            if isinstance(entry, ShardedObject):
+                if _is_first(entry.replica_id):
+                    found.objects[entry.unique_key] = entry.data
+            elif id(entry.data) not in found.tensors or _is_first(entry.replica_id):
+                found.tensors[id(entry.data)] = _described(str(name), entry)
+        _check_complete(chunk, found)
+    return found
+
+
+def _described(name: str, entry: Any) -> Described:
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+
+    tensor = entry.data
+    if isinstance(entry, ShardedTensorFactory):
+        # Built from a tensor without memory, only to see which part of it becomes what.
+        outline = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        built = list(nested_values({"": entry.build_fn(entry.key, outline, entry.replica_id, None)}))
+    else:
+        built = [entry]
+    tiles = tuple(_tile(name, tensor, one, is_view=one is not entry) for one in built)
+    if sum(prod(tile.sizes) for tile in tiles) != tensor.numel():
+        raise ConfigError(f"{name}: its parts in a checkpoint do not make up the whole of it; ttp cannot save it")
+    return Described(name, tensor, tiles, _is_first(entry.replica_id))
+
+
+def _tile(name: str, tensor: Tensor, entry: Any, *, is_view: bool) -> Tile:
+    if not tensor.is_contiguous() or (is_view and entry.data.untyped_storage().nbytes() != tensor.nbytes):
+        raise ConfigError(f"{name} is stored in a form that is no part of its memory; ttp cannot save it")
+    strides = entry.data.stride() if is_view else tensor.stride()
+    first = entry.data.storage_offset() if is_view else 0
+    tile = Tile(
+        entry.key, tuple(entry.global_shape), tuple(entry.global_offset), tuple(entry.local_shape), tuple(strides),
+        first, bool(entry.allow_shape_mismatch),
+    )  # fmt: skip
+    try:
+        list(tile.parts(0, tensor.numel()))
+    except ValueError as problem:
+        raise ConfigError(f"{name}: {problem}; ttp cannot save it") from problem
+    return tile
+
+
+def _is_first(replica_id: Any) -> bool:
+    """Whether this is no copy for the sake of tensor or pipeline parallelism; the last number counts replicas."""
+    return not isinstance(replica_id, tuple | list) or all(number == 0 for number in replica_id[:-1])
+
+
+def _check_complete(chunk: nn.Module, found: Geometry) -> None:
+    lost = [name for name, parameter in chunk.named_parameters() if id(parameter) not in found.tensors]
+    if lost:
+        raise ConfigError(f"sharded_state_dict() of the model does not name its parameters {', '.join(lost[:5])}")

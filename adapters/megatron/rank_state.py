@@ -1,0 +1,133 @@
+"""What Megatron keeps beside weights and moments: counters of samples, the loss scale, random streams.
+
+Taken at the end of every update, when Megatron's training loop has not yet counted the iteration that made it: that is
+added here, so that what is kept belongs to the finished version. An iteration whose gradients overflowed makes no
+version; it is counted by Megatron, and after a resume made again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
+"""Of Megatron-LM's ``args``, as far as they are there."""
+
+
+class Progress:
+    """Counters in ``args``, and the loss scale of each optimizer: extra state that is equal on all ranks.
+
+    Args:
+        args: Megatron-LM's namespace; None: the program counts by itself.
+        optimizers: Megatron's, no chains.
+    """
+
+    def __init__(self, args: Any, optimizers: Sequence[Any]) -> None:
+        self._args = args
+        self._scalers = [s for s in (getattr(each, "grad_scaler", None) for each in optimizers) if s is not None]
+
+    def state_dict(self) -> dict[str, Any]:
+        """As of the version that the update just made."""
+        state: dict[str, Any] = {"scalers": [_numbers(scaler.state_dict()) for scaler in self._scalers]}
+        args = self._args
+        if args is None:
+            return state
+        counters = {name: int(getattr(args, name)) for name in COUNTERS if getattr(args, name, None) is not None}
+        if "consumed_train_samples" in counters:
+            counters["consumed_train_samples"] += _batch_size(args)
+        if (iteration := getattr(args, "curr_iteration", getattr(args, "iteration", None))) is not None:
+            counters["iteration"] = int(iteration) + 1
+        return state | {"counters": counters}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        for scaler, numbers in zip(self._scalers, state["scalers"], strict=False):
+            scale = {"scale": torch.tensor([numbers["scale"]], device=scaler.scale.device)} if numbers else {}
+            scaler.load_state_dict(numbers | scale)
+        for name, value in state.get("counters", {}).items():
+            if self._args is not None:
+                setattr(self._args, name, value)
+        if self._args is not None and hasattr(self._args, "iteration"):
+            self._args.curr_iteration = self._args.iteration
+            _resize_batches(self._args)
+
+
+def _numbers(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
+
+
+def _batch_size(args: Any) -> int:
+    """Samples of one iteration, of all ranks."""
+    try:
+        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+        return int(get_current_global_batch_size())
+    except (ImportError, AttributeError):  # the calculator was not set up
+        return int(getattr(args, "global_batch_size", 0) or 0)
+
+
+def _resize_batches(args: Any) -> None:
+    """The number of microbatches follows the samples consumed where batches grow."""
+    try:
+        from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    except (ImportError, AttributeError):
+        return
+
+
+class TrackedStreams:
+    """The named random streams of Megatron's tracker, which every rank has for itself."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of them, and for which place in the model they are."""
+        return {"place": _place(), "streams": {name: _bytes_of(state) for name, state in _tracker_states().items()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put them back; in another place of the model they are left as this job has made them from its seed."""
+        if list(state["place"]) != _place():
+            log.warning(
+                "the job that saved was laid out otherwise: Megatron's random streams are those this job began with"
+            )
+            return
+        from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+        tracker: Any = get_cuda_rng_tracker()
+        states = tracker.get_states()
+        for name, saved in state["streams"].items():
+            if isinstance(states.get(name), torch.Generator):
+                states[name].set_state(saved)
+            else:
+                states[name] = saved.clone()
+        tracker.set_states(states)
+
+
+def _tracker_states() -> dict[str, Any]:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    states: dict[str, Any] = get_cuda_rng_tracker().get_states()
+    return states
+
+
+def _bytes_of(state: Any) -> Tensor:
+    return state.get_state() if isinstance(state, torch.Generator) else state
+
+
+def _place() -> list[int]:
+    """Sizes and coordinates of this rank in the model."""
+    from megatron.core import parallel_state as state
+
+    return [
+        torch.distributed.get_rank(),
+        torch.distributed.get_world_size(),
+        state.get_tensor_model_parallel_world_size(),
+        state.get_pipeline_model_parallel_world_size(),
+        state.get_expert_model_parallel_world_size(),
+        state.get_context_parallel_world_size(),
+    ]

@@ -1,0 +1,200 @@
+"""Puts a checkpoint back into a live Megatron model and its optimizers, bit for bit, in whatever layout they are.
+
+Every rank asks for the boxes that it holds, and finds them in whatever boxes were written: another number of tensor or
+pipeline parallel ranks asks for other boxes of the same tensors. Nothing is communicated and nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.megatron.geometry import Part
+from ttp.adapters.megatron.optimizers import Holding, Inner
+from ttp.adapters.megatron.source import JOB_KEY, STATE_PREFIX, Held
+from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.adapters.torch.reader import read_value
+from ttp.adapters.torch.table import Item, items_of
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+
+_LISTED_MAX = 5
+_GROUP_IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+_MAIN_KEYS = ("param", "fp32_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """A box of a tensor of the checkpoint, and where its elements go."""
+
+    key: str
+    part: Part
+    target: Tensor
+
+
+def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
+    """Load weights, fp32 copies, moments and param groups, in place.
+
+    Args:
+        path: the checkpoint; its digests have been verified.
+        manifest: of it.
+        held: what this rank holds.
+
+    Returns:
+        what is equal on all ranks; the caller puts the rest of it back.
+
+    Raises:
+        CheckpointError: it belongs to another model (then nothing has been changed), or a piece cannot be read.
+    """
+    job = read_job_state(path, manifest.pieces)
+    if job.version != manifest.version or JOB_KEY not in job.extra:
+        raise CheckpointError(f"{path} was not written by a Megatron job of version {manifest.version}")
+    saved: dict[str, list[Item]] = {}
+    for item in items_of(manifest.pieces):
+        saved.setdefault(item.key, []).append(item)
+    wants = list(_weights(held))
+    fresh = [_moments(inner, saved, wants) for inner in held.inners]
+    _refuse_foreign(path, wants, saved)
+    with torch.no_grad():
+        _fill(path, wants, saved)
+    for inner, states in zip(held.inners, fresh, strict=True):
+        _install(inner, states, job.extra[JOB_KEY]["optimizers"])
+    return job
+
+
+# ------------------------------------------------------------------------------------------------------- what is wanted
+
+
+def _weights(held: Held) -> Iterable[Want]:
+    """All of the model's tensors here, as it computes with them; a copy for tensor parallelism too."""
+    for described in held.geometry.tensors.values():
+        memory = described.tensor.detach().view(-1)
+        for part in described.whole:
+            yield Want(part.key, part, part.view(memory, 0))
+
+
+def _moments(inner: Inner, saved: Mapping[str, Sequence[Item]], wants: list[Want]) -> dict[Tensor, dict[str, Tensor]]:
+    """Room for the optimizer's state of each parameter; what goes there is added to ``wants``."""
+    fresh: dict[Tensor, dict[str, Tensor]] = {}
+    for holding in inner.holdings:
+        main_key = _main_key(holding, saved)
+        for part in holding.parts:
+            wants.append(Want(main_key + part.key, part, part.view(holding.main.detach().view(-1), holding.begin)))
+        states = {}
+        for name in _state_names(holding, saved):
+            states[name] = torch.empty_like(holding.main.detach(), dtype=_dtype(saved, name, holding))
+            for part in holding.parts:
+                target = part.view(states[name].view(-1), holding.begin)
+                wants.append(Want(f"{STATE_PREFIX}{name}.{part.key}", part, target))
+        fresh[holding.main] = states
+    return fresh
+
+
+def _main_key(holding: Holding, saved: Mapping[str, Sequence[Item]]) -> str:
+    """Before the name of a parameter that of its fp32 copy; nothing: the weight itself is all there is."""
+    names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
+    return next((name for name in names if name + holding.described.tiles[0].key in saved), "")
+
+
+def _state_names(holding: Holding, saved: Mapping[str, Sequence[Item]]) -> list[str]:
+    """What the checkpoint keeps for a parameter: ``exp_avg`` and so on."""
+    end = "." + holding.described.tiles[0].key
+    found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
+    return [name for name in found if "." not in name and name not in _MAIN_KEYS]
+
+
+def _dtype(saved: Mapping[str, Sequence[Item]], name: str, holding: Holding) -> torch.dtype:
+    return saved[f"{STATE_PREFIX}{name}.{holding.described.tiles[0].key}"][0].torch_dtype
+
+
+def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
+    problems: dict[str, None] = {}
+    for want in wants:
+        items = saved.get(want.key)
+        if not items:
+            problems[f"it lacks {want.key}"] = None
+        elif items[0].shape != want.part.shape and not want.part.flexible:
+            problems[f"{want.key} is {list(items[0].shape)} there and {list(want.part.shape)} here"] = None
+    if problems:
+        more = f"; and {len(problems) - _LISTED_MAX} more" if len(problems) > _LISTED_MAX else ""
+        raise CheckpointError(
+            f"{path} belongs to another model: {'; '.join(list(problems)[:_LISTED_MAX])}{more}. Nothing was loaded"
+        )
+
+
+# ---------------------------------------------------------------------------------------------------------------- boxes
+
+
+def _fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
+    """Every stored box is read once, and only one at a time is in memory."""
+    missing = [prod(want.part.sizes) for want in wants]
+    by_key: dict[str, list[int]] = {}
+    for number, want in enumerate(wants):
+        by_key.setdefault(want.key, []).append(number)
+    for key, numbers in by_key.items():
+        for item in {(item.offsets, item.sizes): item for item in saved[key]}.values():
+            shared = {n: common for n in numbers if (common := _common(wants[n].part, item)) is not None}
+            value = read_value(path, item) if shared else None
+            for number, (offsets, sizes) in shared.items():
+                part = wants[number].part
+                source = value[_slices(offsets, sizes, item.offsets)]
+                wants[number].target[_slices(offsets, sizes, part.offsets)].copy_(source)
+                missing[number] -= prod(sizes)
+    _check_filled(path, wants, missing)
+
+
+def _common(part: Part, item: Item) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Offsets and sizes of what both boxes have in common."""
+    offsets = tuple(map(max, part.offsets, item.offsets))
+    ends = [min(a + s, b + t) for a, s, b, t in zip(part.offsets, part.sizes, item.offsets, item.sizes, strict=True)]
+    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
+    return (offsets, sizes) if all(size > 0 for size in sizes) else None
+
+
+def _slices(offsets: Sequence[int], sizes: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a - b, a - b + s) for a, s, b in zip(offsets, sizes, origin, strict=True))
+
+
+def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> None:
+    for want, count in zip(wants, missing, strict=True):
+        if count and want.part.flexible:
+            continue  # padding of a vocabulary, which is longer here
+        if count:
+            raise CheckpointError(f"{path}: {count} elements of {want.key} are in none of its pieces")
+
+
+# ----------------------------------------------------------------------------------------------------------- optimizers
+
+
+def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:
+    """Moments, the count of steps, and the hyperparameters."""
+    mine = [each for each in saved if each["kind"] == inner.kind]
+    groups = [group for each in mine or saved for group in each["groups"]]
+    step = next((each["step"] for each in mine or saved if each["step"] is not None), None)
+    for main, values in states.items():
+        inner.optimizer.state[main] = dict(values)
+        if step is not None and values:
+            inner.optimizer.state[main]["step"] = _step_tensor(step, main, inner.optimizer.param_groups[0])
+    counted = max((group["step"] for group in groups if "step" in group), default=None)
+    for number, group in enumerate(inner.optimizer.param_groups):
+        match = [other for other in groups if _identity(other) == _identity(group)]
+        chosen = match[0] if match else groups[number] if number < len(groups) else {}
+        group.update({key: value for key, value in chosen.items() if key != "params"})
+        if counted is not None:  # a fused optimizer does not count in groups that are empty on a rank
+            group["step"] = counted
+
+
+def _step_tensor(step: float, main: Tensor, group: Mapping[str, Any]) -> Tensor:
+    """One for each parameter: the optimizer counts in place."""
+    device = main.device if group.get("capturable") or group.get("fused") else "cpu"
+    return torch.tensor(step, dtype=torch.float32, device=device)
+
+
+def _identity(group: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _GROUP_IDENTITY)

@@ -1,0 +1,217 @@
+"""What one rank of a Megatron job writes: boxes of the tensors of a stock ``torch_dist`` checkpoint.
+
+Weights are written from the fp32 copy that the update was made on, cast to the model's dtype. The parameters that the
+model computes with are never read: after the update they are brought together by an all-gather that may be torn.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.megatron.geometry import Described, Geometry, Part
+from ttp.adapters.megatron.optimizers import Holding, Inner
+from ttp.adapters.megatron.stock import write_stock_files
+from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.checkpoint import Chunk
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.inspection import Leaf
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.local_piece import Pages
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.preimage import Image
+from ttp.adapters.torch.source import TorchSource
+from ttp.core.layout import Layout, Shard, Version
+from ttp.core.messages import Commit, Piece
+from ttp.errors import CheckpointError
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+JOB_KEY = "megatron"
+"""Where in the job state the state of Megatron is that is equal on all ranks."""
+STATE_PREFIX = "optimizer.state."
+
+
+@dataclass(frozen=True)
+class Held:
+    """All that a rank holds, found once.
+
+    Args:
+        geometry: of its model.
+        inners: its plain optimizers, in the order of their steps.
+        shards: of each of them.
+        layout: of the job.
+    """
+
+    geometry: Geometry
+    inners: tuple[Inner, ...]
+    shards: tuple[Shard, ...]
+    layout: Layout
+
+    @property
+    def stepping(self) -> tuple[Optimizer, ...]:
+        """Whose steps make an update."""
+        return tuple(inner.optimizer for inner in self.inners)
+
+    def inner_of(self, shard: Shard) -> Inner | None:
+        """What is saved as ``shard``; None: it is empty."""
+        return next((inner for inner, name in zip(self.inners, self.shards, strict=True) if name == shard), None)
+
+    def fixed(self) -> list[Described]:
+        """What no optimizer updates: frozen parameters, buffers."""
+        updated = {id(holding.described.tensor) for inner in self.inners for holding in inner.holdings}
+        return [d for key, d in self.geometry.tensors.items() if key not in updated and not self._stretched(d)]
+
+    def _stretched(self, described: Described) -> bool:
+        """Whether it is updated, but by other ranks: their stretches of a buffer cover it."""
+        parameter = described.tensor
+        return isinstance(parameter, nn.Parameter) and parameter.requires_grad
+
+
+class MegatronSource(TorchSource):
+    """See ``StateSource``.
+
+    Args:
+        chunks: the model of this rank, as one module.
+        names: of it.
+        optimizer: all inner optimizers, as one.
+        capture: of rank-local state.
+        extra: the user's objects, and Megatron's.
+        device: where the state lies.
+        held: what this rank holds.
+        args: Megatron-LM's namespace, for stock checkpoints; or None.
+    """
+
+    framework = "megatron"
+    writes_parts = False
+
+    def __init__(
+        self,
+        chunks: nn.Module,
+        names: ModelNames,
+        optimizer: Any,
+        capture: LocalCapture,
+        extra: ExtraState,
+        device: torch.device,
+        *,
+        held: Held,
+        args: Any,
+    ) -> None:
+        super().__init__(chunks, names, optimizer, capture, extra, device)
+        self.held = held
+        self._args = args
+        self.increment = 0
+        """By how much the scheduler was last stepped."""
+
+    # ------------------------------------------------------------------------------------------------------ the shards
+
+    def _job_state(self, version: Version) -> JobState:
+        assert self.tail is not None
+        job = super()._job_state(version)
+        optimizers = [
+            {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
+            for inner, groups in zip(self.held.inners, self.tail.param_groups(version), strict=True)
+        ]
+        return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
+
+    def _step(self, inner: Inner, version: Version) -> float | None:
+        """The count that torch's own Adam keeps for each parameter; those of Apex and of Transformer Engine, and of
+        Megatron's checkpoints, have one for all."""
+        assert self._processor is not None
+        for holding in inner.holdings:
+            step = inner.optimizer.state.get(holding.main, {}).get("step")
+            if step is not None:
+                value = float(self._to_host(step) if isinstance(step, Tensor) and step.device.type != "cpu" else step)
+                on_host = not isinstance(step, Tensor) or step.device.type == "cpu"
+                return value - (self._processor.gate.version - version) * on_host
+        return None
+
+    def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
+        """What all shards are made of; ``_state_of`` picks."""
+        assert self._processor is not None
+        if image is None and not self.on_device and self._processor.gate.version != job.version:
+            raise CheckpointError(f"this rank holds version {self._processor.gate.version}, not {job.version}")
+        buffers: Mapping[str, Tensor] = {}
+        if pages.data:
+            own = pages.data.get(self._processor.env.rank, pages.data[min(pages.data)])  # type: ignore[call-overload]
+            buffers = LocalCapture.decode(own).buffers
+        return {"image": image, "buffers": buffers}
+
+    def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
+        inner = self.held.inner_of(shard)
+        if inner is None:
+            return {}
+        found: dict[str, list[Chunk]] = {}
+        for key, chunk in _updated(inner, state["image"]):
+            found.setdefault(key, []).append(chunk)
+        result: dict[str, Any] = {}
+        if inner is self.held.inners[0]:
+            for key, chunk in self._fixed(inner, state["buffers"]):
+                found.setdefault(key, []).append(chunk)
+            result = {key: [value] for key, value in self.held.geometry.objects.items()}
+        return result | {key: tuple(chunks) for key, chunks in found.items()}
+
+    def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:
+        """What is not trained, dealt out to the ranks over which the state is distributed."""
+        captured = {id(live): buffers[name] for name, live in self._model.named_buffers() if name in buffers}
+        for number, described in enumerate(self.held.fixed()):
+            if described.first and number % inner.parts == inner.part:
+                memory = captured.get(id(described.tensor), described.tensor).detach().contiguous().view(-1)
+                for part in described.whole:
+                    yield part.key, part.chunk(memory, 0)
+
+    def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
+        return [list(_leaves_of(inner)) if (inner := self.held.inner_of(shard)) else [] for shard in shards]
+
+    def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
+        stock = write_stock_files(draft, order, self.held.inners, self._args)
+        return [*super()._finalise(draft, order), *stock]
+
+
+def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:
+    """Weights, their fp32 copies and the optimizer's tensors of the stretches that this rank updates."""
+    for holding in inner.holdings:
+        if not holding.described.first:
+            continue
+        dtype = holding.described.tensor.dtype
+        main = holding.main if image is None else image.of(holding.main)
+        memory = main.detach().view(-1)
+        kept = inner.optimizer.state if image is None else image.state
+        states = {k: v for k, v in kept.get(holding.main, {}).items() if is_stretched(holding, v)}
+        for part in holding.parts:
+            yield part.key, replace(part.chunk(memory, holding.begin), dtype=dtype)
+            if inner.main_key and (inner.main_key == "param" or main.dtype != dtype):
+                yield f"{STATE_PREFIX}{inner.main_key}.{part.key}", part.chunk(memory, holding.begin)
+            for name, value in states.items():
+                yield f"{STATE_PREFIX}{name}.{part.key}", part.chunk(value.view(-1), holding.begin)
+
+
+def is_stretched(holding: Holding, value: Any) -> bool:
+    """Whether an optimizer's value has an element for each one of the stretch, and is no count."""
+    return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
+
+
+def _leaves_of(inner: Inner) -> Iterator[Leaf]:
+    for number, holding in enumerate(inner.holdings):
+        name = f"{number}.{holding.described.name}"
+        yield Leaf(name, holding.main.detach(), True)
+        for key, value in inner.optimizer.state.get(holding.main, {}).items():
+            if is_stretched(holding, value):
+                yield Leaf(f"{name}.{key}", value, True)
+
+
+def _class_of(inner: Inner) -> str:
+    return f"{type(inner.optimizer).__module__}.{type(inner.optimizer).__qualname__}"
+
+
+def volume(parts: Sequence[Part]) -> int:
+    """Elements of these parts together."""
+    return sum(prod(part.sizes) for part in parts)

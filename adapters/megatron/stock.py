@@ -1,0 +1,93 @@
+"""The files by which unmodified Megatron reads a checkpoint of ttp: ``metadata.json`` and ``common.pt``.
+
+The tensors need nothing: they have the names of Megatron's ``torch_dist`` format in its ``fully_reshardable`` form.
+Nothing of what is here is read by ttp itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ttp.adapters.megatron.optimizers import Inner
+from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.core.messages import Commit, Piece
+from ttp.store.digest import digest_bytes
+from ttp.store.durable import write_durably
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+STOCK_KIND = "stock"
+CONTENT = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": False,
+    "chained_optim_avoid_prefix": True,
+    "singleton_local_shards": False,
+}
+"""What Megatron asks a checkpoint before it describes the state that it wants."""
+
+
+def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args: Any) -> list[Piece]:
+    """Write both files, durably. What cannot be written is left out: ttp does not need it.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
+    files = {"metadata.json": json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1}).encode()}
+    try:
+        files["common.pt"] = _saved(_common(read_job_state(draft, order.pieces), inners, args))
+    except Exception as problem:
+        log.warning("the checkpoint can be read by ttp only, Megatron itself needs a common.pt: %s", problem)
+        return []
+    pieces = []
+    for name, data in files.items():
+        write_durably(draft / name, data)
+        pieces.append(Piece(name, len(data), digest_bytes(data), STOCK_KIND, "", order.rank))
+    return pieces
+
+
+def _saved(state: dict[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    return buffer.getvalue()
+
+
+def _common(job: JobState, inners: Sequence[Inner], args: Any) -> dict[str, Any]:
+    """What is not cut into shards, as Megatron-LM's ``generate_state_dict`` has it."""
+    saved = job.extra["megatron"]["optimizers"]
+    optimizers = [_optimizer(inner, each) for inner, each in zip(inners, saved, strict=True)]
+    common: dict[str, Any] = {
+        "checkpoint_version": 3.0,
+        "iteration": job.version,
+        "optimizer": optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers)),
+        "content_metadata": CONTENT,
+    }
+    if job.scheduler is not None:
+        common["opt_param_scheduler"] = job.scheduler
+    if args is not None:
+        common["args"] = copy.copy(args)
+    return common
+
+
+def _optimizer(inner: Inner, saved: dict[str, Any]) -> dict[str, Any]:
+    """The part of an optimizer's state that Megatron keeps in ``common.pt``; each kind has a form of its own."""
+    groups, step = [dict(group) for group in saved["groups"]], saved["step"]
+    if inner.main_key == "param":
+        for group in groups:
+            group.update({} if step is None else {"step": step})
+        sharding = CONTENT["distrib_optim_sharding_type"]
+        return {"optimizer": {"param_groups": groups}, "param_state_sharding_type": sharding}
+    number = 0
+    for group, live in zip(groups, inner.optimizer.param_groups, strict=True):
+        group["params"] = list(range(number, number := number + len(live["params"])))
+    state = {} if step is None else {"common_step": step}
+    plain = {"state": state, "param_groups": groups}
+    return {"optimizer": plain} if inner.main_key else plain

@@ -1,0 +1,219 @@
+"""A small GPT of megatron-core that trains on the host in any layout, deterministically."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SEQUENCE, VOCABULARY, MICROBATCHES = 8, 64, 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How a job is laid out, and what it computes with."""
+
+    tp: int = 1
+    pp: int = 1
+    virtual: int = 1
+    ep: int = 1
+    instances: int = 1
+    experts: bool = False
+    distributed: bool = True
+    bf16: bool = False
+    fp16_scaler: bool = False
+    tied: bool = True
+    overlap: bool = False
+    dropout: float = 0.1
+    layers: int = 4
+    torch_adam: bool = False
+
+
+class Training:
+    """Model, optimizer and scheduler of one rank; ``step`` makes one iteration.
+
+    Args:
+        shape: of the job.
+        seed: of weights and random streams.
+    """
+
+    def __init__(self, shape: Shape, seed: int = 123) -> None:
+        from megatron.core import parallel_state, tensor_parallel
+
+        if not parallel_state.model_parallel_is_initialized():
+            parallel_state.initialize_model_parallel(
+                shape.tp,
+                shape.pp,
+                virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
+                expert_model_parallel_size=shape.ep,
+                num_distributed_optimizer_instances=shape.instances,
+                create_gloo_process_groups=True,
+            )
+        tensor_parallel.random.initialize_rng_tracker(force_reset=True)
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+        torch.manual_seed(seed)
+        self.shape = shape
+        self.dp_rank = parallel_state.get_data_parallel_rank()
+        self.batch = MICROBATCHES * parallel_state.get_data_parallel_world_size()
+        self.args = Namespace(iteration=0, curr_iteration=0, consumed_train_samples=0, global_batch_size=self.batch)
+        self.config = _config(shape)
+        self.chunks = [_chunk(self.config, shape, stage) for stage in range(shape.virtual)]
+        self.optimizer = _optimizer(self.chunks, shape)
+        self.scheduler = _scheduler(self.optimizer, self.batch)
+        # As Megatron-LM: tensor parallel ranks share this stream, or their copies of one parameter would drift apart.
+        torch.manual_seed(seed + 10 * self.dp_rank + 100 * parallel_state.get_pipeline_model_parallel_rank())
+        self.losses: list[float] = []
+
+    def step(self) -> bool:
+        """One iteration as Megatron-LM makes it; whether it was an update."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.args.curr_iteration = self.args.iteration
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        samples = [self._samples() for _ in self.chunks]
+        seen = get_forward_backward_func()(
+            forward_step_func=self._forward,
+            data_iterator=samples if len(samples) > 1 else samples[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=MICROBATCHES,
+            seq_length=SEQUENCE,
+            micro_batch_size=1,
+            forward_only=False,
+        )
+        self.losses += [float(one["loss"]) for one in seen]
+        self.before_update()
+        done, _, _ = self.optimizer.step()
+        if done:
+            self.scheduler.step(increment=self.batch)
+        self.args.iteration += 1
+        self.args.consumed_train_samples += self.batch
+        return bool(done)
+
+    def before_update(self) -> None:
+        """Between the reduced gradients and the optimizer; tests put something here."""
+
+    def _samples(self) -> Iterator[Tensor]:
+        for number in range(MICROBATCHES):
+            sample = self.args.consumed_train_samples + self.dp_rank * MICROBATCHES + number
+            yield torch.randint(0, VOCABULARY, (1, SEQUENCE + 1), generator=torch.Generator().manual_seed(sample))
+
+    def _forward(self, samples: Iterator[Tensor], model: Any) -> Any:
+        tokens = next(samples)
+        positions = torch.arange(SEQUENCE).unsqueeze(0)
+        mask = torch.ones(1, 1, SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)
+        output = model(tokens[:, :-1], positions, mask, labels=tokens[:, 1:])
+        return output, partial(_loss)
+
+
+def _loss(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = output.float().mean()
+    return loss, {"loss": loss.detach().clone()}
+
+
+def _config(shape: Shape) -> Any:
+    from megatron.core.distributed import finalize_model_grads
+    from megatron.core.transformer import TransformerConfig
+
+    dtype = torch.bfloat16 if shape.bf16 else torch.float32
+    config = TransformerConfig(
+        num_layers=shape.layers,
+        hidden_size=16,
+        num_attention_heads=4,
+        use_cpu_initialization=True,
+        hidden_dropout=shape.dropout,
+        attention_dropout=shape.dropout,
+        tensor_model_parallel_size=shape.tp,
+        pipeline_model_parallel_size=shape.pp,
+        virtual_pipeline_model_parallel_size=shape.virtual if shape.virtual > 1 else None,
+        expert_model_parallel_size=shape.ep,
+        num_moe_experts=4 if shape.experts else None,
+        moe_token_dispatcher_type="allgather",
+        add_bias_linear=not shape.experts,
+        gated_linear_unit=True,
+        activation_func=torch.nn.functional.silu,
+        bf16=shape.bf16,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        gradient_accumulation_fusion=False,
+        persist_layer_norm=False,
+        bias_activation_fusion=False,
+    )
+    config.finalize_model_grads_func = finalize_model_grads
+    return config
+
+
+def _chunk(config: Any, shape: Shape, stage: int) -> Any:
+    from megatron.core import parallel_state
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.module import Float16Module
+
+    virtual = {"vp_stage": stage} if shape.virtual > 1 else {}
+    model: Any = GPTModel(
+        config,
+        get_gpt_layer_local_spec(num_experts=4 if shape.experts else None, moe_grouped_gemm=False),
+        vocab_size=VOCABULARY,
+        max_sequence_length=SEQUENCE,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **virtual),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **virtual),
+        share_embeddings_and_output_weights=shape.tied,
+        **virtual,
+    )
+    ddp = DistributedDataParallelConfig(
+        use_distributed_optimizer=shape.distributed,
+        overlap_grad_reduce=shape.overlap,
+        overlap_param_gather=shape.overlap,
+        num_distributed_optimizer_instances=shape.instances,
+    )
+    wrapped = DistributedDataParallel(config, ddp, Float16Module(config, model) if shape.bf16 else model)
+    wrapped.broadcast_params()
+    return wrapped
+
+
+def _optimizer(chunks: list[Any], shape: Shape) -> Any:
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-2,
+        min_lr=1e-4,
+        weight_decay=0.01,
+        use_distributed_optimizer=shape.distributed,
+        bf16=shape.bf16,
+        fp16=shape.fp16_scaler,
+        initial_loss_scale=64.0,
+        loss_scale_window=2,
+        hysteresis=1,
+        params_dtype=torch.bfloat16 if shape.bf16 else torch.float32,
+        clip_grad=1.0,
+        overlap_param_gather=shape.overlap,
+    )
+    return get_megatron_optimizer(config, chunks)
+
+
+def _scheduler(optimizer: Any, batch: int) -> Any:
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=1e-2,
+        min_lr=1e-4,
+        lr_warmup_steps=3 * batch,
+        lr_decay_steps=40 * batch,
+        lr_decay_style="cosine",
+        start_wd=0.01,
+        end_wd=0.05,
+        wd_incr_steps=40 * batch,
+        wd_incr_style="linear",
+    )
