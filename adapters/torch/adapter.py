@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import random
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
 from ttp.adapters.torch.exchange import gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
+from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.local_piece import read_local_state, why_lost
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
@@ -111,9 +113,10 @@ class TorchAdapter:
         ddp = find_ddp(self._model)
         buckets = BucketWatch(ddp) if ddp is not None else None
         self._source.tail, self._source.buckets = self._tail, buckets
+        self._source.exchanges = self._optimizer not in sharding.stepping
         if self._undo is not None:
             modules = self._extra.modules.values()
-            self._source.preimage = PreImage(self._optimizer, modules, runtime_of(self._device))
+            self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
         barrier = None
         if needs_barrier(processor.layout, self._undo):
             barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
@@ -129,9 +132,17 @@ class TorchAdapter:
             before_gate=barrier.wait if barrier is not None else lambda: None,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
             after_update=buckets.update_finished if buckets is not None else lambda: None,
+            after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)
         self._capture.capture(processor.gate.version, final=True)
+
+    def _stay_redone(self) -> None:
+        """After an update that was made by order, do not enter an exchange with ranks that may be dead."""
+        assert self._processor is not None
+        gate = self._processor.gate
+        while gate.redone and gate.closed:
+            time.sleep(POLL_S)
 
     def _gradient_final(self) -> None:
         assert self._processor is not None

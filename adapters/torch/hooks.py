@@ -64,6 +64,7 @@ def attach(
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
     after_update: Callable[[], None] = lambda: None,
+    after_end: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Report every update of ``optimizers``, and capture what belongs to it.
 
@@ -79,6 +80,7 @@ def attach(
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
         after_update: called on the training thread after each update; may not block.
+        after_end: called when the update was reported as finished, before ``step()`` returns; may block, may not raise.
 
     Returns:
         Call it to detach.
@@ -95,6 +97,7 @@ def attach(
         before_gate=before_gate,
         before_update=before_update,
         after_update=after_update,
+        after_end=after_end,
     )
     attachment.connect(many, model)
     return attachment
@@ -120,6 +123,7 @@ class Attachment:
         before_gate: Callable[[], None],
         before_update: Callable[[int], None],
         after_update: Callable[[], None],
+        after_end: Callable[[], None],
     ) -> None:
         self._reporter = reporter
         self._capture = capture
@@ -127,6 +131,7 @@ class Attachment:
         self._fence = fence
         self._version = version
         self._before_gate, self._before_update, self._after_update = before_gate, before_update, after_update
+        self._after_end = after_end
         self.redoable = False
         """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
         self._depth = 0
@@ -222,6 +227,7 @@ class Attachment:
         self._begun = False
         self._mark = self._reporter.mark = 0
         self._reporter.end_update()
+        self._after_end()
 
     def _pass(self) -> None:
         """One more point of the step."""

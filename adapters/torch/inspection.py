@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device import Runtime, poll
+from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.sharding import Sharding, local_tensors
@@ -82,7 +83,7 @@ def replicated(names: ModelNames, optimizer: Optimizer, model: nn.Module) -> lis
     """The tensors to look at, each once, by name; see the module's text for what is left out."""
     ignored = set(_ignored(model))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    others = {names.of(p) for p in list(optimizer.state) if isinstance(p, Tensor) and id(p) in ignored}
+    others = {names.of(p) for p in list(inner_of(optimizer).state) if isinstance(p, Tensor) and id(p) in ignored}
     state = {name: values for name, values in optimizer_state(names, optimizer)["state"].items() if name not in others}
     found: dict[int, Leaf] = {}
     for name, parameter in sorted(names.parameters.items()):

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.compare import is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp, missing_layout
+from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.leaves import get, put
 from ttp.adapters.torch.names import ModelNames
@@ -183,17 +184,20 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> N
     pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
     owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
     devices = {str(item.path[1]): item.device for item in saved.model}
+    kept = inner_of(optimizer)
+    here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
+    items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
     target: dict[str, Any] = {}
-    for item in saved.optimizer:
+    for item in items:
         put(target, item.path, _empty(item, owners, devices) if item.is_tensor else None)
     load(saved.path, saved.manifest, target)
     loaded: dict[str, Any] = {}
-    for item in saved.optimizer:
+    for item in items:
         int_keys = [position - len(_STATE) for position in item.int_keys]
         put(loaded, item.path[len(_STATE) :], get(target, item.path), int_keys)
-    optimizer.state.clear()
+    kept.state.clear()
     for name, values in loaded.items():
-        optimizer.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
+        kept.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
     for group, other in pairs:
         _load_group(group, other)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.inner import is_sharded
 from ttp.adapters.torch.names import ModelNames
 from ttp.core.layout import Layout, Shard
 
@@ -119,6 +120,10 @@ def sharding_of(parts: Parts) -> Sharding:
     Raises:
         ConfigError: it cannot be told, or cannot be saved; the text says what to do.
     """
+    if is_sharded(parts.optimizer):
+        from ttp.adapters.torch.zero_sharding import ZeroSharding
+
+        return ZeroSharding(parts)
     return PlainSharding(parts)
 
 

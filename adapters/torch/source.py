@@ -82,6 +82,7 @@ class TorchSource:
         self._copier: HostCopier | None = None
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
+        self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
         self.tail: Tail | None = None
         self.buckets: BucketWatch | None = None
@@ -100,8 +101,11 @@ class TorchSource:
     # ------------------------------------------------------------------------------------------------ StateSource
 
     def settled(self) -> bool:
-        """Whether scheduler, scaler and averages have followed the last update."""
-        return self.tail is None or self.tail.settled()
+        """Whether scheduler, scaler and averages have followed the last update.
+
+        Where an exchange stands between it and them, which may hang, it is enough to know what will follow.
+        """
+        return self.tail is None or self.tail.settled() or (self.exchanges and self.tail.foreseen())
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
         """The newest version, up to ``version``, that the device has finished and will not leave.

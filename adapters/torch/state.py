@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
@@ -61,10 +62,11 @@ def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any
 def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, Any] | None = None) -> dict[str, Any]:
     """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy.
 
-    ``kept`` takes the place of ``optimizer.state``.
+    Of an optimizer that shards its state: the state that is here, the param groups of all. ``kept`` takes the place of
+    ``optimizer.state``.
     """
     state: dict[str, Any] = {}
-    for owner, values in list((optimizer.state if kept is None else kept).items()):
+    for owner, values in list((inner_of(optimizer).state if kept is None else kept).items()):
         state[names.of(owner) if isinstance(owner, Tensor) else str(owner)] = values
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -92,4 +94,5 @@ def counted_back(state: Mapping[str, Any], updates: int) -> dict[str, Any]:
 
 def optimizer_kind(optimizer: Optimizer) -> str:
     """Its class, to recognise a checkpoint of another optimizer."""
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    kind = type(inner_of(optimizer))
+    return f"{kind.__module__}.{kind.__qualname__}"

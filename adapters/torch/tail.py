@@ -177,6 +177,14 @@ class Tail:
         last = self._snapshot
         return self._scheduler_settled(last) and self._scaler_settled(last) and not self._averages
 
+    def foreseen(self) -> bool:
+        """Whether what is still to follow the last update is known, so that a save can say what is due."""
+        return not self._averages and (self._scheduler is None or self._leading or self._learned())
+
+    def _learned(self) -> bool:
+        """Whether every update, or at least the last two, had exactly one step of the scheduler behind it."""
+        return self._tails > 0 and self._single_steps >= min(2, self._tails)
+
     def _scheduler_settled(self, last: _Snapshot) -> bool:
         if self._scheduler is None:
             return True
@@ -197,12 +205,11 @@ class Tail:
         entered, inside = self._entered, self._scheduler_inside  # before the snapshot, which may follow them
         found = self._of(version)
         open_ended = found.version == self._snapshot.version and not entered
-        learned = self._tails > 0 and self._single_steps >= min(2, self._tails)
         return JobState(
             version=version,
             scheduler=found.scheduler,
             scaler=_scaler_state(found.scaler),
-            scheduler_pending=open_ended and found.scheduler_steps == 0 and (inside or learned),
+            scheduler_pending=open_ended and found.scheduler_steps == 0 and (inside or self._learned()),
             scaler_pending=open_ended and not self._scaler_settled(found),
         )
 

@@ -154,6 +154,22 @@ def build() -> nn.Module:
     )  # fmt: skip
 
 
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    """``JOB_OPTIMIZER``: empty, ``replicated:COPIES`` or ``zero``."""
+    kind, _, copies = os.environ.get("JOB_OPTIMIZER", "").partition(":")
+    if kind == "replicated":
+        from ttp.adapters.torch import ReplicatedOptimizer
+
+        replicated = ReplicatedOptimizer(model.parameters(), InnerFault, int(copies), lr=1e-2)
+        replicated.register_gather_pre_hook(lambda: injector.at("gather"))
+        return replicated
+    if kind == "zero":
+        from torch.distributed.optim import ZeroRedundancyOptimizer
+
+        return ZeroRedundancyOptimizer(model.parameters(), InnerFault, lr=1e-2)
+    return InnerFault(model.parameters(), lr=1e-2)
+
+
 def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + 100 * micro + RANK)
     return torch.randn(8, 16, generator=generator), torch.randint(0, 4, (8,), generator=generator)
@@ -162,7 +178,7 @@ def batch(step: int, micro: int) -> tuple[torch.Tensor, torch.Tensor]:
 @ttp.ttp_to_persist
 def train() -> None:
     model = DistributedDataParallel(build())
-    optimizer = InnerFault(model.parameters(), lr=1e-2)
+    optimizer: Any = make_optimizer(model)
     scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
     losses = Losses()
     torch.manual_seed(100 + RANK)  # every rank has its own dropout stream
@@ -224,10 +240,15 @@ def digest(*parts: bytes) -> str:
 
 
 def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
-    state = optimizer.state_dict()["state"]
+    state = getattr(optimizer, "optim", optimizer).state
+    numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
     result = {
         "weights": digest(*(t.detach().numpy().tobytes() for t in model.module.state_dict().values())),
-        "optimizer": digest(*(v.numpy().tobytes() for s in state.values() for _, v in sorted(s.items()))),
+        "optimizer": {
+            str(number): digest(*(v.numpy().tobytes() for _, v in sorted(state[p].items())))
+            for number, p in numbered
+            if p in state
+        },
         "losses": digest(repr(losses.values).encode()),
         "count": len(losses.values),
         "rng": digest(torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode()),

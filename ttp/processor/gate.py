@@ -50,6 +50,7 @@ class Gate:
         "_parked",
         "_torn",
         "_updating",
+        "redone",
         "version",
     )
 
@@ -64,6 +65,8 @@ class Gate:
         self._torn = False
         self._parked = False
         self._done = False
+        self.redone = False
+        """Whether the running, or else the last, update was made by order, under a closed gate."""
 
     # --------------------------------------------------------------------------------------------- training thread
 
@@ -72,6 +75,7 @@ class Gate:
         while True:
             with self._lock:
                 if not self._closed or self._updating or self._admitted:
+                    self.redone = self._admitted
                     self._updating, self._admitted = True, False
                     return
                 self._parked = True
