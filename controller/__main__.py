@@ -97,7 +97,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     await driver.stopped.wait()
     if watcher is not None:
         watcher.cancel()
-    await stop_server(server)
+    await stop_server(server, driver)
     journal.close(timeout_s=5.0)
     return EXIT_TRAINED
 

@@ -17,7 +17,7 @@ from ttp.controller.journal import Journal
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 
 log = logging.getLogger("ttp.controller")
 
@@ -31,18 +31,23 @@ RETRY_S = 1.0
 
 
 class Watch:
-    """The events that one watcher has not read yet. One that falls too far behind is let go: ``None`` is the last."""
+    """The events that one watcher has not read yet; ``None`` is the last. One that falls too far behind is let go."""
 
     def __init__(self, past: Iterable[Happening]) -> None:
+        self.lagging = False
         self.queue: asyncio.Queue[Happening | None] = asyncio.Queue()
         for happening in past:
             self.queue.put_nowait(happening)
 
     def add(self, happening: Happening) -> bool:
         """Queue an event; false when it is too far behind."""
-        lagging = self.queue.qsize() >= WATCH_MAX
-        self.queue.put_nowait(None if lagging else happening)
-        return not lagging
+        self.lagging = self.queue.qsize() >= WATCH_MAX
+        self.queue.put_nowait(None if self.lagging else happening)
+        return not self.lagging
+
+    def end(self) -> None:
+        """Nothing follows."""
+        self.queue.put_nowait(None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +75,8 @@ class Driver:
     def __init__(self, patience: ce.Patience, journal: Journal, host: str = "", port: int = 0) -> None:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port)
         self.stopped = asyncio.Event()
+        self.closed = False
+        """This controller ends: that its streams do too is no evidence of anything."""
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
@@ -88,6 +95,8 @@ class Driver:
         """A stream was opened; ``cancel`` ends it."""
         connection = Connection(ce.ConnectionId(next(self._ids)), cancel)
         self._connections[connection.id] = connection
+        if self.closed:
+            connection.end()
         return connection
 
     def disconnect(self, connection: Connection) -> None:
@@ -97,6 +106,8 @@ class Driver:
 
     def feed(self, event: ce.Event) -> None:
         """Give the machine an event and do what it says."""
+        if self.closed:
+            return
         for action in self.machine.on_event(event, time.monotonic()):
             self._perform(action)
         self._plan_timer()
@@ -115,6 +126,8 @@ class Driver:
     async def save(self, reason: str) -> ce.AnswerSave:
         """A checkpoint now; returns when it is committed or refused."""
         request = next(self._ids)
+        if self.closed:
+            return _no_more(request)
         self._saves[request] = asyncio.get_running_loop().create_future()
         self.feed(ce.SaveRequested(request, reason))
         try:
@@ -126,11 +139,26 @@ class Driver:
         """Events from now on, preceded by the last ``replay`` ones."""
         watch = Watch(list(self.history)[-replay:] if replay else [])
         self._watchers.add(watch)
+        if self.closed:
+            watch.end()
         return watch
 
     def unwatch(self, watch: Watch) -> None:
         """The watcher has left."""
         self._watchers.discard(watch)
+
+    def close(self) -> None:
+        """End every stream when what is queued for it is read, so that nobody has to be cut off."""
+        self.closed = True
+        if self._timer is not None:
+            self._timer.cancel()
+        for connection in self._connections.values():
+            connection.end()
+        for watch in self._watchers:
+            watch.end()
+        for request, future in self._saves.items():
+            if not future.done():
+                future.set_result(_no_more(request))
 
     # -------------------------------------------------------------------------------------------------------- outwards
 
@@ -187,6 +215,10 @@ class Driver:
         except Exception:
             log.exception("what is due now could not be done")
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
+
+
+def _no_more(request: int) -> ce.AnswerSave:
+    return ce.AnswerSave(request, False, Version(0), "", "this controller ends")
 
 
 def new_incident_id(number: int) -> str:

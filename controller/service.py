@@ -36,6 +36,9 @@ log = logging.getLogger("ttp.controller")
 
 SERVICE = "ttp.wire.v1.Controller"
 
+GRACE_S = 0.5
+"""How long streams have to end when the controller does."""
+
 
 class ControllerService(rpc.ControllerServicer):
     """Translates between the wire and the driver; decides nothing."""
@@ -48,9 +51,9 @@ class ControllerService(rpc.ControllerServicer):
         task = asyncio.current_task()
         assert task is not None
         connection = self._driver.connect(task.cancel)
-        await context.send_initial_metadata(())
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
+            await context.send_initial_metadata(())
             while (order := await connection.next()) is not None:
                 yield order_to_wire(order)
         finally:
@@ -69,7 +72,8 @@ class ControllerService(rpc.ControllerServicer):
         except (grpc.RpcError, asyncio.CancelledError):
             pass  # the stream broke; what that means is decided by the machine
         except Exception:
-            log.exception("a report could not be handled; its stream is closed")
+            if not self._driver.closed:  # then grpc has an exception of its own for every read
+                log.exception("a report could not be handled; its stream is closed")
         finally:
             self._driver.disconnect(connection)
             connection.end()
@@ -81,8 +85,8 @@ class ControllerService(rpc.ControllerServicer):
     async def WatchEvents(self, request: pb.WatchEventsRequest, context: Any) -> AsyncIterator[pb.Event]:
         """See the proto."""
         watch = self._driver.watch(request.replay)
-        await context.send_initial_metadata(())
         try:
+            await context.send_initial_metadata(())
             while (h := await watch.queue.get()) is not None:
                 yield pb.Event(
                     sequence=h.sequence,
@@ -92,7 +96,8 @@ class ControllerService(rpc.ControllerServicer):
                     incident=h.incident,
                     json=h.facts,
                 )
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this watcher is {WATCH_MAX} events behind")
+            if watch.lagging:
+                await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, f"this watcher is {WATCH_MAX} events behind")
         finally:
             self._driver.unwatch(watch)
 
@@ -258,7 +263,14 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     return server
 
 
-async def stop_server(server: grpc.aio.Server) -> None:
-    """Let what is on its way arrive, then end."""
+async def stop_server(server: grpc.aio.Server, driver: Driver) -> None:
+    """Let what is on its way arrive, then end.
+
+    The handlers end by themselves: grpc logs an exception for each that it finds unfinished when the loop ends.
+    """
+    driver.close()
     with contextlib.suppress(Exception):
-        await server.stop(grace=0.5)
+        await server.stop(grace=GRACE_S)
+    handlers = asyncio.all_tasks() - {asyncio.current_task()}
+    if handlers:
+        await asyncio.wait(handlers, timeout=GRACE_S)

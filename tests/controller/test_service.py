@@ -266,3 +266,25 @@ def test_a_hello_is_needed_first(controller: Controller) -> None:
     zero.say(hello(1))
     until(lambda: len(controller.status().ranks) == 2 and controller.status().stage == "training")
     assert [r.version for r in controller.status().ranks] == [0, 0]
+
+
+def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controller: Controller) -> None:
+    """grpc would log an exception for each handler that it has to cut off."""
+    ranks = [controller.rank(0), controller.rank(1)]
+    for rank in ranks:
+        assert isinstance(rank.hear(), m.Welcome)
+    until(lambda: controller.status().stage == "training")
+    events = controller.stub.WatchEvents(pb.WatchEventsRequest(), metadata=controller.metadata)
+    events.initial_metadata()
+    asked = controller.stub.SaveNow.future(pb.SaveNowRequest(), metadata=controller.metadata)
+    for rank in ranks:
+        while not isinstance(rank.hear(), m.Freeze):
+            pass
+    controller.process.terminate()
+    assert "this controller ends" in asked.result(timeout=30).text
+    assert [event.kind for event in events if event.kind != "opened"] == ["evidence"], "it ends, and with the request"
+    for rank in ranks:
+        with pytest.raises(StopIteration):
+            rank.hear()
+    assert controller.process.wait(30) == 0
+    assert "ERROR" not in controller.output() and "Traceback" not in controller.output()
