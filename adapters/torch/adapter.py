@@ -16,15 +16,16 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
-from ttp.adapters.torch.exchange import gather_bytes
+from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.local_piece import read_local_state, why_lost
-from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
-from ttp.adapters.torch.reader import read_values
+from ttp.adapters.torch.reader import load, read_values
 from ttp.adapters.torch.restore import Restored, restore_into
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource, runtime_of
@@ -180,6 +181,7 @@ class TorchAdapter:
             CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
         """
         manifest = Manifest.load(checkpoint)
+        elsewhere = self.sharding(world_size).elsewhere() if connected(world_size) else ()
         restored = restore_into(
             checkpoint,
             manifest,
@@ -187,6 +189,7 @@ class TorchAdapter:
             optimizer=self._optimizer,
             scheduler=self._scheduler,
             scaler=self._scaler,
+            elsewhere=elsewhere,
         )
         self._load_modules(checkpoint, manifest)
         if manifest.extra.get("disputed"):
@@ -212,7 +215,11 @@ class TorchAdapter:
         items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
         values = read_values(checkpoint, items).get("extra", {})
         for name, module in self._extra.modules.items():
-            if name in values:
+            if name in values and any(map(is_distributed, module.parameters())):
+                load(
+                    checkpoint, manifest, {"extra": {name: {k: t.detach() for k, t in module_tensors(module).items()}}}
+                )
+            elif name in values:
                 module.load_state_dict(values[name])
             else:
                 log.warning("extra_state[%r] was not saved: it begins anew", name)

@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.device import flat_bytes
 from ttp.adapters.torch.names import _walk as walk
 from ttp.errors import CheckpointError
@@ -88,7 +89,7 @@ class BufferTable:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self.skipped: list[str] = []
-        """Names of buffers that are no plain memory (sparse, quantized)."""
+        """Names of buffers that are no plain memory (sparse, quantized, distributed)."""
         self.layout = 0
         """Goes up whenever ``infos`` may have changed."""
         self.small: list[Entry] = []
@@ -120,7 +121,12 @@ class BufferTable:
             for key, tensor in owner._buffers.items():
                 if tensor is None:
                     self._absent.append((owner._buffers, key))
-                elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
+                elif (
+                    tensor.layout is not torch.strided
+                    or tensor.is_quantized
+                    or tensor.is_meta
+                    or is_distributed(tensor)
+                ):
                     self.skipped.append(prefix + key)
                 else:
                     self._add(owner, key, prefix + key, tensor)

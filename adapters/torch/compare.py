@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.cuts import Cutter
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.state import optimizer_kind
 from ttp.adapters.torch.table import Item
@@ -27,10 +28,15 @@ _NOT_HYPERPARAMETERS = {
 Groups = Sequence[Mapping[str, Any]]
 
 
-def model_differences(names: ModelNames, items: Sequence[Item], left_out: Collection[str]) -> list[str]:
+def model_differences(
+    names: ModelNames, items: Sequence[Item], left_out: Collection[str], cutter: Cutter | None = None
+) -> list[str]:
     """Names that only one side has, and names whose shape or dtype differ; sentences, empty when all is well."""
     here: dict[str, str] = {
-        name: _signature(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        name: _signature(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape) if cutter is None else cutter.shape(name, tensor),
+        )
         for name, tensor in (names.parameters | names.buffers).items()
     }
     kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}

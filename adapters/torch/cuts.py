@@ -30,6 +30,11 @@ def is_distributed(tensor: Any) -> bool:
     return library is not None and isinstance(tensor, library.DTensor)
 
 
+def local(tensor: Any) -> Tensor:
+    """The memory of this rank."""
+    return tensor._local_tensor.detach() if is_distributed(tensor) else tensor  # type: ignore[no-any-return]
+
+
 def cut_among(tensor: Any) -> Ranks:
     """The ranks over which the whole is spread, this one among them; empty: every holder has all of it.
 
@@ -62,11 +67,10 @@ def stored(tensor: Any) -> Stored:
     """What of it is here; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor  # type: ignore[no-any-return]
-    local = tensor._local_tensor.detach()
     if not cut_among(tensor):
-        return local  # type: ignore[no-any-return]
+        return local(tensor)
     shape = tuple(tensor.shape)
-    chunks = tuple(_chunks(local, shape, [_runs(tensor, dim) for dim in range(len(shape))]))
+    chunks = tuple(_chunks(local(tensor), shape, [_runs(tensor, dim) for dim in range(len(shape))]))
     return chunks[0] if len(chunks) == 1 else chunks
 
 
@@ -99,9 +103,9 @@ def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk,
     return tuple(found)
 
 
-def _chunks(local: Tensor, shape: tuple[int, ...], runs: Sequence[Sequence[_Run]]) -> Iterator[Chunk]:
+def _chunks(here: Tensor, shape: tuple[int, ...], runs: Sequence[Sequence[_Run]]) -> Iterator[Chunk]:
     for box in itertools.product(*runs):
-        piece = local[tuple(slice(begin, begin + size) for begin, _, size in box)]
+        piece = here[tuple(slice(begin, begin + size) for begin, _, size in box)]
         yield Chunk(piece, shape, tuple(at for _, at, _ in box))
 
 
@@ -160,3 +164,12 @@ class Cutter:
     def stored(self, owner: str, tensor: Tensor) -> Stored:
         """See ``Sharding.stored``."""
         return stored(tensor)
+
+    def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
+        """The parts of it that are here, where torch cannot describe them; None: where it can."""
+        found = self.stored(owner, tensor)
+        return found if isinstance(found, tuple) else None
+
+    def absent(self, owner: str) -> bool:
+        """Whether the optimizer of this rank keeps nothing for this parameter, because no part of it is here."""
+        return False

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.announce import Entry, Key, View, describe, held, label_of, view_of
 from ttp.adapters.torch.checkpoint import Stored
-from ttp.adapters.torch.exchange import gather_bytes, broadcast_bytes
+from ttp.adapters.torch.exchange import broadcast_bytes, gather_bytes
 from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
 from ttp.errors import ConfigError

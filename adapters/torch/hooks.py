@@ -12,7 +12,9 @@ update: its peers will reach n + 1, so what only it had must be there for n + 1.
 
 One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
 have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
-Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each).
+Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each). FSDP
+calls the hooks of its parameters behind the reduction of their gradients: there the outputs of the outermost module
+tell of the backward pass.
 
 Each of these points raises the mark of the step by one. Ranks run the same program, so they pass the same points in the
 same order, however often gradients are accumulated: the one with the lower mark is behind. A forward pass without
@@ -22,6 +24,7 @@ gradients is an evaluation, which not every rank may make: it raises no mark, it
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -152,6 +155,8 @@ class Attachment:
         for parameter in gradient_triggers(model):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._on_gradient))
+        for module in gathering(model):
+            self._handles.append(module.register_forward_hook(self._on_output))
         if self._tail.wants_forward:
             self._handles.append(model.register_forward_pre_hook(self._on_forward))
 
@@ -191,7 +196,15 @@ class Attachment:
             self._reporter.activity, self._evaluating = EVALUATING, True
         self._safely(self._tail.forward_entered, module.training and learning)
 
-    def _on_gradient(self, _parameter: Tensor) -> None:
+    def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """A backward pass will come through here before anything inside of the module is reduced."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in torch.utils._pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    hook: Any = tensor.register_hook
+                    hook(self._on_gradient)
+
+    def _on_gradient(self, _tensor: Tensor) -> None:
         task = _graph_task()
         if task != self._task or task == -1:
             self._task = task
@@ -251,10 +264,11 @@ def gradient_triggers(model: nn.Module) -> list[Tensor]:
     """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
 
     One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
-    that what a backward pass changes (recomputed activations) is in the capture. Every other parameter.
+    that what a backward pass changes (recomputed activations) is in the capture. Every other parameter, but for those
+    of ``gathering`` modules.
     """
     chosen: list[Tensor] = []
-    covered: set[int] = set()
+    covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
     for ddp in _all_used(model):
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
@@ -262,6 +276,22 @@ def gradient_triggers(model: nn.Module) -> list[Tensor]:
         chosen += fresh[:1]
         covered.update(map(id, reduced))
     return chosen + [p for p in model.parameters() if p.requires_grad and id(p) not in covered and p.is_leaf]
+
+
+def gathering(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of FSDP in ``model``: hooks of their parameters run when the gradient is reduced already.
+
+    Their outputs tell of a backward pass before.
+    """
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (library.FSDPModule, library.FullyShardedDataParallel) if hasattr(library, "FSDPModule") else ()
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, kinds) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found
 
 
 def _all_used(model: nn.Module) -> Iterator[Any]:

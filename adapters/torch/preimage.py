@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.cuts import is_distributed, local
 from ttp.adapters.torch.device import Runtime, make_fence
 from ttp.adapters.torch.tail import copied
 from ttp.errors import CheckpointError
@@ -126,14 +127,14 @@ class PreImage:
         return copied(value)
 
     def _copy_tensor(self, live: Tensor, place: _Place, copies: _Copies) -> Tensor:
-        if type(live) is not Tensor or live.layout is not torch.strided:
+        if not is_distributed(live) and (type(live) is not Tensor or live.layout is not torch.strided):
             return live.clone()
         self._used.add(place)
         memory = self._memory.get(place)
         if memory is None or (memory.shape, memory.dtype, memory.device) != (live.shape, live.dtype, live.device):
             self._memory.pop(place, None)  # before its successor is made
             memory = self._memory[place] = torch.empty_like(live)
-        copies.append((memory, live))
+        copies.append((local(memory), local(live)))
         return memory
 
     # -------------------------------------------------------------------------------------------------- any thread

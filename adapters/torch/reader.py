@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
 
+from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.leaves import put
 from ttp.adapters.torch.metadata import build_metadata
 from ttp.adapters.torch.table import Item, items_of
+from ttp.adapters.torch.table import Path as Steps
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -79,14 +81,43 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     Raises:
         CheckpointError: the checkpoint lacks a name, or has another shape for it, or cannot be read.
     """
-    reader, planner = ManifestReader(path, manifest.pieces), SafeLoadPlanner(allow_partial_load=partial)
+    _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
+
+
+def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Sequence[Chunk]]]) -> None:
+    """Fill the memory of chunks that torch itself has no description for: several of one tensor.
+
+    Each tensor is read whole, one at a time: that is the memory it takes.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        wanted: where a tensor sits in the nested state, and the parts of it to be written into.
+
+    Raises:
+        CheckpointError: as for ``load``.
+    """
+    reader = ManifestReader(path, manifest.pieces)
+    for steps, chunks in wanted:
+        if not chunks:
+            continue
+        whole, state = torch.empty(chunks[0].shape, dtype=chunks[0].tensor.dtype), dict[str, Any]()
+        put(state, steps, whole)
+        _load(reader, state)
+        for chunk in chunks:
+            spans = zip(chunk.offsets, chunk.tensor.shape, strict=True)
+            chunk.tensor.copy_(whole[tuple(slice(begin, begin + size) for begin, size in spans)])
+
+
+def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:
+    planner = SafeLoadPlanner(allow_partial_load=partial)
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
     except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
         causes = [failure[0] for failure in getattr(problem, "failures", {}).values()] or [problem]
-        raise CheckpointError(f"{path} cannot be loaded: {causes[0]}") from problem
+        raise CheckpointError(f"{reader.path} cannot be loaded: {causes[0]}") from problem
 
 
 def read_values(path: Path, items: Sequence[Item]) -> dict[str, Any]:

@@ -7,7 +7,7 @@ built from the checkpoint's table, so that no step has to be faked: weights and 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,19 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.compare import is_left_out, model_differences, optimizer_differences
+from ttp.adapters.torch.cuts import Cutter, local
 from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp, missing_layout
+from ttp.adapters.torch.groups import groups_for
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.leaves import get, put
 from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.reader import load, read_values
+from ttp.adapters.torch.reader import load, load_chunks, read_values
 from ttp.adapters.torch.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.table import Item, items_of, left_out_of
+from ttp.adapters.torch.table import Path as Steps
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 
@@ -57,6 +61,7 @@ def restore_into(
     optimizer: Optimizer,
     scheduler: Any = None,
     scaler: Any = None,
+    elsewhere: Collection[str] = (),
 ) -> Restored:
     """Load the checkpoint at ``path`` into these objects, in place.
 
@@ -66,23 +71,26 @@ def restore_into(
         path: the checkpoint; its digests have been verified.
         manifest: of it.
         model: wrapped or not, in any way.
-        optimizer: of the same class and with the same param groups as the one that was saved.
+        optimizer: of the same class and with the same param groups as the one that was saved; of a pipeline stage, with
+            a part of them.
         scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is done here.
         scaler: a GradScaler; the same.
+        elsewhere: names that other ranks of this job have: other stages of a pipeline.
 
     Raises:
         CheckpointError: the checkpoint belongs to another model or optimizer (nothing has been modified), or a piece
             of it cannot be read.
     """
     names = ModelNames(model, optimizer)
+    cutter = Cutter(model, names)
     try:
-        saved = _read(path, manifest, names)
-        _refuse_foreign(saved, names, optimizer)
+        saved = _read(path, manifest, names, optimizer, frozenset(elsewhere))
+        _refuse_foreign(saved, names, optimizer, cutter)
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
         raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
-    _load_model(saved, names)
+    _load_model(saved, names, cutter)
     if not saved.weights_only:
-        _load_optimizer(saved, names, optimizer)
+        _load_optimizer(saved, names, optimizer, cutter)
     job = saved.job
     notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
     notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
@@ -108,9 +116,12 @@ class _Saved:
     weights_only: bool
 
 
-def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
+def _read(
+    path: Path, manifest: Manifest, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]
+) -> _Saved:
     # One item per name: any chunk of a tensor tells its name, dtype and whole shape.
     items = list({item.key: item for item in items_of(manifest.pieces)}.values())
+    items = [item for item in items if _owner(item) not in elsewhere]
     short = next((item for item in items if len(item.path) < _parts_min(item)), None)
     if short is not None:
         raise ValueError(f"{short.key} is the name of nothing")
@@ -121,12 +132,18 @@ def _read(path: Path, manifest: Manifest, names: ModelNames) -> _Saved:
         job=read_job_state(path, manifest.pieces),
         model=[item for item in items if item.path[0] == "model"],
         optimizer=[item for item in items if item.path[:2] == _STATE],
-        groups=small.get("optim", {}).get("param_groups", []),
+        groups=groups_for(small.get("optim", {}).get("param_groups", []), names, optimizer, elsewhere),
         optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
         extra_states=small.get("model", {}),
         left_out=left_out_of(manifest.pieces),
         weights_only=small.get("ttp", {}).get("weights_only") is True,  # `ttp convert` made it of a file
     )
+
+
+def _owner(item: Item) -> str:
+    """The parameter or buffer that it is, or that the optimizer keeps it for; empty: of none."""
+    at = 2 if item.path[:2] in (_STATE, _GROUPS) else 1 if item.path[0] == "model" else len(item.path)
+    return str(item.path[at]) if at < len(item.path) else ""
 
 
 def _parts_min(item: Item) -> int:
@@ -140,11 +157,11 @@ def _is_small(item: Item, names: ModelNames) -> bool:
     return item.path[0] == "ttp" or item.path[:2] == _GROUPS
 
 
-def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> None:
+def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
     version = saved.manifest.version
     if saved.job.version != version:
         raise CheckpointError(f"{saved.path} is of version {version}, but its job state of version {saved.job.version}")
-    problems = model_differences(names, saved.model, saved.left_out)
+    problems = model_differences(names, saved.model, saved.left_out, cutter)
     if not saved.weights_only:
         problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
     if problems:
@@ -157,10 +174,13 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> N
 # -------------------------------------------------------------------------------------------------------------- tensors
 
 
-def _load_model(saved: _Saved, names: ModelNames) -> None:
+def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
     tensors = names.parameters | names.buffers
-    target = {name: _writable(tensors[name]) for item in saved.model if (name := str(item.path[1])) in tensors}
+    wanted = {name: tensors[name] for item in saved.model if (name := str(item.path[1])) in tensors}
+    target = {n: _writable(tensor) for n, tensor in wanted.items() if cutter.pieces(n, tensor) is None}
     load(saved.path, saved.manifest, {"model": target})
+    pieces = [(("model", n), found) for n, tensor in wanted.items() if (found := cutter.pieces(n, tensor)) is not None]
+    load_chunks(saved.path, saved.manifest, pieces)
     for name, loaded in target.items():
         if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
             names.replace_buffer(name, loaded)
@@ -177,24 +197,23 @@ def _writable(tensor: Tensor) -> Tensor:
 
 
 def _shares_memory(one: Tensor, two: Tensor) -> bool:
-    return one.data_ptr() == two.data_ptr()
+    return local(one).data_ptr() == local(two).data_ptr()
 
 
-def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> None:
+def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
     pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
     owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
     devices = {str(item.path[1]): item.device for item in saved.model}
     kept = inner_of(optimizer)
     here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
     items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
-    target: dict[str, Any] = {}
-    for item in items:
-        put(target, item.path, _empty(item, owners, devices) if item.is_tensor else None)
-    load(saved.path, saved.manifest, target)
+    items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]
+    values = {item.path: _empty(item, owners, devices, cutter) if item.is_tensor else None for item in items}
+    _fill(saved, values, cutter)
     loaded: dict[str, Any] = {}
     for item in items:
         int_keys = [position - len(_STATE) for position in item.int_keys]
-        put(loaded, item.path[len(_STATE) :], get(target, item.path), int_keys)
+        put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
     kept.state.clear()
     for name, values in loaded.items():
         kept.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
@@ -202,7 +221,26 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer) -> N
         _load_group(group, other)
 
 
-def _empty(item: Item, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str]) -> Tensor:
+def _fill(saved: _Saved, values: dict[Steps, Any], cutter: Cutter) -> None:
+    """Load the optimizer's values: tensors are written into, others are replaced."""
+    target: dict[str, Any] = {}
+    pieces: list[tuple[Steps, Sequence[Chunk]]] = []
+    for steps, value in values.items():
+        found = cutter.pieces(str(steps[2]), value) if isinstance(value, Tensor) else None
+        if found is None:
+            put(target, steps, value)
+        else:
+            pieces.append((steps, found))
+    load(saved.path, saved.manifest, target)
+    load_chunks(saved.path, saved.manifest, pieces)
+    for steps, value in values.items():
+        if not isinstance(value, Tensor):
+            values[steps] = get(target, steps)
+
+
+def _empty(
+    item: Item, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str], cutter: Cutter
+) -> Tensor:
     """Room for one tensor of the optimizer's state, where the optimizer would have put it itself."""
     owner = str(item.path[2])
     if owner not in owners:
@@ -210,7 +248,7 @@ def _empty(item: Item, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], d
     parameter, group = owners[owner]
     if not _belongs_to_device(item, devices.get(owner, "cpu"), parameter, group):
         return torch.empty(item.shape, dtype=item.torch_dtype)
-    if item.shape == tuple(parameter.shape):
+    if item.shape == cutter.shape(owner, parameter):
         return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
     return torch.empty(item.shape, dtype=item.torch_dtype, device=parameter.device)
 

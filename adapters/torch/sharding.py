@@ -11,17 +11,23 @@ one name the checkpoint's index lists one.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, Protocol
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.cuts import Cutter
+from ttp.adapters.torch.ddp import find_ddp
+from ttp.adapters.torch.exchange import connected
 from ttp.adapters.torch.inner import is_sharded
 from ttp.adapters.torch.names import ModelNames
 from ttp.core.layout import Layout, Shard
+from ttp.errors import ConfigError
 
 
 class Sharding(Protocol):
@@ -74,6 +80,7 @@ class Parts:
         modules: averages of the weights and the like, by name.
         world_size: ranks of the job.
         layout: given by the user; None: to be found.
+        shard_of: the shard of a parameter in that layout, by its name; None: every rank holds one shard.
     """
 
     model: nn.Module
@@ -82,6 +89,12 @@ class Parts:
     world_size: int
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     layout: Layout | None = None
+    shard_of: Callable[[str], str] | None = None
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Knows how the parameters are cut."""
+        return Cutter(self.model, self.names)
 
 
 class PlainSharding:
@@ -92,7 +105,7 @@ class PlainSharding:
     """
 
     def __init__(self, parts: Parts) -> None:
-        self.layout = Layout.data_parallel(parts.world_size)
+        self.layout = parts.layout or Layout.data_parallel(parts.world_size)
         self.stepping: Sequence[Optimizer] = (parts.optimizer,)
         self.flat_groups = False
         self._names = parts.names
@@ -124,7 +137,26 @@ def sharding_of(parts: Parts) -> Sharding:
         from ttp.adapters.torch.zero_sharding import ZeroSharding
 
         return ZeroSharding(parts)
+    cut = any(parts.cutter.cut(name, parameter) for name, parameter in parts.names.parameters.items())
+    several = parts.layout is not None and len(parts.layout.groups) > 1
+    if connected(parts.world_size) and (several or cut or not _all_together(parts)):
+        from ttp.adapters.torch.discovery import discover
+
+        return discover(parts)
+    if cut or several:
+        raise ConfigError(
+            f"to tell which of {parts.world_size} ranks hold the same, they have to ask each other: call "
+            "init_process_group() before wrap_optimizer()"
+        )
     return PlainSharding(parts)
+
+
+def _all_together(parts: Parts) -> bool:
+    """One DistributedDataParallel of all ranks: nobody has to be asked."""
+    ddp = find_ddp(parts.model)
+    return parts.world_size == 1 or (
+        ddp is not None and len(dist.get_process_group_ranks(ddp.process_group)) == parts.world_size
+    )
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard
@@ -139,15 +171,28 @@ def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: 
         for name, value in state["model"].items()
         if (name in wanted if name in parameters else _goes_with(sharding, shard, value))
     }
-    part["optim"] = dict(state["optim"])
-    part["optim"]["state"] = {
-        name: _converted(sharding, name, values)
-        for name, values in state["optim"]["state"].items()
-        if name in wanted or name not in parameters
+    groups = state["optim"]["param_groups"]
+    part["optim"] = {
+        "state": {
+            name: _converted(sharding, name, values)
+            for name, values in state["optim"]["state"].items()
+            if name in wanted or name not in parameters
+        },
+        "param_groups": _flat(groups, wanted) if sharding.flat_groups else groups,
     }
     if "extra" in state:
         part["extra"] = {name: _carried(sharding, shard, values) for name, values in state["extra"].items()}
     return part
+
+
+def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The settings of each parameter, as torch's ``flatten_optimizer_state_dict`` has them."""
+    return {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+        if name in wanted
+    }
 
 
 def local_tensors(stored: Stored) -> tuple[Tensor, ...]:
