@@ -2,6 +2,7 @@
 #
 #   make demo                      train, kill a rank, compare with an unbroken run (under 3 minutes after installation)
 #   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
+#   make demo ARGS="--example gpt" the same with a small GPT, sharded and replicated
 #   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
 #                                  JOBS=4 runs so many at a time (2: what two cores can bear). A test that fails is tried
 #                                  once more, and the summary counts it: real processes on a busy machine can be late
@@ -28,7 +29,7 @@ help:
 	@sed -n 's/^#   //p' Makefile
 
 demo: $(VENV)/.installed-demo
-	@$(PY) examples/digits/demo.py $(ARGS)
+	@$(PY) examples/demo.py $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup --reruns 1 --durations 15 $(ARGS)

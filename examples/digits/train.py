@@ -10,7 +10,6 @@ script runs under plain torchrun too; without TTP_PORT the three lines do nothin
 from __future__ import annotations
 
 import argparse
-import hashlib
 import itertools
 import json
 import math
@@ -29,6 +28,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import ttp
+from ttp.testing.digests import digest
 
 BATCH = 16
 ACCUMULATE = 2
@@ -142,29 +142,6 @@ def digests(model: nn.Module, optimizer: torch.optim.Optimizer, curve: LossCurve
         "losses": digest(of_all_ranks),
         "final_loss": f"{torch.stack(of_all_ranks)[:, -1].mean().item() if len(losses) else math.nan:.6f}",
     }
-
-
-def digest(state: Any) -> str:
-    """SHA-256 of nested dicts and lists of tensors and numbers."""
-    hashed = hashlib.sha256()
-    for name, value in leaves(state):
-        hashed.update(name.encode())
-        if isinstance(value, Tensor):
-            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + value.detach().contiguous().numpy().tobytes())
-        else:
-            hashed.update(repr(value).encode())
-    return hashed.hexdigest()
-
-
-def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(state, dict):
-        for key in sorted(state, key=str):
-            yield from leaves(state[key], f"{name}.{key}")
-    elif isinstance(state, (list, tuple)):
-        for index, value in enumerate(state):
-            yield from leaves(value, f"{name}.{index}")
-    else:
-        yield name, state
 
 
 def main() -> None:

@@ -1,8 +1,9 @@
-"""Trains the digits twice, kills a rank with SIGKILL the second time, and compares: no step lost, no bit different.
+"""Trains twice, kills a rank with SIGKILL the second time, and compares: no step lost, no bit different.
 
-    make demo                   a random rank at a random moment
-    RANK=0 STEP=30 make demo    this rank, in the course of this step
-    SEED=7 make demo            the same "random" choice again
+    make demo                           the digits; a random rank at a random moment
+    RANK=0 STEP=30 make demo            this rank, in the course of this step
+    SEED=7 make demo                    the same "random" choice again
+    make demo ARGS="--example gpt"      a small GPT, sharded and replicated; what follows `--` goes to its script
 
 Exits with 0 only if no step was lost and both runs ended with the same weights, optimizer state and losses, bit for
 bit.
@@ -35,7 +36,8 @@ from ttp.cli.timeline import style_of, words
 HERE = Path(__file__).resolve().parent
 RANKS = 4
 RUN_FLAGS = ("--nproc-per-node", str(RANKS), "--max-restarts", "3")
-RUN_S_MAX = 120.0
+RUN_S_MAX = 240.0
+EXAMPLES = {"digits": HERE / "digits" / "train.py", "gpt": HERE / "gpt" / "train_gpt.py"}
 PLAIN_EVERY = 20
 """Steps between two lines where there is no terminal."""
 
@@ -111,9 +113,11 @@ class Screen:
 
 def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, kill: Kill | None) -> dict[str, str]:
     """Run the training once, and do what ``kill`` says to it. Returns the digests of its end."""
+    script = EXAMPLES[options.example]
     flags = ["--steps", str(options.steps), "--seed", str(options.seed), "--step-ms", str(options.step_ms)]
-    arguments = [*RUN_FLAGS, str(HERE / "train.py"), *flags, "--save-dir", str(folder / "checkpoints")]
-    screen.say(Text(f"$ ttp run {' '.join(RUN_FLAGS)} train.py {' '.join(flags)}", "bold"))
+    flags += options.flags
+    arguments = [*RUN_FLAGS, str(script), *flags, "--save-dir", str(folder / "checkpoints")]
+    screen.say(Text(f"$ ttp run {' '.join(RUN_FLAGS)} {script.name} {' '.join(flags)}", "bold"))
     job = Job(folder, arguments)
     with screen.new_bar(name, options.steps):
         try:
@@ -216,6 +220,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
         return int(os.environ[name]) if os.environ.get(name) else None
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--example", choices=EXAMPLES, default="digits", help="what to train (default %(default)s)")
+    parser.add_argument("flags", nargs="*", metavar="-- FLAGS", help="for the training script")
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each run (default %(default)s)")
     parser.add_argument("--step-ms", type=float, default=60, help="sleep after each step (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the training (default %(default)s)")
@@ -247,7 +253,8 @@ def main() -> int:
     checkpoints = os.path.relpath(options.folder / "broken" / "checkpoints")
     screen.say(f"Look for yourself:  {command()} incidents {checkpoints} --last")
     screen.say(f"                    {command()} verify {checkpoints}")
-    screen.say(f"The same again:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo")
+    again = "" if options.example == "digits" else f' ARGS="--example {options.example}"'
+    screen.say(f"The same again:     RANK={kill.rank} STEP={kill.step} SEED={options.kill_seed} make demo{again}")
     if not good:
         screen.say(Text("The broken run is not what the unbroken one is.", "bold red"))
     return 0 if good else 1

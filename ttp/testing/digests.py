@@ -1,0 +1,42 @@
+"""Whether two runs have made the same, bit for bit."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+
+def digest(state: Any) -> str:
+    """SHA-256 of nested mappings and lists of tensors and plain values, as 64 hexadecimal digits.
+
+    Mappings are taken in the order of their keys. Tensors count with dtype, shape and every bit; on a device or
+    distributed ones have to be brought to the host first.
+    """
+    hashed = hashlib.sha256()
+    for name, value in leaves(state):
+        hashed.update(name.encode())
+        if hasattr(value, "untyped_storage"):
+            hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + _bytes(value))
+        else:
+            hashed.update(repr(value).encode())
+    return hashed.hexdigest()
+
+
+def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value that is no container, with the keys that lead to it."""
+    if isinstance(state, dict):
+        for key in sorted(state, key=str):
+            yield from leaves(state[key], f"{name}.{key}")
+    elif isinstance(state, (list, tuple)):
+        for index, value in enumerate(state):
+            yield from leaves(value, f"{name}.{index}")
+    else:
+        yield name, state
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    data: bytes = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return data
