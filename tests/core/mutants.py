@@ -17,6 +17,7 @@ ROOT = HERE.parent.parent
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
+RESTORING = "ttp.core.restoring"
 JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -175,6 +176,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a witness is not believed": (WITNESSES, "if not answer.reachable:", "if True:"),
     "pages of another incarnation are kept": (MIRRORS, "page.incarnation != self._job.incarnation", "False"),
     "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
+    "the living are inherited from": (MIRRORS, "page.rank in job.live or", "False or"),
+    "pages of another launch are inherited": (MIRRORS, "or page.incarnation != job.incarnation", ""),
     # standby controllers
     "a flap is the death of a controller": (ROUTE, "for_s < self._failover_s and", "False and"),
     "nobody is asked to take over": (ROUTE, "        self.takeover = True\n", ""),
@@ -204,6 +207,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "[1] + patience_s or True:\n                continue",
     ),
     "a slow disk is a hanging one": (SAVING, "if known is not None and known[0] != size:", "if False:"),
+    "a hanging disk is tried by everybody": (
+        RESCUE,
+        "if self.saving.stalled(incident, p.stall_s, now):",
+        "if self.saving.stalled(incident, p.stall_s, now) and False:",
+    ),
+    "what was committed may vanish": (RESTORING, "if self._committed is not None and not error and", "if False and"),
+    "damage is a mystery": (RESTORING, "any(seen) or any(damaged)", "any(seen)"),
+    "one rank has not seen enough": (RESTORING, "any(seen) or any(damaged)", "any(damaged)"),
+    "an incarnation without a commit forgets": (RESTORING, "(committed or self._committed) if", "committed if"),
+    "every job is the same": (CONTROLLER, "same_job=same_job", "same_job=True"),
 }
 
 SUITES: dict[str, list[str]] = {
