@@ -15,7 +15,7 @@ from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import Progress, TrackedStreams
-from ttp.adapters.megatron.restore import restore_into
+from ttp.adapters.megatron.restore import restore_groups, restore_into
 from ttp.adapters.megatron.source import JOB_KEY, Held, MegatronSource
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
@@ -172,12 +172,14 @@ class MegatronAdapter(TorchAdapter):
         return Version(job.version)
 
     def _load_scheduler(self, job: JobState) -> list[str]:
-        """After the param groups, which its steps change."""
+        """The scheduler and the param groups that it writes into; then the step that was due."""
         scheduler = self._scheduler
         if scheduler is None or job.scheduler is None:
+            restore_groups(self._held, job)
             return [] if scheduler is None else ["it has no state of an LR scheduler: that begins anew"]
         scheduler.num_steps = 0  # loading adds to it
         scheduler.load_state_dict(job.scheduler)
+        restore_groups(self._held, job)
         increment = job.extra[JOB_KEY]["increment"]
         if job.scheduler_pending and not increment:
             return ["the step of the LR scheduler that was due could not be made"]

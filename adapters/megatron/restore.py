@@ -39,7 +39,7 @@ class Want:
 
 
 def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
-    """Load weights, fp32 copies, moments and param groups, in place.
+    """Load weights, fp32 copies and moments, in place.
 
     Args:
         path: the checkpoint; its digests have been verified.
@@ -64,8 +64,18 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     with torch.no_grad():
         _fill(path, wants, saved)
     for inner, states in zip(held.inners, fresh, strict=True):
-        _install(inner, states, job.extra[JOB_KEY]["optimizers"])
+        _install(inner, states, _saved_of(inner, job))
     return job
+
+
+def restore_groups(held: Held, job: JobState) -> None:
+    """Put the hyperparameters of the version back, and Adam's count of steps where it is among them.
+
+    After the scheduler: loading it changes them, to values that need not be those of the version.
+    """
+    for inner in held.inners:
+        groups = [group for each in _saved_of(inner, job) for group in each["groups"]]
+        _install_groups(inner.optimizer.param_groups, groups)
 
 
 # ------------------------------------------------------------------------------------------------------- what is wanted
@@ -172,17 +182,24 @@ def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> 
 # ----------------------------------------------------------------------------------------------------------- optimizers
 
 
+def _saved_of(inner: Inner, job: JobState) -> Sequence[Mapping[str, Any]]:
+    """What was saved of optimizers of its kind; of any, where there was none."""
+    saved: Sequence[Mapping[str, Any]] = job.extra[JOB_KEY]["optimizers"]
+    return [each for each in saved if each["kind"] == inner.kind] or saved
+
+
 def _install(inner: Inner, states: dict[Tensor, dict[str, Tensor]], saved: Sequence[Mapping[str, Any]]) -> None:
-    """Moments, the count of steps, and the hyperparameters."""
-    mine = [each for each in saved if each["kind"] == inner.kind]
-    groups = [group for each in mine or saved for group in each["groups"]]
-    step = next((each["step"] for each in mine or saved if each["step"] is not None), None)
+    """Moments, and the count of steps that torch's Adam has for each parameter."""
+    step = next((each["step"] for each in saved if each["step"] is not None), None)
     for main, values in states.items():
         inner.optimizer.state[main] = dict(values)
         if step is not None and values:
             inner.optimizer.state[main]["step"] = _step_tensor(step, main, inner.optimizer.param_groups[0])
+
+
+def _install_groups(live: Sequence[dict[str, Any]], groups: Sequence[Mapping[str, Any]]) -> None:
     counted = max((group["step"] for group in groups if "step" in group), default=None)
-    for number, group in enumerate(inner.optimizer.param_groups):
+    for number, group in enumerate(live):
         match = [other for other in groups if _identity(other) == _identity(group)]
         chosen = match[0] if match else groups[number] if number < len(groups) else {}
         group.update({key: value for key, value in chosen.items() if key != "params"})

@@ -30,7 +30,7 @@ class Shape:
     tied: bool = True
     overlap: bool = False
     dropout: float = 0.1
-    layers: int = 4
+    layers: int = 2
     torch_adam: bool = False
 
 

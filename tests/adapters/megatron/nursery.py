@@ -33,7 +33,9 @@ class Nursery:
             [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
 
-    def run(self, directory: Path, program: str, ranks: int = 4, env: dict[str, str] | None = None, **arguments: Any):  # type: ignore[no-untyped-def]
+    def run(
+        self, directory: Path, program: str, ranks: int = 4, env: dict[str, str] | None = None, **arguments: Any
+    ) -> list[int]:
         """Exit codes by rank. What a rank printed or raised is in ``directory/rank<r>.out``."""
         directory.mkdir(parents=True, exist_ok=True)
         order = {
@@ -54,11 +56,6 @@ class Nursery:
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
-
-
-def story(directory: Path) -> str:
-    """What the ranks of the last world had to say."""
-    return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in sorted(directory.glob("rank*.out")))
 
 
 def main() -> None:

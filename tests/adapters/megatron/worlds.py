@@ -111,3 +111,77 @@ def summary(training: Training) -> dict[str, str]:
         "last_losses": repr(training.losses[-2:]),
         "schedule": repr(training.scheduler.state_dict()),
     }
+
+
+# ------------------------------------------------------------------------------------------- states of other layouts
+
+
+def state(shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", stock_from: str = "") -> None:
+    """Write the state of a job to ``<name>.<rank>.pt``, as Megatron describes it, in boxes of global tensors.
+
+    The job has trained ``steps``, or has restored a checkpoint: through ttp, or as Megatron itself does.
+    """
+    _join(name)
+    training = Training(Shape(**shape), seed=123 if steps else 77)
+    for _ in range(steps):
+        training.step()
+    if ttp_from:
+        _restore_by_ttp(training, ttp_from)
+    if stock_from:
+        _restore_by_megatron(training, stock_from)
+    torch.save({"boxes": _boxes(training), "summary": summary(training)}, _directory() / f"{name}.{_rank()}.pt")
+    for _ in range(2):
+        training.step()
+    (_directory() / f"{name}.{_rank()}.json").write_text(json.dumps(summary(training)))
+    dist.barrier()
+
+
+def _restore_by_ttp(training: Training, save_dir: str) -> None:
+    from ttp.adapters.megatron import protect
+
+    protect(training.chunks, training.optimizer, training.scheduler, training.args, save_dir=save_dir)
+    assert ttp.restore() > 0
+
+
+def _restore_by_megatron(training: Training, checkpoint: str) -> None:
+    """What ``load_checkpoint`` of Megatron-LM does with a ``torch_dist`` checkpoint."""
+    from megatron.core import dist_checkpointing
+
+    metadata = dist_checkpointing.load_content_metadata(checkpoint)
+    loaded: Any = dist_checkpointing.load(_described(training, metadata, is_loading=True), checkpoint)
+    for number, chunk in enumerate(_plain(training)):
+        chunk.load_state_dict(loaded[f"model{number}"])
+    with torch.no_grad():
+        training.optimizer.load_state_dict(loaded["optimizer"])
+    training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    training.args.iteration = loaded["iteration"]
+    training.args.consumed_train_samples = loaded["args"].consumed_train_samples
+
+
+def _plain(training: Training) -> list[Any]:
+    from megatron.core.utils import unwrap_model
+
+    return list(unwrap_model(training.chunks))
+
+
+def _described(training: Training, metadata: Any, *, is_loading: bool) -> dict[str, Any]:
+    described: dict[str, Any] = {
+        f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(_plain(training))
+    }
+    model = dict(described)
+    described["optimizer"] = training.optimizer.sharded_state_dict(model, is_loading=is_loading, metadata=metadata)
+    return described
+
+
+def _boxes(training: Training) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
+    """Key, global shape, offset and elements of everything Megatron would save."""
+    from megatron.core.dist_checkpointing.dict_utils import nested_values
+    from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+
+    described = _described(training, {"distrib_optim_sharding_type": "fully_reshardable"}, is_loading=False)
+    apply_factories(described)
+    return [
+        (one.key, tuple(one.global_shape), tuple(one.global_offset), one.data.detach().clone())
+        for one in nested_values(described)
+        if isinstance(one, ShardedTensor)
+    ]

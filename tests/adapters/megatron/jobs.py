@@ -1,0 +1,116 @@
+"""A job of megatron-core in one directory: lives under ttp, and states of it, as a test sees them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.adapters.megatron.nursery import Nursery
+from tests.e2e.harness import free_port
+
+STEPS = 5
+KILLED_AT = 3  # updates that are finished by then
+
+TP2_DP2 = {"tp": 2, "instances": 2}
+DP4 = {"instances": 2}
+PP2_DP2 = {"pp": 2, "instances": 2, "layers": 4}
+VIRTUAL = {"pp": 2, "virtual": 2, "instances": 2, "layers": 4}
+EP2_DP2 = {"ep": 2, "instances": 2, "experts": True}
+
+
+class Job:
+    """Of four ranks.
+
+    Args:
+        nursery: where the ranks come from.
+        directory: for all that it writes.
+        shape: see ``gpt.Shape``.
+    """
+
+    def __init__(self, nursery: Nursery, directory: Path, shape: dict[str, Any]) -> None:
+        self.nursery, self.directory, self.shape = nursery, directory, shape
+
+    @property
+    def save_dir(self) -> Path:
+        return self.directory / "checkpoints"
+
+    @property
+    def checkpoint(self) -> Path:
+        """Of the version at which it was killed."""
+        return self.save_dir / f"tft_saved_checkpoints-step_{KILLED_AT}"
+
+    def versions(self) -> list[str]:
+        return [path.name for path in sorted(self.save_dir.glob("tft_saved_*"))]
+
+    def live(self, life: int, fault: dict[str, Any] | None = None, undo: str | None = None) -> list[int]:
+        """Exit codes of a life under ttp, with a controller of its own."""
+        env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
+        env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
+        arguments = {"shape": self.shape, "steps": STEPS, "life": life, "fault": fault, "undo": undo}
+        return self.nursery.run(self.directory, "job", env=env, **arguments)
+
+    def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
+        """A first life, in which these ranks are killed in one step; the others save."""
+        codes = self.live(0, {"ranks": dead, "step": KILLED_AT, "phase": phase}, undo)
+        assert codes == [-9 if rank in dead else 75 for rank in range(4)], self.story()
+
+    def state(
+        self, name: str, shape: dict[str, Any] | None = None, ranks: int = 4, **how: Any
+    ) -> dict[str, torch.Tensor]:
+        """Global tensors by name of a job without ttp; see ``worlds.state``."""
+        codes = self.nursery.run(
+            self.directory, "state", ranks=ranks, name=name, shape=self.shape if shape is None else shape, **how
+        )
+        assert codes == [0] * ranks, self.story()
+        return dict(assembled(self.directory / f"{name}.{rank}.pt" for rank in range(ranks)))
+
+    def unhurt(self) -> dict[str, torch.Tensor]:
+        """The state that the checkpoint should hold; the job went on to its end and left its summaries."""
+        return self.state("unhurt", steps=KILLED_AT)
+
+    def summary(self, name: str, rank: int) -> dict[str, str]:
+        """Of a state."""
+        return dict(torch.load(self.directory / f"{name}.{rank}.pt", weights_only=True)["summary"])
+
+    def assert_resumed_as_unhurt(self) -> None:
+        """The second life has come to the same end as the job that was never hurt."""
+        for rank in range(4):
+            resumed = json.loads((self.directory / f"result{rank}.json").read_text())
+            never_hurt = json.loads((self.directory / f"unhurt.{rank}.json").read_text())
+            different = {name for name, value in resumed.items() if value != never_hurt[name]}
+            assert not different, (rank, [(resumed[name], never_hurt[name]) for name in sorted(different)])
+
+    def story(self) -> str:
+        """What the ranks said."""
+        outputs = sorted(self.directory.glob("rank*.out"))
+        return "\n".join(f"--- {path.name}\n{path.read_text()[-3000:]}" for path in outputs)
+
+
+def assembled(files: Iterator[Path]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Global tensors from the boxes of all ranks; copies of one box have to be equal, and none may be missing."""
+    whole: dict[str, torch.Tensor] = {}
+    seen: dict[str, torch.Tensor] = {}
+    for file in files:
+        for key, shape, offset, box in torch.load(file, weights_only=True)["boxes"]:
+            target = whole.setdefault(key, torch.full(shape, torch.nan))
+            front = len(shape) - box.dim()
+            inner = tuple(slice(o, o + s) for o, s in zip(offset[front:], box.shape, strict=True))
+            place = (*offset[:front], *inner)
+            known = seen.setdefault(key, torch.zeros(shape, dtype=torch.bool))
+            assert torch.equal(target[place][known[place]], box.float()[known[place]]), (key, offset)
+            target[place], known[place] = box.float(), True
+    for key, known in seen.items():
+        assert known.all(), key
+        yield key, whole[key]
+
+
+def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Every element of every weight and moment."""
+    assert one.keys() == other.keys()
+    assert any("exp_avg_sq" in key for key in one)
+    for key, value in one.items():
+        assert torch.equal(value, other[key]), key

@@ -1,0 +1,58 @@
+"""One real job of megatron-core, TP2 x DP2 in two instances: a rank is killed, and all that follows from what is saved.
+
+A real SIGKILL, a real controller. The tests share the job, because every world of ranks costs seconds.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from tests.adapters.megatron.jobs import DP4, TP2_DP2, Job, assert_equal
+from tests.adapters.megatron.nursery import Nursery
+from ttp.store.manifest import Manifest
+
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
+
+
+@pytest.fixture(scope="module")
+def killed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Job:
+    job = Job(nursery, tmp_path_factory.mktemp("tp2"), TP2_DP2)
+    job.kill([1], "reduced")
+    assert job.versions() == [job.checkpoint.name]
+    return job
+
+
+@pytest.fixture(scope="module")
+def unhurt(killed: Job) -> dict[str, torch.Tensor]:
+    return killed.unhurt()
+
+
+def test_the_job_goes_on_as_if_nothing_had_happened(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
+    assert killed.live(1) == [0] * 4, killed.story()
+    killed.assert_resumed_as_unhurt()
+
+
+def test_one_rank_of_two_slices_and_two_instances_holds_each_shard_twice(killed: Job) -> None:
+    manifest = Manifest.load(killed.checkpoint)
+    assert manifest.framework == "megatron"
+    assert dict(manifest.groups) == {"dense-tp0": (0, 2), "dense-tp1": (1, 3)}
+    assert {piece.writer for piece in manifest.pieces if piece.kind == "shard"} <= {0, 2, 3}
+
+
+def test_it_is_restored_without_tensor_parallelism(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
+    assert_equal(unhurt, killed.state("tp1", DP4, ttp_from=str(killed.save_dir)))
+    for name in ("groups", "schedule"):
+        assert killed.summary("tp1", 0)[name] == killed.summary("unhurt", 0)[name]
+
+
+def test_megatron_itself_reads_it(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
+    assert_equal(unhurt, killed.state("stock", stock_from=str(killed.checkpoint)))
+    assert json.loads((killed.checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
+    for rank in range(4):
+        mine, stock = killed.summary("unhurt", rank), killed.summary("stock", rank)
+        for name in ("weights", "main", "moments", "schedule"):
+            assert stock[name] == mine[name], (rank, name)
+    assert "('step', 3)" in killed.summary("stock", 0)["groups"]
