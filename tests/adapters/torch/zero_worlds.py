@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,17 +36,22 @@ class Model(nn.Module):
     def __init__(self, mixed: bool = True) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.image = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+        image: Any = nn.Conv2d(3, 4, 3)
+        self.image: nn.Module = image.to(memory_format=torch.channels_last)
         self.wide = nn.Linear(4 * 4 * 4, 33)
         self.frozen = nn.Linear(33, 33).requires_grad_(False)
         self.middle = nn.Linear(33, 40)
         self.exact = nn.Linear(40, 5, dtype=torch.float64 if mixed else None)
         self.scale = nn.Parameter(torch.ones(()))
         self.nothing = nn.Parameter(torch.ones(0))
+        self.calls: Tensor
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
         hidden = self.middle(self.frozen(self.wide(self.image(x).flatten(1)).relu()))
-        return self.exact(hidden.to(self.exact.weight.dtype)) * self.scale + self.nothing.sum()
+        answer: Tensor = self.exact(hidden.to(self.exact.weight.dtype)) * self.scale + self.nothing.sum()
+        return answer
 
     def groups(self) -> Groups:
         """With and without weight decay."""
@@ -67,7 +72,7 @@ class Training:
     def backward(self) -> Tensor:
         data = torch.Generator().manual_seed(1000 * len(self.losses) + dist.get_rank())
         self.optimizer.zero_grad()
-        loss = self.ddp(torch.randn(2, 3, 6, 6, generator=data)).square().mean()
+        loss: Tensor = self.ddp(torch.randn(2, 3, 6, 6, generator=data)).square().mean()
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -138,11 +143,12 @@ def like_zero() -> dict[str, Any]:
 def inner_kinds() -> dict[str, Any]:
     """Implementations of the inner optimizer, and a learning rate that is a tensor."""
     seen = {}
-    for name, settings in {
+    kinds: dict[str, dict[str, Any]] = {
         "foreach": {"foreach": True},
         "fused": {"fused": True},
         "tensor": {"capturable": False, "foreach": False},
-    }.items():
+    }
+    for name, settings in kinds.items():
         rates = [torch.tensor(1e-2) if name == "tensor" else 1e-2 for _ in range(2)]
         one = Training(partial(ReplicatedOptimizer, optimizer_class=AdamW, lr=rates[0], **settings))
         reference = Training(partial(AdamW, lr=rates[1], **settings))
@@ -319,7 +325,8 @@ def torn_exchange() -> dict[str, Any]:
 
 
 Case = Callable[[], dict[str, Any]]
-WORLDS: dict[int, dict[str, Case]] = {
+Worlds = Mapping[int, Mapping[str, Case]]
+WORLDS: Worlds = {
     4: {
         "2 copies": lambda: steps_like_plain(2),
         "1 copy": lambda: steps_like_plain(1),
@@ -339,31 +346,28 @@ WORLDS: dict[int, dict[str, Case]] = {
 }
 
 
-def be_rank(directory: Path, size: int, rank: int) -> None:
-    """All cases of a world, one after the other."""
-    dist.init_process_group("gloo", init_method=f"file://{directory}/store{size}", rank=rank, world_size=size)
-    for name, case in WORLDS[size].items():
-        (directory / f"{size} {name}.{rank}.json").write_text(json.dumps(case()))
+def run(directory: Path, worlds: Worlds) -> None:
+    """One world after the other, to its end."""
+    for size, cases in worlds.items():
+        children = [_forked(directory, size, cases, rank) for rank in range(size)]
+        ends = [os.waitpid(pid, 0)[1] for pid in children]
+        if any(ends):
+            raise SystemExit(f"world of {size}: {ends}")
 
 
-def run(directory: Path, size: int) -> None:
-    """One world, to its end."""
-    pids = []
-    for rank in range(size):
-        if (pid := os.fork()) == 0:
-            try:
-                be_rank(directory, size, rank)
-            except BaseException:
-                traceback.print_exc()
-                os._exit(1)
-            os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
-        pids.append(pid)
-    ends = [os.waitpid(pid, 0)[1] for pid in pids]
-    if any(ends):
-        raise SystemExit(f"world of {size}: {ends}")
+def _forked(directory: Path, size: int, cases: Mapping[str, Case], rank: int) -> int:
+    if pid := os.fork():
+        return pid
+    try:
+        dist.init_process_group("gloo", init_method=f"file://{directory}/store{size}", rank=rank, world_size=size)
+        for name, case in cases.items():
+            (directory / f"{size} {name}.{rank}.json").write_text(json.dumps(case()))
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for size in WORLDS:
-        run(Path(sys.argv[1]), size)
+    run(Path(sys.argv[1]), WORLDS)

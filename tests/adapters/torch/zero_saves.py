@@ -1,0 +1,295 @@
+"""Worlds of ranks for test_zero_sharding.py: ZeRO-1 saved from any copy, restored into any world. See ``zero_worlds``.
+
+Every checkpoint is compared element by element with a plain data-parallel training that made the same steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.optim import AdamW
+
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from tests.adapters.torch.zero_worlds import Groups, Training, plain, replicated, run
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.messages import Commit, SaverOrder
+from ttp.errors import ConfigError
+
+STEPS = 4
+PATIENCE_S = 60.0
+Make = Callable[[Groups], Any]
+
+
+def given(make: Make) -> Make:
+    """Frozen parameters are not given to the optimizer, as when a part of a model is tuned."""
+    return lambda groups: make([{**g, "params": [p for p in g["params"] if p.requires_grad]} for g in groups])
+
+
+def torch_zero(groups: Groups) -> ZeroRedundancyOptimizer:
+    return ZeroRedundancyOptimizer(groups, AdamW, lr=1e-2, betas=(0.9, 0.999))
+
+
+class Job:
+    """A rank under a stub processor."""
+
+    def __init__(self, directory: Path, make: Make, undo: str | None = None, mixed: bool = True) -> None:
+        self.training, self.rank, self.directory = Training(given(make), mixed), dist.get_rank(), directory
+        self.adapter = TorchAdapter(
+            self.training.optimizer,
+            model=self.training.ddp,
+            scheduler=self.training.scheduler,
+            extra_state=None,
+            scaler=None,
+            undo=undo,
+        )
+        self.layout = self.adapter.layout(dist.get_world_size())
+        self.processor = StubProcessor(directory, rank=self.rank, layout=self.layout)
+        self.adapter.source.on_welcome(Rank(self.rank), INCARNATION, directory / "pages")
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+
+    def save(self, version: int, savers: dict[str, int], how: How = How.AS_IS) -> str:
+        """Freeze, write the shards of which this rank is the saver, commit; the path of the checkpoint."""
+        self.processor.gate.close()
+        draft = self.directory / f".draft-step_{version}-x"
+        draft.mkdir(parents=True, exist_ok=True)
+        shards = tuple(Shard(shard) for shard, rank in savers.items() if rank == self.rank)
+        order = SaverOrder(Rank(self.rank), shards, how, (Rank(self.rank),), self.rank == 0)
+        pieces = self.adapter.source.write_pieces(
+            order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, pieces)
+        path = [""]
+        if self.rank == 0:
+            listed = tuple(piece for some in everyone for piece in some)
+            commit = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, listed, ())
+            path = [self.adapter.source.commit(commit)[0]]
+        dist.broadcast_object_list(path, 0)
+        self.processor.gate.open()
+        return path[0]
+
+    def restored(self, path: str) -> Job:
+        self.adapter.load(Path(path), self.rank, dist.get_world_size(), protected=True)
+        return self
+
+
+def facts(training: Training) -> dict[str, Any]:
+    """What belongs to a version, by name."""
+    optimizer = getattr(training.optimizer, "optim", training.optimizer)
+    names = {id(p): name for name, p in training.model.named_parameters()}
+    return {
+        "weights": {name: p.detach().clone() for name, p in training.model.state_dict().items()},
+        "moments": {names[id(p)]: {k: v.clone() for k, v in state.items()} for p, state in optimizer.state.items()},
+        "groups": [{k: v for k, v in g.items() if k != "params"} for g in training.optimizer.param_groups],
+        "schedule": training.scheduler.last_epoch,
+    }
+
+
+def differences(training: Training, expected: dict[str, Any]) -> list[str]:
+    """Where the training is not what is expected, element by element; moments as far as they are here."""
+    mine = facts(training)
+    found = [f"weight {name}" for name, w in expected["weights"].items() if not torch.equal(w, mine["weights"][name])]
+    for name, state in mine["moments"].items():
+        other = expected["moments"][name]
+        found += [f"{name}.{key}" for key in other.keys() | state.keys() if not _equal(state.get(key), other.get(key))]
+    found += [key for key in ("groups", "schedule") if mine[key] != expected[key]]
+    optimizer = getattr(training.optimizer, "inner", getattr(training.optimizer, "optim", training.optimizer))
+    own = {p for g in optimizer.param_groups for p in g["params"]}
+    return found + ([] if own == set(optimizer.state) else ["not the state of its own parameters"])
+
+
+def _equal(one: Any, other: Any) -> bool:
+    return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+
+
+def reference(steps: int, mixed: bool = True) -> dict[str, Any]:
+    """The state of a plain data-parallel training after so many steps."""
+    training = Training(given(plain), mixed)
+    training.step(steps)
+    return facts(training)
+
+
+def spoil(job: Job) -> None:
+    """As a torn exchange leaves it: what other ranks update is garbage here."""
+    optimizer = job.training.optimizer
+    for parameter in optimizer.param_groups[0]["params"] + optimizer.param_groups[1]["params"]:
+        if not optimizer.holds(parameter):
+            parameter.detach().fill_(float("nan"))
+
+
+# -------------------------------------------------------------------------------------------------------------- saves
+
+
+def save_replicated(directory: Path) -> dict[str, Any]:
+    """Saved from copies in different columns after a torn exchange; kept for other worlds."""
+    expected = reference(STEPS)
+    job = Job(directory / "replicated", replicated(2))
+    job.training.step(STEPS)
+    spoil(job)
+    source: Any = job.adapter.source
+    looks, bad = source.inspect(Version(STEPS))
+    path = job.save(STEPS, {"model-0": 2, "model-1": 1, "common": 3})
+    if job.rank == 0:
+        torch.save({"path": path, "expected": expected}, directory / "replicated.pt")
+    fresh = Job(directory / "fresh", replicated(2)).restored(path)
+    return {
+        "groups": {shard: list(ranks) for shard, ranks in job.layout.groups.items()},
+        "differences": differences(fresh.training, expected),
+        "looks": {look.shard: look.digest for look in looks},
+        "bad": list(bad),
+        "writes": {
+            shard: sorted(source.sharding.parameters_of(shard)) for shard in job.layout.shards_of(Rank(job.rank))
+        },
+        "files": sorted(file.name for file in Path(path).glob("*.distcp")),
+    }
+
+
+def save_plain(directory: Path) -> dict[str, Any]:
+    expected = reference(STEPS)
+    job = Job(directory / "plain", plain)
+    job.training.step(STEPS)
+    path = job.save(STEPS, {"model": 1})
+    if job.rank == 0:
+        torch.save({"path": path, "expected": expected}, directory / "plain.pt")
+    return {"differences": differences(Job(directory / "fresh plain", replicated(2)).restored(path).training, expected)}
+
+
+def save_torch_zero(directory: Path) -> dict[str, Any]:
+    """Every shard has one copy: that is said once; saved while all are there."""
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ttp.adapters.torch").addHandler(handler)
+    expected = reference(STEPS, mixed=False)
+    job = Job(directory / "zero", torch_zero, mixed=False)
+    logging.getLogger("ttp.adapters.torch").removeHandler(handler)
+    job.training.step(STEPS)
+    path = job.save(STEPS, {"common": 0, **{f"model-{rank}": rank for rank in range(4)}})
+    found = [
+        differences(Job(directory / f"zero {number}", make, mixed=False).restored(path).training, expected)
+        for number, make in enumerate((torch_zero, replicated(2), plain))
+    ]
+    groups = {shard: list(ranks) for shard, ranks in job.layout.groups.items()}
+    return {"groups": groups, "differences": found, "said": said}
+
+
+def undone(directory: Path) -> dict[str, Any]:
+    """The version before the last update, from what was kept of the own partition."""
+    expected = reference(STEPS - 1)
+    job = Job(directory / "undo", replicated(2), undo="preimage")
+    job.training.step(STEPS)
+    spoil(job)
+    preimage: Any = job.adapter.source.preimage
+    held = {id(p) for p in job.training.optimizer.parameters_of(job.training.optimizer.shard)}
+    path = job.save(STEPS - 1, {"model-0": 0, "model-1": 3, "common": 2}, How.UNDO)
+    fresh = Job(directory / "fresh undo", replicated(2)).restored(path)
+    return {
+        "differences": differences(fresh.training, expected),
+        "kept": set(preimage.image(STEPS - 1).copies) == held,
+        "ready": job.adapter.source.has_preimage,
+    }
+
+
+def redone(directory: Path) -> dict[str, Any]:
+    """All stand at the gate; ranks 0 and 1 make the update by order, and enter no exchange until they are released."""
+    expected = reference(STEPS)
+    job = Job(directory / "redo", replicated(2))
+    job.training.step(STEPS - 1)
+    gate, entered = job.processor.gate, threading.Event()
+    job.training.optimizer.register_gather_pre_hook(entered.set)
+    gate.close()
+    thread = threading.Thread(target=job.training.step)
+    thread.start()
+    _until(lambda: gate.state().parked)
+    seen: dict[str, Any] = {"ready": job.adapter.source.gradient_ready()}
+    if job.rank in (0, 1):
+        seen["admitted"] = gate.admit()
+        _until(lambda: gate.version == STEPS)
+    draft_group = dist.new_group(range(dist.get_world_size()))
+    dist.barrier(draft_group)
+    seen |= {"version": gate.version, "entered": entered.is_set(), "settled": job.adapter.source.settled()}
+    gate.open()
+    thread.join(PATIENCE_S)
+    return {**seen, "left": entered.is_set(), "differences": differences(job.training, expected)}
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    waiting = threading.Event()
+    for _ in range(int(PATIENCE_S / 0.005)):
+        if condition():
+            return
+        waiting.wait(0.005)
+    raise AssertionError("it never came")
+
+
+def refused(directory: Path) -> dict[str, Any]:
+    """An optimizer that shards within half of the ranks: fine where gradients are reduced over all of them."""
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = halves[dist.get_rank() // 2]
+    half = replicated(1, process_group=mine)
+    per_host = Job(directory / "hosts", half)
+    training = Training(given(half))
+    seen = {"hosts": {shard: list(ranks) for shard, ranks in per_host.layout.groups.items()}}
+    lone: dict[str, Any] = {"model": training.model, "scheduler": None, "extra_state": None, "scaler": None}
+    cases: dict[str, Callable[[], Any]] = {
+        "unconnected": lambda: TorchAdapter(training.optimizer, **lone).layout(4),
+        "layout": lambda: TorchAdapter(training.optimizer, **lone, layout=Layout.data_parallel(4)).layout(4),
+        "world": lambda: TorchAdapter(training.optimizer, **lone).layout(8),
+    }
+    for name, attempt in cases.items():
+        try:
+            attempt()
+        except ConfigError as problem:
+            seen[name] = str(problem)  # type: ignore[assignment]
+    return seen
+
+
+# ------------------------------------------------------------------------------------------------------- other worlds
+
+
+def restore(directory: Path, source: str, make: Make) -> dict[str, Any]:
+    saved = torch.load(directory / f"{source}.pt")
+    job = Job(directory / f"{source} again", make).restored(saved["path"])
+    found = differences(job.training, saved["expected"])
+    return {"differences": found, "moments": sorted(facts(job.training)["moments"])}
+
+
+def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]]:
+    """In this order: the first one saves."""
+    saves = {
+        "replicated": save_replicated,
+        "plain": save_plain,
+        "torch": save_torch_zero,
+        "undone": undone,
+        "redone": redone,
+        "refused": refused,
+    }
+    return {
+        4: {name: partial(case, directory) for name, case in saves.items()},
+        3: {
+            "replicated": partial(restore, directory, "replicated", replicated(1)),
+            "plain": partial(restore, directory, "plain", replicated(1)),
+        },
+        2: {
+            "replicated": partial(restore, directory, "replicated", replicated(1)),
+            "to plain": partial(restore, directory, "replicated", plain),
+            "one shard": partial(restore, directory, "replicated", replicated(2)),
+        },
+    }
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    run(Path(sys.argv[1]), worlds(Path(sys.argv[1])))
