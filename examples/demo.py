@@ -36,7 +36,6 @@ from ttp.cli.timeline import style_of, words
 HERE = Path(__file__).resolve().parent
 RANKS = 4
 RUN_FLAGS = ("--nproc-per-node", str(RANKS), "--max-restarts", "3")
-RUN_S_MAX = 240.0
 EXAMPLES = {"digits": HERE / "digits" / "train.py", "gpt": HERE / "gpt" / "train_gpt.py"}
 PLAIN_EVERY = 20
 """Steps between two lines where there is no terminal."""
@@ -121,7 +120,7 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
     job = Job(folder, arguments)
     with screen.new_bar(name, options.steps):
         try:
-            code = _follow(job, screen, kill)
+            code = _follow(job, screen, kill, options.limit_s)
         finally:
             job.stop()
     if code != 0:
@@ -129,10 +128,10 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
     return dict(json.loads((folder / "checkpoints" / "result.json").read_text()))
 
 
-def _follow(job: Job, screen: Screen, kill: Kill | None) -> int:
+def _follow(job: Job, screen: Screen, kill: Kill | None, limit_s: float) -> int:
     pids: dict[int, int] = {}
     last_s: float | None = None
-    for news in job.follow(RUN_S_MAX):
+    for news in job.follow(limit_s):
         match news:
             case Ended(code):
                 return code
@@ -228,6 +227,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=from_env("RANK"), choices=range(RANKS), help="default: RANK")
     parser.add_argument("--step", type=int, default=from_env("STEP"), help="to kill it in; default: STEP")
     parser.add_argument("--kill-seed", type=int, default=from_env("SEED"), help="of rank and moment; default: SEED")
+    parser.add_argument("--limit-s", type=float, default=240, help="seconds for each run (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=None, help="for logs and checkpoints (default: below runs/)")
     options = parser.parse_args(argv)
     if options.step is not None and not 2 <= options.step <= options.steps:

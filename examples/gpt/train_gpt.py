@@ -79,7 +79,8 @@ def spread(model: GPT, options: argparse.Namespace, device: torch.device) -> nn.
     mesh = make_mesh(options, device)
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
-    return fully_shard(model, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    return model
 
 
 def make_mesh(options: argparse.Namespace, device: torch.device) -> DeviceMesh:

@@ -171,7 +171,7 @@ _Written = tuple[int, Mapping[str, str], tuple[str, ...]]
 def _write_safetensors(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
     plan = safetensors_file.plan(contents, optimizer=optimizer)
     total = sum(entry.nbytes for entry in plan.tensors.values())
-    digests = safetensors_file.write(draft, plan, watch("writing", total))
+    digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # to the kernel, and to the disk
     safetensors_file.read_back(draft, plan, digests, watch("checking", total))
     return len(plan.tensors), plan.tied, plan.left_out
 
@@ -179,7 +179,7 @@ def _write_safetensors(draft: Path, contents: Contents, watch: Watch, optimizer:
 def _write_torch(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
     entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, optimizer)}
     total = sum(entry.nbytes for entry in entries.values())
-    digests, left_out = torch_file.write(draft, contents, watch("writing", total), optimizer=optimizer)
+    digests, left_out = torch_file.write(draft, contents, watch("writing", 3 * total), optimizer=optimizer)
     torch_file.read_back(draft, digests, watch("checking", total))
     return len(entries), {}, tuple(left_out)
 
@@ -199,7 +199,7 @@ def _to_checkpoint(
         raise UsageError(f"{final} exists: --force keeps it under another name and takes this one")
     wanted = _wanted(contents, optimizer is not False, asked=optimizer)
     entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, wanted)}
-    told = watch("writing", sum(entry.nbytes for entry in entries.values()))
+    told = watch("writing", 2 * sum(entry.nbytes for entry in entries.values()))
     path = write_checkpoint(save_dir, version, contents, told, optimizer=wanted)
     manifest = Manifest.load(path)
     if problems := verify_checkpoint(path, watch("checking", manifest.size)):

@@ -72,6 +72,7 @@ def _write_pieces(
     try:
         job = JobState(version=version, **(dict(contents.job or {}) if optimizer else {}))
         data = job.encode()
+        JobState.decode(data)
     except (EncodingError, TypeError) as problem:
         raise CheckpointError(f"the job state of {contents.source} cannot be stored: {problem}") from problem
     write_durably(draft / "job_0.msgpack", data)

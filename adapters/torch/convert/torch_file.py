@@ -48,7 +48,7 @@ def write(target: Path, contents: Contents, progress: Progress, *, optimizer: bo
             mapped.add(entry)
         state = tree(iter(kept), mapped.tensor)
         rest, unsafe = _rest(contents, optimizer=optimizer)
-        with HashingFile(target) as file:
+        with HashingFile(target, progress) as file:
             torch.save(state | rest, cast("Any", file))
             file.sync_and_close()
     return {key: mapped.digests[entry.identity] for key, entry in entries.items()}, left_out + unsafe
@@ -133,7 +133,10 @@ def read_torch(path: Path, *, optimizer: bool) -> Contents:
             f"{path} cannot be loaded without running code from it ({_first_line(problem)}). Save plain state "
             'dicts: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)'
         ) from problem
-    return understood(path, loaded, optimizer=optimizer)
+    try:
+        return understood(path, loaded, optimizer=optimizer)
+    except (TypeError, ValueError, LookupError, AttributeError, RecursionError) as problem:
+        raise CheckpointError(f"what {path} holds cannot be understood: {problem!r}") from problem
 
 
 def _first_line(problem: Exception) -> str:

@@ -287,6 +287,29 @@ def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["f.pt"]
 
 
+@pytest.mark.parametrize(
+    "state",
+    [
+        [torch.ones(1)],
+        {"model": {}},
+        {"model": {"w": torch.ones(1)}, "optim": {"state": {}}},
+        {"model": {"w": torch.ones(1)}, "optim": {"state": {}, "param_groups": [{}]}},
+        {"model": {"w": torch.ones(1)}, "optim": {"state": {5: {}}, "param_groups": [{"params": [0]}]}},
+        {"model": {"w": torch.ones(1)}, "optim": {"state": {0: None}, "param_groups": [{"params": [0]}]}},
+        {
+            "model": {"w": torch.ones(1)},
+            "optim": {"state": {}, "param_groups": [{"params": ["w"]}]},
+            "ttp": {"job": {"scaler": 3}},
+        },
+    ],
+)
+def test_a_file_of_another_form_is_refused(tmp_path: Path, state: Any) -> None:
+    torch.save(state, tmp_path / "f.pt")
+    with pytest.raises(CheckpointError):
+        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
+    assert not list(tmp_path.glob("new/tft*"))
+
+
 @pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x10" + b"\0" * 7 + b"{"])
 def test_a_file_that_is_nothing_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "f").write_bytes(content)
