@@ -77,6 +77,21 @@ def _word(action: pm.Action) -> str:
 # --------------------------------------------------------------------------------------------------------------- stream
 
 
+def test_a_lost_controller_gets_no_more_than_its_respite() -> None:
+    rank = Rank1(failover_s=0.5, connect_s=1.0, retry_min_s=0.05)
+    rank.order(m.Standbys(ME, 1, ("h1:1", "h2:1")))
+    rank.event(pm.StreamDown("gone"))
+    tries: list[tuple[float, str, float | None]] = []
+    while len(tries) < 3:
+        rank.now = rank.machine.deadline() or 0.0
+        for action in rank.machine.on_event(pm.Observed(Version(7), m.Phase.IDLE), rank.now):
+            if isinstance(action, pm.Connect):
+                tries.append((round(rank.now, 3), action.address, action.within_s))
+                rank.now += action.within_s or 0.0  # a host that is gone refuses nothing: time passes, no more
+                rank.machine.on_event(pm.StreamDown("gone"), rank.now)
+    assert tries == [(0.05, "", pytest.approx(0.45)), (0.55, "h1:1", 1.0), (1.6, "h2:1", 1.0)], "where all ranks go"
+
+
 def test_joining() -> None:
     rank = Rank1(joined=False)
     assert rank.after(0) == "Connect"

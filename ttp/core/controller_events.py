@@ -19,8 +19,8 @@ class Patience:
     freeze_s: float = 30.0
     grace_s: float = 1.0
     rescue_s: float = 360.0
-    gather_s: float = 2.0
-    """After a takeover: how long ranks have to say hello again."""
+    gather_s: float = 3.0
+    """After a takeover: how long ranks have to say hello again. After two thirds of it a minority is sent on."""
     silent_s: float = 3.0
     """A rank that said nothing for so long before its stream ended is on a host that may be cut off, not dead."""
     partition_s: float = 10.0

@@ -136,7 +136,7 @@ class ControllerMachine:
         if not self.job.live:
             yield self._quiet_since + self.patience.abandoned_s
         if self.job.gather_until is not None:
-            yield self.job.gather_until if self._counted else self._half_gathered
+            yield self.job.gather_until if self._counted else self._mostly_gathered
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
         if self.incident is None and self.stage == "training":
@@ -461,7 +461,7 @@ class ControllerMachine:
             if now < since + self.patience.grace_s:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
-        if self.job.gather_until is not None and not self._counted and now >= self._half_gathered:
+        if self.job.gather_until is not None and not self._counted and now >= self._mostly_gathered:
             self._count_ranks()
         if self.job.gather_until is not None and now >= self.job.gather_until:
             self._gathered(now)
@@ -486,9 +486,10 @@ class ControllerMachine:
                 self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
 
     @property
-    def _half_gathered(self) -> float:
+    def _mostly_gathered(self) -> float:
+        """When a minority is sent on: ranks may see the loss of their controller that far apart, and others wait on."""
         assert self.job.gather_until is not None
-        return self.job.gather_until - self.patience.gather_s / 2
+        return self.job.gather_until - self.patience.gather_s / 3
 
     def _count_ranks(self) -> None:
         """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these."""

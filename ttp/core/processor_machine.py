@@ -243,8 +243,7 @@ class ProcessorMachine:
             self._connect_at = None
             start = self._attempts >= self.manners.start_controller_after
             home = self._route.address == HOME
-            within_s = self.manners.connect_s * 2**self._route.rounds if self._route.standbys else None
-            self._do(Connect(start and home and self._route.went_round, self._route.address, within_s))
+            self._do(Connect(start and home and self._route.went_round, self._route.address, self._within_s(now)))
         if self._welcomed and now >= self._beat_at:
             self._beat_at = now + self.manners.heartbeat_s
             o = self._observed
@@ -257,6 +256,19 @@ class ProcessorMachine:
         if alone and not self.incident and (self._broken or self._returned):
             self._do(LetGo(rescued=False))
             self.gone = True
+
+    def _within_s(self, now: float) -> float | None:
+        """How long an attempt may take, where there are others to ask; None: as long as it takes.
+
+        The lost controller may not use up more than its respite: all ranks should come to the next one at about the
+        same time, and an attempt at a host that does not answer ends with nothing but its time.
+        """
+        m_ = self.manners
+        if not self._route.standbys:
+            return None
+        if self._route.takeover or self._down_since is None:
+            return m_.connect_s * 2**self._route.rounds
+        return max(m_.retry_min_s, self._down_since + m_.failover_s - now)
 
     # --------------------------------------------------------------------------------------------------------- stream
 
@@ -285,7 +297,8 @@ class ProcessorMachine:
             self._down_since = now
         self._route.lost(now - self._down_since)
         m_ = self.manners
-        self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2 ** min(self._attempts, 10))
+        in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
+        self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
         if self.incident and self._snapshot:
             self._thaw()
