@@ -14,9 +14,10 @@ from ttp.adapters.megatron.announce import announce
 from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
 from ttp.adapters.megatron.param_sync import ParamSyncs
-from ttp.adapters.megatron.rank_state import Progress, TrackedStreams
+from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
 from ttp.adapters.megatron.restore import restore_groups, restore_into
-from ttp.adapters.megatron.source import JOB_KEY, Held, MegatronSource
+from ttp.adapters.megatron.source import Held, MegatronSource
+from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
@@ -213,12 +214,9 @@ class _NoParameters:
     param_groups: Sequence[Mapping[str, Any]] = ()
 
 
-OURS = ("megatron.progress", "megatron.streams")
-"""Names of what the adapter adds to the user's ``extra_state``."""
-
-
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:
     named = {} if given is None else dict(given) if isinstance(given, Mapping) else {"extra_state": given}
-    if taken := named.keys() & set(OURS):
+    ours = {PROGRESS: progress, STREAMS: TrackedStreams()}
+    if taken := named.keys() & ours.keys():
         raise UsageError(f"extra_state may not be named {', '.join(sorted(taken))}")
-    return named | dict(zip(OURS, (progress, TrackedStreams()), strict=True))
+    return named | ours

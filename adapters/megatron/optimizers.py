@@ -78,6 +78,8 @@ def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
 
 def unchained(optimizer: Any) -> Iterator[Any]:
     """The Megatron optimizers that are no chain of others."""
+    if type(optimizer).__name__ == "LayerWiseDistributedOptimizer":
+        raise ConfigError(f"a layer-wise distributed optimizer cannot be protected; {_KNOWN}")
     if hasattr(optimizer, "chained_optimizers"):
         for each in optimizer.chained_optimizers:
             yield from unchained(each)

@@ -8,6 +8,7 @@ version; it is counted by Megatron, and after a resume made again.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 
 log = logging.getLogger("ttp.adapters.megatron")
 
+PROGRESS, STREAMS = "megatron.progress", "megatron.streams"
+"""Names of what the adapter adds to the user's ``extra_state``."""
 COUNTERS = ("consumed_train_samples", "consumed_valid_samples", "skipped_train_samples")
 """Of Megatron-LM's ``args``, as far as they are there."""
 
@@ -64,22 +67,23 @@ def _numbers(state: dict[str, Any]) -> dict[str, Any]:
 
 def _batch_size(args: Any) -> int:
     """Samples of one iteration, of all ranks."""
-    try:
-        from megatron.core.num_microbatches_calculator import get_current_global_batch_size
-
-        return int(get_current_global_batch_size())
-    except (ImportError, AttributeError):  # the calculator was not set up
-        return int(getattr(args, "global_batch_size", 0) or 0)
+    calculator = _calculator()
+    if calculator is not None:
+        return int(calculator.get_current_global_batch_size())
+    return int(getattr(args, "global_batch_size", 0) or 0)
 
 
 def _resize_batches(args: Any) -> None:
     """The number of microbatches follows the samples consumed where batches grow."""
-    try:
-        from megatron.core.num_microbatches_calculator import update_num_microbatches
+    calculator = _calculator()
+    if calculator is not None:
+        calculator.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
 
-        update_num_microbatches(args.consumed_train_samples, consistency_check=False)
-    except (ImportError, AttributeError):
-        return
+
+def _calculator() -> Any:
+    """Megatron's module that knows the size of a batch; None: the program has not set it up."""
+    module = sys.modules.get("megatron.core.num_microbatches_calculator")
+    return module if getattr(module, "_GLOBAL_NUM_MICROBATCHES_CALCULATOR", None) is not None else None
 
 
 class TrackedStreams:

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ttp.adapters.megatron.geometry import Part
 from ttp.adapters.megatron.optimizers import Holding, Inner
-from ttp.adapters.megatron.source import JOB_KEY, STATE_PREFIX, Held
+from ttp.adapters.megatron.source import STATE_PREFIX, Held
+from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.job_state import JobState, read_job_state
 from ttp.adapters.torch.reader import read_value
 from ttp.adapters.torch.table import Item, items_of

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.megatron.geometry import Described, Geometry, Part
 from ttp.adapters.megatron.optimizers import Holding, Inner
-from ttp.adapters.megatron.stock import write_stock_files
+from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.extra import ExtraState
@@ -35,8 +35,6 @@ from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.megatron")
 
-JOB_KEY = "megatron"
-"""Where in the job state the state of Megatron is that is equal on all ranks."""
 STATE_PREFIX = "optimizer.state."
 
 

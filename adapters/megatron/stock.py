@@ -17,13 +17,18 @@ from typing import Any
 import torch
 
 from ttp.adapters.megatron.optimizers import Inner
+from ttp.adapters.megatron.rank_state import PROGRESS
 from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.adapters.torch.local_piece import ranks_kept, read_local_state
 from ttp.core.messages import Commit, Piece
 from ttp.store.digest import digest_bytes
 from ttp.store.durable import write_durably
+from ttp.store.encoding import decode
 
 log = logging.getLogger("ttp.adapters.megatron")
 
+JOB_KEY = "megatron"
+"""Where in the job state the state of Megatron is that is equal on all ranks."""
 STOCK_KIND = "stock"
 CONTENT = {
     "distrib_optim_sharding_type": "fully_reshardable",
@@ -43,7 +48,8 @@ def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args:
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     files = {"metadata.json": json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1}).encode()}
     try:
-        files["common.pt"] = _saved(_common(read_job_state(draft, order.pieces), inners, args))
+        job, progress = read_job_state(draft, order.pieces), _progress(draft, order.pieces)
+        files["common.pt"] = _saved(_common(job, progress, inners, args))
     except Exception as problem:
         log.warning("the checkpoint can be read by ttp only, Megatron itself needs a common.pt: %s", problem)
         return []
@@ -60,20 +66,35 @@ def _saved(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _common(job: JobState, inners: Sequence[Inner], args: Any) -> dict[str, Any]:
+def _progress(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """Counters and loss scales of the version, which every rank has kept in its page; empty: all pages are lost."""
+    for rank in ranks_kept(pieces):
+        local = read_local_state(draft, pieces, rank)
+        if local is not None and PROGRESS in local.extra:
+            return dict(decode(local.extra[PROGRESS]))
+    return {}
+
+
+def _common(job: JobState, progress: dict[str, Any], inners: Sequence[Inner], args: Any) -> dict[str, Any]:
     """What is not cut into shards, as Megatron-LM's ``generate_state_dict`` has it."""
-    saved = job.extra["megatron"]["optimizers"]
+    saved, scalers = job.extra[JOB_KEY]["optimizers"], iter(progress.get("scalers", ()))
     optimizers = [_optimizer(inner, each) for inner, each in zip(inners, saved, strict=True)]
+    for inner, state in zip(inners, optimizers, strict=True):
+        if getattr(inner.megatron, "grad_scaler", None) is not None:
+            state["grad_scaler"] = {k: torch.tensor([v]) if k == "scale" else v for k, v in next(scalers, {}).items()}
+    counters = progress.get("counters", {})
     common: dict[str, Any] = {
         "checkpoint_version": 3.0,
-        "iteration": job.version,
+        "iteration": counters.get("iteration", job.version),
         "optimizer": optimizers[0] if len(optimizers) == 1 else dict(enumerate(optimizers)),
         "content_metadata": CONTENT,
     }
     if job.scheduler is not None:
-        common["opt_param_scheduler"] = job.scheduler
+        due = job.extra[JOB_KEY]["increment"] if job.scheduler_pending else 0
+        common["opt_param_scheduler"] = job.scheduler | {"num_steps": job.scheduler["num_steps"] + due}
     if args is not None:
         common["args"] = copy.copy(args)
+        vars(common["args"]).update(counters)
     return common
 
 

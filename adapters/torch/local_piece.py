@@ -91,10 +91,15 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     return None
 
 
+def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
+    """The ranks of which these pieces keep something."""
+    kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
+    return sorted(rank for rank in kept if isinstance(rank, int))
+
+
 def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
     """The ranks of which these pieces keep nothing."""
-    kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
-    known = {rank for rank in kept if isinstance(rank, int)}
+    known = set(ranks_kept(pieces))
     return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
 
 

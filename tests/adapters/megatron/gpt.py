@@ -32,6 +32,7 @@ class Shape:
     dropout: float = 0.1
     layers: int = 2
     torch_adam: bool = False
+    overflows: tuple[int, ...] = ()
 
 
 class Training:
@@ -69,6 +70,11 @@ class Training:
         torch.manual_seed(seed + 10 * self.dp_rank + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.losses: list[float] = []
 
+    def train(self, updates: int) -> None:
+        """Iterate until so many more updates are made."""
+        while updates:
+            updates -= self.step()
+
     def step(self) -> bool:
         """One iteration as Megatron-LM makes it; whether it was an update."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -88,6 +94,8 @@ class Training:
             forward_only=False,
         )
         self.losses += [float(one["loss"]) for one in seen]
+        if self.args.iteration in self.shape.overflows:
+            next(self.chunks[0].parameters()).main_grad.fill_(torch.inf)  # type: ignore[union-attr]
         self.before_update()
         done, _, _ = self.optimizer.step()
         if done:

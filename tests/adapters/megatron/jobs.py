@@ -46,16 +46,15 @@ class Job:
     def versions(self) -> list[str]:
         return [path.name for path in sorted(self.save_dir.glob("tft_saved_*"))]
 
-    def live(self, life: int, fault: dict[str, Any] | None = None, undo: str | None = None) -> list[int]:
-        """Exit codes of a life under ttp, with a controller of its own."""
+    def live(self, life: int, **how: Any) -> list[int]:
+        """Exit codes of a life under ttp, with a controller of its own; see ``worlds.job``."""
         env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
-        arguments = {"shape": self.shape, "steps": STEPS, "life": life, "fault": fault, "undo": undo}
-        return self.nursery.run(self.directory, "job", env=env, **arguments)
+        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, steps=STEPS, life=life, **how)
 
     def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
         """A first life, in which these ranks are killed in one step; the others save."""
-        codes = self.live(0, {"ranks": dead, "step": KILLED_AT, "phase": phase}, undo)
+        codes = self.live(0, fault={"ranks": dead, "step": KILLED_AT, "phase": phase}, undo=undo)
         assert codes == [-9 if rank in dead else 75 for rank in range(4)], self.story()
 
     def state(
@@ -76,11 +75,15 @@ class Job:
         """Of a state."""
         return dict(torch.load(self.directory / f"{name}.{rank}.pt", weights_only=True)["summary"])
 
+    def after(self, name: str, rank: int) -> dict[str, str]:
+        """The summary of a state's job when it had gone on to its end."""
+        return dict(json.loads((self.directory / f"{name}.{rank}.json").read_text()))
+
     def assert_resumed_as_unhurt(self) -> None:
         """The second life has come to the same end as the job that was never hurt."""
         for rank in range(4):
             resumed = json.loads((self.directory / f"result{rank}.json").read_text())
-            never_hurt = json.loads((self.directory / f"unhurt.{rank}.json").read_text())
+            never_hurt = self.after("unhurt", rank)
             different = {name for name, value in resumed.items() if value != never_hurt[name]}
             assert not different, (rank, [(resumed[name], never_hurt[name]) for name in sorted(different)])
 

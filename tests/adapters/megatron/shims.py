@@ -16,8 +16,12 @@ from torch import Tensor
 _CREATORS = ("zeros", "ones", "empty", "tensor", "full", "rand", "randn", "arange")
 
 
-def apply() -> None:
-    """Make the host look like the one CUDA device that Megatron asks for."""
+def apply(*, torch_adam: bool = False) -> None:
+    """Make the host look like the one CUDA device that Megatron asks for.
+
+    Args:
+        torch_adam: keep torch's AdamW; see ``ApexLikeAdam``.
+    """
     cuda: Any = torch.cuda
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_args: None
@@ -33,8 +37,9 @@ def apply() -> None:
     tensor.type = _type_as_if_on_device(Tensor.type)
     warnings.filterwarnings("ignore", module="megatron")
     _shim_random()
-    _shim_adam()
     _shim_experts()
+    if not torch_adam:
+        _shim_adam()
 
 
 class _Stream:

@@ -29,11 +29,13 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
         pytest.param(EP2_DP2, [0], "reduced", 3, id="experts-reduced"),
         pytest.param(EP2_DP2, [1], "post_step0", 4, id="experts-between-two-optimizers"),
         pytest.param(EP2_DP2, [2], "post_step1", 4, id="experts-updated"),
-        pytest.param({"distributed": False}, [1], "reduced", 3, id="fp32-optimizer"),
+        pytest.param({"distributed": False}, [1], "reduced", 4, id="fp32-optimizer-needs-no-barrier"),
         pytest.param({"distributed": False, "tp": 2}, [1], "reduced", 3, id="fp32-optimizer-tp2"),
         pytest.param({"distributed": False, "tp": 2, "bf16": True}, [1], "reduced", 3, id="float16-optimizer-tp2"),
         pytest.param({**DP4, "bf16": True}, [1], "post_step0", 4, id="bf16-dp4"),
         pytest.param({**TP2_DP2, "fp16_scaler": True}, [1], "reduced", 3, id="dynamic-loss-scale"),
+        pytest.param({**DP4, "fp16_scaler": True, "overflows": [2, 4]}, [1], "reduced", 3, id="skipped-updates"),
+        pytest.param({"distributed": False, "tp": 2, "torch_adam": True}, [1], "reduced", 3, id="torch-adam"),
         pytest.param({**DP4, "overlap": True}, [2], "reduced", 3, id="overlapped-gather"),
         pytest.param({**EP2_DP2, "tied": False, "bf16": True}, [2], "begin", 3, id="experts-bf16-untied"),
     ],
@@ -53,3 +55,24 @@ def test_a_world_that_fails_says_so(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(tmp_path, "no_such_program", ranks=1) == [1]
     assert "no_such_program" in (tmp_path / "rank0.out").read_text()
     assert "RANK" not in os.environ
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "dead", "phase", "saved"),
+    [
+        pytest.param(DP4, [1], "reduced", 3, id="dp4"),
+        pytest.param(DP4, [1], "post_step0", 4, id="dp4-updated"),
+        pytest.param(EP2_DP2, [1], "post_step0", 3, id="experts-half-way"),
+    ],
+)
+def test_updates_can_be_undone(
+    nursery: Nursery, tmp_path: Path, shape: dict[str, Any], dead: list[int], phase: str, saved: int
+) -> None:
+    """Without a barrier before the update, ranks ahead go back."""
+    job = Job(nursery, tmp_path, shape)
+    job.kill(dead, phase, undo="preimage")
+    assert job.versions()[-1] in {f"tft_saved_checkpoints-step_{saved}", "tft_saved_checkpoints-step_3"}
+    assert job.live(1, undo="preimage") == [0] * 4, job.story()
+    job.unhurt()
+    job.assert_resumed_as_unhurt()

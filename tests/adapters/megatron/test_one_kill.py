@@ -31,7 +31,8 @@ def unhurt(killed: Job) -> dict[str, torch.Tensor]:
 
 
 def test_the_job_goes_on_as_if_nothing_had_happened(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
-    assert killed.live(1) == [0] * 4, killed.story()
+    """Its second life is hooked as Megatron-LM's own training loop is."""
+    assert killed.live(1, through="install") == [0] * 4, killed.story()
     killed.assert_resumed_as_unhurt()
 
 
@@ -55,4 +56,5 @@ def test_megatron_itself_reads_it(killed: Job, unhurt: dict[str, torch.Tensor]) 
         mine, stock = killed.summary("unhurt", rank), killed.summary("stock", rank)
         for name in ("weights", "main", "moments", "schedule"):
             assert stock[name] == mine[name], (rank, name)
+        assert killed.after("stock", rank)["args"] == killed.after("unhurt", rank)["args"]
     assert "('step', 3)" in killed.summary("stock", 0)["groups"]

@@ -5,8 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import runpy
 import signal
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import shims
@@ -25,38 +30,80 @@ def _rank() -> int:
     return int(os.environ["RANK"])
 
 
-def _join(name: str) -> None:
+def _join(name: str, shape: Shape) -> None:
     store = dist.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo", store=store, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
-    shims.apply()
+    shims.apply(torch_adam=shape.torch_adam)
 
 
-def job(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any] | None = None, undo: str | None = None):  # type: ignore[no-untyped-def]
-    """Train under ttp; ``fault`` says which ranks kill themselves, at which step and where in it."""
-    _join(f"job{life}")
-    _train(Shape(**shape), steps, life, fault or {}, undo)
+def job(
+    shape: dict[str, Any],
+    steps: int,
+    life: int = 0,
+    fault: dict[str, Any] | None = None,
+    undo: str | None = None,
+    through: str = "protect",
+) -> None:
+    """Train under ttp until ``steps`` updates are made.
+
+    Args:
+        shape: see ``Shape``.
+        steps: updates in the life of the job.
+        life: how often it was started before.
+        fault: which ranks kill themselves, at which step, and where in it.
+        undo: see ``protect``.
+        through: ``protect``, or ``install`` into something like Megatron-LM's training module.
+    """
+    _join(f"job{life}", Shape(**shape))
+    training = Training(Shape(**shape))
+    run = partial(_iterate, training, steps, life, _hurt(training, fault or {}))
+    if through == "install":
+        _pretrain(training, run)
+    else:
+        _protected(training, run, undo)
     dist.barrier()
 
 
 @ttp.ttp_to_persist
-def _train(shape: Shape, steps: int, life: int, fault: dict[str, Any], undo: str | None) -> None:
+def _protected(training: Training, run: Callable[[int], None], undo: str | None) -> None:
     from ttp.adapters.megatron import protect
 
-    training = Training(shape)
-    hurt = _hurt(training, fault)
     protect(
-        training.chunks, training.optimizer, training.scheduler, training.args,
-        save_dir=_directory() / "checkpoints", undo=undo,
-    )  # fmt: skip
-    start = ttp.restore()
+        training.chunks,
+        training.optimizer,
+        training.scheduler,
+        training.args,
+        save_dir=_directory() / "checkpoints",
+        undo=undo,
+    )
+    run(ttp.restore())
+
+
+def _pretrain(training: Training, run: Callable[[int], None]) -> None:
+    """What ``pretrain`` of Megatron-LM does, as far as ttp hooks it."""
+    from ttp.adapters.megatron import install
+
+    def train(_forward_step: Any, model: Any, _optimizer: Any, _scheduler: Any) -> None:
+        assert model is training.chunks
+        run(training.args.iteration)
+
+    module: Any = ModuleType("training")
+    module.get_args = lambda: training.args
+    module.setup_model_and_optimizer = lambda: (training.chunks, training.optimizer, training.scheduler)
+    module.train = train
+    install(save_dir=_directory() / "checkpoints", training=module)
+    module.train(None, *module.setup_model_and_optimizer())
+
+
+def _iterate(training: Training, steps: int, life: int, hurt: dict[str, Any], start: int) -> None:
     _note(f"{life} start {start}")
-    assert training.args.iteration == start, (training.args, start)
-    for step in range(start, steps):
-        hurt["step"] = step
+    assert training.args.iteration >= start, (training.args, start)
+    while start < steps:
+        hurt["step"] = start
         hurt["at"]("begin")
-        training.step()
+        start += training.step()
         hurt["at"]("stepped")
-        _note(f"{life} version {step + 1}")
+        _note(f"{life} version {start}")
     (_directory() / f"result{_rank()}.json").write_text(json.dumps(summary(training), sort_keys=True))
 
 
@@ -121,17 +168,15 @@ def state(shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", 
 
     The job has trained ``steps``, or has restored a checkpoint: through ttp, or as Megatron itself does.
     """
-    _join(name)
+    _join(name, Shape(**shape))
     training = Training(Shape(**shape), seed=123 if steps else 77)
-    for _ in range(steps):
-        training.step()
+    training.train(steps)
     if ttp_from:
         _restore_by_ttp(training, ttp_from)
     if stock_from:
         _restore_by_megatron(training, stock_from)
     torch.save({"boxes": _boxes(training), "summary": summary(training)}, _directory() / f"{name}.{_rank()}.pt")
-    for _ in range(2):
-        training.step()
+    training.train(2)
     (_directory() / f"{name}.{_rank()}.json").write_text(json.dumps(summary(training)))
     dist.barrier()
 
@@ -185,3 +230,11 @@ def _boxes(training: Training) -> list[tuple[str, tuple[int, ...], tuple[int, ..
         for one in nested_values(described)
         if isinstance(one, ShardedTensor)
     ]
+
+
+def example(arguments: list[str]) -> None:
+    """``examples/megatron_gpt`` as a launcher would start it."""
+    script = Path(__file__).parents[3] / "examples" / "megatron_gpt" / "train_gpt.py"
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.parent))
+    runpy.run_path(str(script), run_name="__main__")

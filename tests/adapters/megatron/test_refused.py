@@ -1,0 +1,110 @@
+"""What cannot be protected is said at once, and what is offered to Megatron has the names that it looks for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ttp.adapters.megatron import offer_to_megatron
+from ttp.adapters.megatron.geometry import Geometry
+from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained
+from ttp.adapters.megatron.rank_state import Progress
+from ttp.core.layout import Layout, Version
+from ttp.errors import CheckpointError, ConfigError
+from ttp.store.manifest import Manifest
+
+
+def checkpoint(directory: Path, *names: str) -> Path:
+    directory.mkdir()
+    manifest = Manifest(
+        version=Version(12), run_id="r", incarnation=0, incident="i", cause="c", reason="why", world_size=1,
+        groups=Layout.data_parallel(1).groups, framework="megatron", created_unix_s=0.0, pieces=(),
+    )  # fmt: skip
+    (directory / "manifest.json").write_text(manifest.to_json())
+    for name in names:
+        (directory / name).write_text("")
+    return directory
+
+
+def test_a_checkpoint_is_offered_by_links(tmp_path: Path) -> None:
+    saved = checkpoint(tmp_path / "tft_saved_checkpoints-step_12", "common.pt")
+    for _ in range(2):  # again is fine
+        link = offer_to_megatron(saved, tmp_path / "load")
+    assert link == tmp_path / "load" / "iter_0000012"
+    assert (link / "common.pt").is_file()
+    assert (tmp_path / "load" / "latest_checkpointed_iteration.txt").read_text() == "12"
+    assert sorted(path.name for path in (tmp_path / "load").iterdir()) == [
+        link.name,
+        "latest_checkpointed_iteration.txt",
+    ]
+
+
+def test_what_megatron_cannot_read_is_not_offered(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"common\.pt"):
+        offer_to_megatron(checkpoint(tmp_path / "saved"), tmp_path / "load")
+
+
+@pytest.mark.parametrize("setting", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])
+def test_state_that_is_not_where_it_is_looked_for_is_refused(setting: str) -> None:
+    with pytest.raises(ConfigError, match=setting):
+        _refuse_unknown(SimpleNamespace(config=SimpleNamespace(**{setting: True})))
+
+
+def test_megatron_fsdp_is_refused() -> None:
+    fsdp = SimpleNamespace(config=SimpleNamespace(), ddp_config=SimpleNamespace(use_megatron_fsdp=True))
+    with pytest.raises(ConfigError, match="DistributedOptimizer"):
+        _refuse_unknown(fsdp)
+
+
+def test_a_layer_wise_optimizer_is_refused_although_it_is_a_chain() -> None:
+    kind = type("LayerWiseDistributedOptimizer", (), {"chained_optimizers": ()})
+    with pytest.raises(ConfigError, match="layer-wise"):
+        list(unchained(kind()))
+
+
+def test_chains_of_chains_are_followed_in_order() -> None:
+    one, two, three = (SimpleNamespace(name=name) for name in "abc")
+    chain = SimpleNamespace(chained_optimizers=[one, SimpleNamespace(chained_optimizers=[two, three])])
+    assert list(unchained(chain)) == [one, two, three]
+    assert list(unchained(one)) == [one]
+
+
+class Scaler:
+    """Like Megatron's dynamic one."""
+
+    def __init__(self, scale: float, tracker: int) -> None:
+        self.scale, self.tracker = torch.tensor([scale]), tracker
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"scale": self.scale, "growth_tracker": self.tracker}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.scale, self.tracker = state["scale"], state["growth_tracker"]
+
+
+def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
+    args = SimpleNamespace(iteration=0, curr_iteration=6, consumed_train_samples=48, global_batch_size=8)
+    kept = Progress(args, [SimpleNamespace(grad_scaler=Scaler(64.0, 1))]).state_dict()
+    assert kept["counters"] == {"consumed_train_samples": 56, "iteration": 7}
+    fresh, scaler = SimpleNamespace(iteration=0, consumed_train_samples=0, global_batch_size=8), Scaler(4.0, 0)
+    Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)
+    assert (fresh.iteration, fresh.curr_iteration, fresh.consumed_train_samples) == (7, 7, 56)
+    assert (float(scaler.scale), scaler.tracker) == (64.0, 1)
+
+
+def test_without_args_there_is_nothing_to_count() -> None:
+    progress = Progress(None, [SimpleNamespace(grad_scaler=None)])
+    assert progress.state_dict() == {"scalers": []}
+    progress.load_state_dict({"scalers": [], "counters": {"iteration": 3}})
+
+
+def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:
+    from ttp.adapters.megatron.optimizers import _holding
+
+    lost = torch.zeros(3)
+    with pytest.raises(ConfigError, match="model chunks"):
+        _holding(Geometry(), lost, lost, 0, 3)
