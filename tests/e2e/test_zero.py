@@ -57,14 +57,15 @@ PHASES = ["data", "forward", "loss", "backward", "allreduced", "in_step", "gathe
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3 * TIMEOUT_S)
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1), (0, 3), (1, 2)], ids=str)
 @pytest.mark.parametrize("undo", [None, "preimage"])
 def test_every_phase(make_job: MakeJob, unbroken: Unbroken, ranks: tuple[int, ...], undo: str | None) -> None:
     """One rank, a column, one of each shard in different columns."""
-    for phases in (PHASES[:5], PHASES[5:]):
-        faults = [kill(2 + 3 * number, phase, *ranks) for number, phase in enumerate(phases)]
+    for phases in (PHASES[5:], PHASES[:5]):
+        faults = [kill(2 + 2 * number, phase, *ranks) for number, phase in enumerate(phases)]
         job = replicated(make_job, faults, env={"JOB_UNDO": undo} if undo else {})
-        assert job.run(TIMEOUT_S - 30) == 0, job.story()
+        assert job.run(1.2 * TIMEOUT_S) == 0, job.story()
         assert_nothing_lost(job, unbroken)
 
 
@@ -86,7 +87,7 @@ def test_torchs_own_has_no_copies_trains_on_and_is_refused_with_the_reason(
     """Without a fault it trains to its end, with a checkpoint on request on the way."""
     job = make_job(steps=16, max_restarts=0, env={"JOB_OPTIMIZER": "zero"})
     job.start()
-    job.wait_for_version(3)
+    job.wait_for_version(3, timeout_s=TIMEOUT_S / 2)
     asked = job.ttp("save")
     assert asked.returncode == 0, asked.stderr
     assert job.wait(TIMEOUT_S - 30) == 0, job.story()

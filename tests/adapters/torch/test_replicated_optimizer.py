@@ -76,6 +76,11 @@ def test_as_many_copies_as_leave_one_shard_are_plain_replication(told: Told) -> 
     assert all(rank["bytes"] == rank["bytes_plain"] and rank["collectives"] == 0 for rank in told("3 copies"))
 
 
+@pytest.mark.parametrize(("case", "world"), [("2 copies", 4), ("1 copy", 4), ("2 copies", 5)])
+def test_an_exchange_writes_into_parameters_of_other_shards_only(told: Told, case: str, world: int) -> None:
+    assert [rank["own written"] for rank in told(case, world)] == [False] * world
+
+
 def test_all_parameters_travel_together_unless_they_are_large(told: Told) -> None:
     assert {rank["collectives"] for rank in told("2 copies")} == {1}
     assert min(rank["collectives"] for rank in told("cut into pieces")) > 20

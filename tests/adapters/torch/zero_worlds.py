@@ -126,7 +126,16 @@ def steps_like_plain(replicas: int, limit: int | None = None) -> dict[str, Any]:
         "bytes": sum(v.nbytes for s in one.optimizer.state.values() for v in s.values()),
         "bytes_plain": sum(v.nbytes for s in reference.optimizer.state.values() for v in s.values()),
         "collectives": sum(len(rounds) for _, rounds in one.optimizer._gather._rounds),
+        "own written": not _received(one.optimizer).isdisjoint(
+            p.data_ptr() for p in one.optimizer.parameters_of(one.optimizer.shard) if p.numel()
+        ),
     }
+
+
+def _received(optimizer: ReplicatedOptimizer) -> set[int]:
+    """Where an exchange writes."""
+    rounds = [one for _, some in optimizer._gather._rounds for one in some]
+    return {tensor.data_ptr() for one in rounds for to, _ in one.receive for tensor in to}
 
 
 def like_zero() -> dict[str, Any]:
