@@ -6,6 +6,7 @@ import logging
 import random
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -54,6 +55,7 @@ class TorchAdapter:
         scaler: a GradScaler, or None.
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
         layout: the replica groups, where the user says them.
+        shard_of: the shard of a parameter in ``layout``, by its name; None: every rank holds one shard.
 
     Raises:
         ConfigError: the optimizer holds parameters that the model does not name.
@@ -70,9 +72,10 @@ class TorchAdapter:
         scaler: Any,
         undo: str | None = None,
         layout: Layout | None = None,
+        shard_of: Callable[[str], str] | None = None,
     ) -> None:
         self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
-        self._undo, self._layout = undo, layout
+        self._undo, self._layout, self._shard_of = undo, layout, shard_of
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
@@ -101,7 +104,8 @@ class TorchAdapter:
         """
         if self._sharding is None:
             modules = self._extra.modules
-            parts = Parts(self._model, self._optimizer, self._names, world_size, modules, self._layout)
+            given = self._layout, self._shard_of
+            parts = Parts(self._model, self._optimizer, self._names, world_size, modules, *given)
             self._sharding = sharding_of(parts)
         return self._sharding
 
@@ -232,7 +236,7 @@ class TorchAdapter:
         same_world = self._same_places(manifest, world_size)
         local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
         if local is None:
-            reseed(restored.version, rank)
+            reseed(restored.version, self._number(rank, world_size))
             notes = self._extra.restore(constant)
             why = why_lost(manifest.pieces, rank) if same_world else "this job is another world"
             return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
@@ -240,17 +244,29 @@ class TorchAdapter:
             return self._capture.restore(
                 type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
             )
-        reseed(restored.version, rank)
+        reseed(restored.version, self._number(rank, world_size))
         notes = self._extra.restore({**constant, **local.extra})
         return [
             *notes,
-            f"{manifest.world_size} ranks saved it and {world_size} restore it: extra_state is that of rank 0, random "
-            "streams are derived from each rank's seed",
+            f"{manifest.world_size} ranks saved it and {world_size} restore it"
+            + (", in another layout" if world_size == manifest.world_size else "")
+            + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
         ]
 
+    def _number(self, rank: int, world_size: int) -> int:
+        """What tells the random streams of ranks apart beside their seeds.
+
+        Nothing where there are several shards: ranks of one tensor-parallel group have to draw the same.
+        """
+        several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
+        return 0 if several else rank
+
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        """Whether a rank of this job is the rank of that number in the job that saved."""
-        return world_size == manifest.world_size
+        """Whether a rank of this job is the rank of that number in the job that saved: the same world, cut alike."""
+        if world_size != manifest.world_size or not connected(world_size):
+            return world_size == manifest.world_size
+        here = self.sharding(world_size).layout.groups.values()
+        return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
 
 
 class DeviceReporter:

@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ttp.adapters.torch import cuts
 from ttp.adapters.torch.checkpoint import Chunk, Stored
 from ttp.adapters.torch.cuts import Ranks
+from ttp.adapters.torch.flat import flat_scopes
 from ttp.adapters.torch.names import module_tensors
 from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import Rank, Shard, compact_ranks
@@ -176,6 +177,7 @@ def _scopes(model: nn.Module) -> Iterator[Ranks]:
     for module in model.modules():
         if isinstance(module, DistributedDataParallel):
             yield tuple(dist.get_process_group_ranks(module.process_group))
+    yield from flat_scopes(model)
     yield from {cuts.mesh_ranks(parameter) for parameter in model.parameters()}
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.flat import flat_pieces
 from ttp.adapters.torch.names import ModelNames
 from ttp.errors import ConfigError
 
@@ -151,25 +152,30 @@ class Cutter:
     """
 
     def __init__(self, model: nn.Module, names: ModelNames) -> None:
-        pass
+        self._flat = flat_pieces(model, names)
 
     def cut(self, owner: str, tensor: Tensor) -> Ranks:
         """See ``cut_among``; ``owner`` is as in ``Sharding.stored``."""
-        return cut_among(tensor)
+        return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
 
     def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
         """Of the whole parameter."""
-        return tuple(tensor.shape)
+        return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)
 
     def stored(self, owner: str, tensor: Tensor) -> Stored:
         """See ``Sharding.stored``."""
-        return stored(tensor)
+        piece = self._flat.get(owner)
+        if piece is None or (tensor is not piece.parameter and tensor.shape != (piece.count,)):
+            return stored(tensor)
+        shape = piece.shape
+        nothing = Chunk(tensor.detach().new_empty((0,) * len(shape)), shape, (0,) * len(shape))
+        return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
 
     def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
         """The parts of it that are here, where torch cannot describe them; None: where it can."""
         found = self.stored(owner, tensor)
-        return found if isinstance(found, tuple) else None
+        return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
 
     def absent(self, owner: str) -> bool:
         """Whether the optimizer of this rank keeps nothing for this parameter, because no part of it is here."""
-        return False
+        return owner in self._flat and not self._flat[owner].count

@@ -16,6 +16,7 @@ What remains is refused: one name may not stand for two things in a checkpoint.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -30,6 +31,8 @@ from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
 from ttp.store.encoding import decode, encode
+
+log = logging.getLogger("ttp.adapters.torch")
 
 COMMON = "common"
 """The shard that every rank holds, beside others."""
@@ -103,6 +106,8 @@ def discover(parts: Parts) -> FoundSharding:
     elsewhere = _names_elsewhere(views, mine, me)
     found = {key: names[identity] for key, identity in zip(mine, _identities(views, me), strict=True)}
     flat = len({view.groups for view in views}) > 1
+    if me == 0 and layout.unreplicated():
+        log.warning("%s", _alone(layout))
     return FoundSharding(parts, layout, found, flat, elsewhere)
 
 
@@ -225,6 +230,17 @@ def _names_elsewhere(views: Sequence[View], mine: Mapping[Key, Iterable[Entry]],
     if problem:
         raise ConfigError(problem)
     return {name.removeprefix("model.") for name in others if name.startswith("model.")}
+
+
+def _alone(layout: Layout) -> str:
+    alone = layout.unreplicated()
+    listed = ", ".join(alone[:_LISTED_MAX]) + (", ..." if len(alone) > _LISTED_MAX else "")
+    return (
+        f"{len(alone)} of {len(layout.groups)} shards ({listed}) are on one rank each: when that rank dies, nothing "
+        "can be saved. Training goes on; to be protected, keep two copies of each shard, for example by fully_shard() "
+        'over a mesh of two dimensions: init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", '
+        '"shard")), or give wrap_optimizer() buddy=True'
+    )
 
 
 def _clash(names: Sequence[str], where: str) -> str:

@@ -1,8 +1,8 @@
 """Names of a model's tensors, fixed once when the optimizer is registered.
 
 The names are the ones that ``torch.distributed.checkpoint.state_dict`` uses, so that stock torch reads our checkpoints:
-wrappers (DistributedDataParallel, ``torch.compile``, activation checkpointing) leave no trace in them, and a tied
-weight has several.
+wrappers (DistributedDataParallel, FSDP1, ``torch.compile``, activation checkpointing) leave no trace in them, and a
+tied weight has several.
 
 The parameters are remembered as objects. At save time the main thread may be inside a forward pass, where a sharding
 library may have swapped what ``named_parameters()`` shows; the objects in ``optimizer.param_groups`` stay the same.
@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from ttp.errors import CheckpointError, ConfigError
 
-_CHECKPOINT_WRAPPER = "_checkpoint_wrapped_module"
+_WRAPPERS = ("_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 EXTRA_STATE = "_extra_state"
 _LISTED_MAX = 5
 
@@ -135,4 +135,4 @@ def _is_wrapped(module: nn.Module, key: str) -> bool:
         return key == "module"
     # By name: importing torch._dynamo takes seconds, and whoever has such a module has imported it.
     compiled = type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo")
-    return key == _CHECKPOINT_WRAPPER or (compiled and key == "_orig_mod")
+    return key in _WRAPPERS or (compiled and key == "_orig_mod")

@@ -49,6 +49,7 @@ class Job:
     hosts: list[str] = field(default_factory=list)
     """Name of each node's host; none: all are this one."""
     protected: bool = True
+    script: Path = JOB
     port: int = 0
     processes: list[subprocess.Popen[Any]] = field(default_factory=list)
 
@@ -75,7 +76,7 @@ class Job:
         self.processes = []
         for index, node in enumerate(self.nodes):
             restarts = ["--max-restarts", str(self.max_restarts)]
-            command = [*program, *flags, *node, "--nproc-per-node", local, *restarts, str(JOB)]
+            command = [*program, *flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
             # The launcher's pid is known to the workers through a shell that becomes the launcher.
             wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
             with self.log.open("a") as out:

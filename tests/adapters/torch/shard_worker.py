@@ -1,0 +1,291 @@
+"""What the ranks of test_sharding.py do: models cut in many ways, asked what each rank holds of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, ShardingStrategy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.checkpoint import Chunk
+from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import Commit, SaverOrder
+
+WORLD = 4
+Made = tuple[nn.Module, Any]
+"""A model as its job has it, and the same one whole."""
+
+
+class Net(nn.Module):
+    """Odd sizes, so that shards are uneven and some are empty; tied weights; a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.inner = nn.Linear(6, 10)
+        self.norm = nn.BatchNorm1d(10)
+        self.outer = nn.Linear(10, 6)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.head = nn.Linear(6, 9, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        return self.head(self.outer(self.norm(self.inner(self.embed(tokens)).relu())) * self.scale)
+
+
+def net() -> Net:
+    torch.manual_seed(1)
+    return Net()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+
+
+def mesh_of(*shape: int) -> DeviceMesh:
+    return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
+
+
+def fsdp(mesh: DeviceMesh, **settings: Any) -> nn.Module:
+    model = net()
+    fully_shard(model.inner, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
+    gathered = ColwiseParallel(output_layouts=Replicate())
+    split = RowwiseParallel(input_layouts=Replicate())
+    return parallelize_module(net(), mesh, {"inner": gathered, "outer": split})
+
+
+class Stage(nn.Module):
+    """One half of the model, under the names that it has in the whole."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        whole, self.number = net(), number
+        for key in (("embed", "inner", "norm", "head"), ("outer", "scale"))[number]:
+            setattr(self, key, getattr(whole, key))
+
+    def forward(self, tokens: Tensor) -> Any:
+        """With what the other stage would have sent."""
+        if self.number:
+            return self.outer(torch.randn(8, 10)) * self.scale
+        return self.norm(self.inner(self.embed(tokens)).relu()).sum() + self.head(torch.randn(8, 6)).sum()
+
+
+def sharding(model: nn.Module, layout: Layout | None = None, shard_of: Any = None) -> Sharding:
+    optimizer = adamw(model)
+    return sharding_of(Parts(model, optimizer, ModelNames(model, optimizer), WORLD, {}, layout, shard_of))
+
+
+def groups(found: Sharding) -> dict[str, list[int]]:
+    return {shard: list(ranks) for shard, ranks in found.layout.groups.items()}
+
+
+def parts_of(stored: Any) -> list[Chunk]:
+    parts = stored if isinstance(stored, tuple) else (stored,)
+    return [p if isinstance(p, Chunk) else Chunk(p, tuple(p.shape), (0,) * p.dim()) for p in parts]
+
+
+def described(found: Sharding, model: nn.Module, rank: int) -> dict[str, Any]:
+    """Which names this rank writes for which shard, and whether its chunks hold what the whole model has there."""
+    names = ModelNames(model, adamw(model))
+    whole = dict(net().named_parameters(remove_duplicate=False))
+    written: dict[str, list[str]] = {}
+    for shard in found.layout.shards_of(Rank(rank)):
+        written[shard] = sorted(found.parameters_of(shard))
+        for name in written[shard]:
+            for chunk in parts_of(found.stored(name, names.parameters[name])):
+                box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.tensor.shape, strict=True))
+                assert type(chunk.tensor) is not DTensor
+                assert torch.equal(chunk.tensor, whole[name][box].to(chunk.tensor.dtype)), (name, chunk.offsets)
+    return {"groups": groups(found), "written": written}
+
+
+def made(name: str, rank: int) -> nn.Module:
+    """The model as a job of this kind has it."""
+    world = dist.get_world_size()
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "by hand": net,
+        "ddp": lambda: DistributedDataParallel(net()),
+        "fsdp": lambda: fsdp(mesh_of(world)),
+        "tp": lambda: tensor_parallel(mesh_of(world)),
+        "hsdp": lambda: fsdp(mesh_of(world // 2, 2)),
+        "mixed": lambda: fsdp(mesh_of(world // 2, 2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
+        "tp+dp": lambda: tensor_and_data_parallel(mesh_of(world // 2, 2)),
+        "tp+hsdp": lambda: tensor_parallel_and_hsdp(mesh_of(world // 4, 2, 2)),
+        "fsdp1": lambda: fsdp1(mesh_of(world // 2, 2)),
+        "pp+dp": lambda: staged(rank, mesh_of(2, world // 2)),
+    }
+    return makers[name]()
+
+
+def tensor_and_data_parallel(mesh: DeviceMesh) -> nn.Module:
+    return replicate(tensor_parallel(mesh["b"]), mesh=mesh["a"])
+
+
+def tensor_parallel_and_hsdp(mesh: DeviceMesh) -> nn.Module:
+    return fully_shard(tensor_parallel(mesh["c"]), mesh=mesh["a", "b"])
+
+
+def fsdp1(mesh: DeviceMesh) -> nn.Module:
+    model = net()
+    settings: Any = {
+        "sharding_strategy": ShardingStrategy.HYBRID_SHARD,
+        "device_mesh": mesh,
+        "use_orig_params": True,
+        "device_id": torch.device("cpu"),
+    }
+    model.inner = FullyShardedDataParallel(model.inner, **settings)  # type: ignore[assignment]
+    return FullyShardedDataParallel(model, **settings)
+
+
+def staged(rank: int, mesh: DeviceMesh) -> nn.Module:
+    stage = Stage(rank * 2 // dist.get_world_size())
+    return DistributedDataParallel(stage, process_group=mesh["b"].get_group())
+
+
+KINDS = ["ddp", "fsdp", "tp", "hsdp", "mixed", "tp+dp", "tp+hsdp", "pp+dp", "fsdp1", "by hand"]
+
+
+def layouts(directory: Path, rank: int) -> dict[str, Any]:
+    told = {}
+    for name in KINDS:
+        model = made(name, rank)
+        told[name] = described(sharding(model), model, rank)
+    return told
+
+
+# ------------------------------------------------------------------------------------------------- saving and restoring
+
+
+class Job:
+    """One rank of a job of some kind, without a controller."""
+
+    def __init__(self, directory: Path, kind: str, rank: int) -> None:
+        self.rank = rank
+        self.model = made(kind, rank)
+        self.optimizer = adamw(self.model)
+        self.adapter = TorchAdapter(self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None)
+        layout = self.adapter.layout(dist.get_world_size())
+        self.processor = StubProcessor(directory, rank=rank, layout=layout)
+        self.source: Any = self.adapter.source
+        self.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+
+    def train(self, steps: int = 2) -> None:
+        for step in range(steps):
+            torch.manual_seed(step)  # the same data everywhere: what is replicated by hand stays equal
+            self.optimizer.zero_grad()
+            self.model(torch.randint(0, 9, (8,))).square().mean().backward()
+            self.optimizer.step()
+
+    def save(self, version: int) -> Path:
+        """Every shard from the last rank that holds it, which differs from shard to shard."""
+        self.processor.gate.close()
+        draft = self.processor.save_dir / f".draft-step_{version}-x"
+        draft.mkdir(parents=True, exist_ok=True)
+        shards = tuple(s for s, ranks in self.processor.layout.groups.items() if ranks[-1] == self.rank)
+        pages = tuple(Rank(r) for r in range(dist.get_world_size())) if self.rank == 0 else ()
+        order = SaverOrder(Rank(self.rank), shards, How.AS_IS, pages, self.rank == 0)
+        pieces = self.source.write_pieces(
+            order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
+        )
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, pieces)
+        path = self.processor.save_dir / f"tft_saved_checkpoints-step_{version}"
+        if self.rank == 0:
+            found = tuple(piece for pieces in everyone for piece in pieces)
+            order = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
+            path = Path(self.source.commit(order)[0])
+        dist.barrier()
+        return path
+
+    def close(self) -> None:
+        dist.barrier()
+        self.source.close()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, buffers and moments of this rank, whole."""
+        names = ModelNames(self.model, self.optimizer)
+        found = {f"model.{name}": tensor for name, tensor in names.parameters.items()}
+        for parameter, values in self.optimizer.state.items():
+            found |= {f"optim.{names.of(parameter)}.{key}": value for key, value in values.items()}
+        return {key: whole(tensor) for key, tensor in found.items()}
+
+    def settings(self) -> list[Any]:
+        return [[g["lr"], g["weight_decay"], list(g["betas"])] for g in self.optimizer.param_groups]
+
+
+def whole(tensor: Any) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
+
+
+def held(job: Job) -> dict[str, Tensor]:
+    """What ``job.state`` says, of FSDP1 as torch itself puts it together."""
+    if not isinstance(job.model, FullyShardedDataParallel):
+        return job.state()
+    with FullyShardedDataParallel.summon_full_params(job.model, writeback=False):
+        found = {
+            f"model.{name.replace('_fsdp_wrapped_module.', '')}": parameter.detach().clone()
+            for name, parameter in job.model.named_parameters(remove_duplicate=False)
+        }
+    state = FullyShardedDataParallel.full_optim_state_dict(job.model, job.optimizer, rank0_only=False)["state"]
+    return found | {f"optim.{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+
+
+def save_all(directory: Path, rank: int) -> None:
+    """A checkpoint of each kind of job, and what was in it."""
+    for kind in SAVED:
+        job = Job(directory / kind, kind, rank)
+        job.train()
+        job.optimizer.param_groups[1]["lr"] = 3e-3
+        tail: Any = job.adapter._tail
+        tail._snapshot = tail._take(2, 0, 0)  # as if a scheduler had done it
+        job.save(2)
+        torch.save(held(job), directory / f"{kind}.{rank}.pt")
+        job.close()
+
+
+def restore_all(directory: Path, rank: int) -> list[Any]:
+    """Each checkpoint into jobs of other kinds: which names come back with other elements."""
+    told = []
+    for source, target in json.loads((directory / "pairs.json").read_text()):
+        saved: dict[str, Tensor] = {}
+        for other in range(WORLD):
+            saved |= torch.load(directory / f"{source}.{other}.pt", weights_only=True)
+        world = dist.get_world_size()
+        job = Job(directory / f"again{world}" / f"{source} {target}", target, rank)
+        job.adapter.load(directory / source / "tft_saved_checkpoints-step_2", rank, world, protected=False)
+        here = held(job)
+        told.append(
+            {
+                "pair": [source, target],
+                "wrong": sorted(name for name, tensor in here.items() if not torch.equal(tensor, saved[name])),
+                "count": len(here),
+                "rates": [group["lr"] for group in job.optimizer.param_groups],
+            }
+        )
+        job.close()
+    return told
+
+
+SAVED = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]

@@ -1,0 +1,137 @@
+"""Which ranks hold the same, found from real models: FSDP2, FSDP1, tensor parallel, pipeline stages, and mixtures of
+them; and every checkpoint of one is read into the others, element by element."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed.checkpoint as dcp  # noqa: E402
+from torch.distributed.checkpoint.state_dict import (  # noqa: E402
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+
+from tests.adapters.torch.worlds import run_world  # noqa: E402
+
+WORKER = "tests.adapters.torch.shard_worker"
+ALL = [0, 1, 2, 3]
+COLUMNS = {"model-0": [0, 2], "model-1": [1, 3]}
+SINGLE = {f"model-{rank}": [rank] for rank in ALL}
+
+pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.timeout(600)]
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return run_world(tmp_path_factory.mktemp("world"), WORKER, "layouts")
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups"),
+    [
+        ("ddp", {"model": ALL}),
+        ("by hand", {"model": ALL}),
+        ("fsdp", {**SINGLE, "common": ALL}),
+        ("hsdp", {**COLUMNS, "common": ALL}),
+        ("mixed", {**COLUMNS, "common": ALL}),
+        ("fsdp1", {**COLUMNS, "common": ALL}),
+        ("tp", {**SINGLE, "common": ALL}),
+        ("tp+dp", {**COLUMNS, "common": ALL}),
+        ("pp+dp", {"model-0": [0, 1], "model-1": [2, 3]}),
+        (
+            "tp+hsdp",
+            {
+                **{"model-0": [0, 1], "model-1": [0], "model-2": [1]},
+                **{"model-3": [2, 3], "model-4": [2], "model-5": [3], "common": ALL},
+            },
+        ),
+    ],
+)
+def test_every_rank_finds_the_same_groups(told: list[dict[str, Any]], kind: str, groups: dict[str, list[int]]) -> None:
+    """The worker has compared every chunk with the whole model."""
+    assert [rank[kind]["groups"] for rank in told] == [groups] * 4
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp", "hsdp", "fsdp1", "tp+hsdp", "pp+dp"])
+def test_every_parameter_is_in_one_shard_of_a_rank(told: list[dict[str, Any]], kind: str) -> None:
+    everything: set[str] = set()
+    for rank in told:
+        names = [name for listed in rank[kind]["written"].values() for name in listed]
+        assert len(names) == len(set(names))
+        everything.update(names)
+    assert everything == set(told[0]["by hand"]["written"]["model"])
+
+
+# ------------------------------------------------------------------------------------------------- saving and restoring
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("saved")
+    run_world(directory, WORKER, "save_all")
+    return directory
+
+
+def restored(saved: Path, pairs: list[tuple[str, str]], world: int) -> None:
+    (saved / "pairs.json").write_text(json.dumps(pairs))
+    for rank in run_world(saved, WORKER, "restore_all", size=world):
+        assert [tuple(found["pair"]) for found in rank] == pairs
+        assert {str(found["pair"]): found["wrong"] for found in rank if found["wrong"]} == {}
+        assert all(found["count"] > 4 and found["rates"] == [1e-2, 3e-3] for found in rank)
+
+
+SOURCES = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]
+TARGETS = ["ddp", "fsdp", "hsdp", "tp", "tp+dp", "tp+hsdp", "pp+dp", "mixed", "fsdp1"]
+SPAN = [("ddp", "fsdp1"), ("hsdp", "pp+dp"), ("tp+dp", "ddp"), ("pp+dp", "tp+hsdp"), ("fsdp1", "hsdp")]
+
+
+def test_a_job_of_another_kind(saved: Path) -> None:
+    restored(saved, SPAN, world=4)
+
+
+def test_a_smaller_world(saved: Path) -> None:
+    restored(saved, [("hsdp", "ddp"), ("ddp", "fsdp"), ("tp+dp", "fsdp")], world=2)
+
+
+@pytest.mark.slow
+def test_every_kind_into_every_kind(saved: Path) -> None:
+    restored(saved, [(source, target) for source in SOURCES for target in TARGETS], world=4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("world", "targets"), [(6, ["ddp", "hsdp", "fsdp", "fsdp1"]), (8, ["hsdp", "tp+hsdp", "tp+dp", "pp+dp", "fsdp1"])]
+)
+def test_a_larger_world(saved: Path, world: int, targets: list[str]) -> None:
+    """Some shards are empty there."""
+    restored(saved, [(source, target) for source in SOURCES for target in targets], world=world)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_stock_torch_reads_it_in_a_plain_process(saved: Path, kind: str) -> None:
+    from tests.adapters.torch.shard_worker import adamw, net
+
+    whole: dict[str, Any] = {}
+    for rank in ALL:
+        whole |= torch.load(saved / f"{kind}.{rank}.pt", weights_only=True)
+    model = net()
+    optimizer = adamw(model)
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    flat = StateDictOptions(flatten_optimizer_state_dict=kind == "pp+dp")
+    weights, moments = get_state_dict(model, optimizer, options=flat)
+    state = {"model": weights, "optim": moments}
+    dcp.load(state, checkpoint_id=saved / kind / "tft_saved_checkpoints-step_2", no_dist=True)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optim"], options=flat)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, whole[f"model.{name}"])
+        for key, value in optimizer.state[parameter].items():
+            assert torch.equal(value, whole[f"optim.{name}.{key}"]), (name, key)
+    assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 3e-3]

@@ -1,0 +1,68 @@
+"""A small world of gloo processes that each run one function. Torch is imported once, by the server that forks them."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import multiprocessing
+import os
+import traceback
+from collections.abc import Mapping
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+TIMEOUT_S = 180
+
+_server = multiprocessing.get_context("forkserver")
+
+
+def run_world(
+    directory: Path, module: str, function: str, size: int = 4, env: Mapping[str, str] = MappingProxyType({})
+) -> list[Any]:
+    """``function(directory, rank)`` of ``module`` on every rank; what each returns, through JSON.
+
+    Raises:
+        AssertionError: a rank failed; its traceback is in the text.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    _server.set_forkserver_preload(["torch", "torch.distributed.fsdp", "ttp.adapters.torch.adapter"])
+    ranks = [
+        _server.Process(target=_rank, args=(directory, module, function, rank, size, dict(env)), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        return [_told(directory, rank, process) for rank, process in enumerate(ranks)]
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+
+
+def _told(directory: Path, rank: int, process: BaseProcess) -> Any:
+    process.join(TIMEOUT_S)
+    failures = [path.read_text() for path in sorted(directory.glob("failed*"))]
+    assert not failures, "\n".join(failures)
+    assert process.exitcode == 0, f"rank {rank} ended with {process.exitcode}"
+    return json.loads((directory / f"told{rank}.json").read_text())
+
+
+def _rank(directory: Path, module: str, function: str, rank: int, size: int, env: dict[str, str]) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), **env}
+    try:
+        store = f"file://{directory}/store.{function}"
+        dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
+        told = getattr(importlib.import_module(module), function)(directory, rank)
+        (directory / f"told{rank}.json").write_text(json.dumps(told))
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        (directory / f"failed{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+    os._exit(0)

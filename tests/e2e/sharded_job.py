@@ -1,0 +1,201 @@
+"""The job of ``job.py`` with its model cut in other ways: ``JOB_KIND`` is hsdp, fsdp, tp or pp, on four ranks.
+
+The faults are those of ``job.py``, and two more phases: ``barrier``, when this rank has entered the barrier before the
+update and may or may not have let others out of it, and ``passed``, when it has left it.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import cross_entropy
+
+import ttp
+import ttp.session
+
+sys.path.insert(0, str(Path(__file__).parent))
+import job
+from job import JOB_DIR, RANK, STEPS, Faulty, FaultySchedule, InnerFault, Losses, digest, injector, note
+
+KIND = os.environ["JOB_KIND"]
+Step = Any
+"""From a step's number to its loss; its gradients are reduced then."""
+
+dist_barrier = dist.barrier
+
+
+def watched_barrier(*args: Any, **kwargs: Any) -> Any:
+    """The barrier before the update is the one that does not wait by itself."""
+    work = dist_barrier(*args, **kwargs)
+    if kwargs.get("async_op"):
+        injector.at("barrier")
+    return work
+
+
+class Whole(nn.Module):
+    """Odd sizes: uneven shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.front = nn.ModuleDict(
+            {"lower": nn.Linear(16, 33), "norm": nn.BatchNorm1d(33), "fault": Faulty(), "drop": nn.Dropout(0.2)}
+        )
+        self.back = nn.ModuleDict({"up": nn.Linear(33, 34), "drop": nn.Dropout(0.2), "head": nn.Linear(34, 5)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        if hasattr(self, "front"):
+            x = self.front["drop"](self.front["fault"](self.front["norm"](self.front["lower"](x)).relu()))
+        if hasattr(self, "back"):
+            x = self.back["head"](self.back["drop"](self.back["up"](x).relu()))
+        return x
+
+
+def batch(step: int, number: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * step + number)
+    return torch.randn(8, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
+
+
+def fsdp(model: Whole) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((4,), ("shard",)) if KIND == "fsdp" else ((2, 2), ("copies", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in (model.front["lower"], model.back["up"]):
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: Whole) -> nn.Module:
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    parallelize_module(model, mesh["tp"], {"back.up": ColwiseParallel(), "back.head": RowwiseParallel()})
+    return replicate(model, mesh=mesh["dp"])
+
+
+def stepper(model: nn.Module) -> Step:
+    """Ranks of one tensor-parallel group see the same data."""
+    number = RANK // 2 if KIND == "tp" else RANK
+
+    def step(n: int) -> Tensor:
+        data, target = batch(n, number)
+        loss = cross_entropy(model(data + 0.01 * random.random()), target)
+        injector.at("loss")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    return step
+
+
+def pipeline(model: Whole) -> tuple[nn.Module, Step]:
+    """Two stages of two replicas: ranks 0 and 1 have the front, 2 and 3 the back."""
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    number = mesh["pp"].get_local_rank()
+    delattr(model, ("back", "front")[number])
+    stage_model = replicate(model, mesh=mesh["dp"])
+    stage = PipelineStage(stage_model, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=cross_entropy)
+
+    def step(n: int) -> Tensor:
+        data, target = batch(n, mesh["dp"].get_local_rank())
+        injector.at("loss")
+        if number == 0:
+            schedule.step(data + 0.01 * random.random())
+            return torch.zeros(())
+        losses: list[Tensor] = []
+        schedule.step(target=target, losses=losses)
+        return torch.stack([loss.detach() for loss in losses]).mean()
+
+    return stage_model, step
+
+
+@ttp.ttp_to_persist
+def train() -> None:
+    torch.manual_seed(1)
+    whole = Whole()
+    if KIND == "pp":
+        model, step = pipeline(whole)
+    else:
+        model = tensor_parallel(whole) if KIND == "tp" else fsdp(whole)
+        step = stepper(model)
+    optimizer: Any = InnerFault(model.parameters(), lr=1e-2)
+    scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
+    losses = Losses()
+    seed = RANK // 2 if KIND == "tp" else RANK
+    torch.manual_seed(100 + seed)
+    random.seed(200 + seed)
+    np.random.seed(300 + seed)
+    undo = os.environ.get("JOB_UNDO")
+    ttp.wrap_optimizer(
+        optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints", extra_state=losses, undo=undo
+    )
+    optimizer.register_step_pre_hook(lambda *_: injector.at("passed"))  # behind those of ttp
+    start = ttp.restore()
+    note("start", start)
+    scheduler.armed = True
+    for n in range(start, STEPS):
+        injector.step = n
+        injector.at("data")
+        optimizer.zero_grad()
+        losses.values.append(float(n))  # before the gradients leave this rank: it may die right after
+        loss = step(n)
+        losses.values[-1] = float(loss)
+        if KIND in ("hsdp", "fsdp"):  # one more collective between the gradient and the update
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        injector.at("allreduced")
+        optimizer.step()
+        injector.at("stepped")
+        note("version", n + 1)
+        show_bits(n + 1, model, optimizer)
+        scheduler.step()
+        injector.at("scheduled")
+        time.sleep(float(os.environ.get("JOB_STEP_S", "0")))
+    finish(model, scheduler)
+
+
+def memory(tensor: Any) -> bytes:
+    return bytes(getattr(tensor, "_local_tensor", tensor).detach().numpy().tobytes())
+
+
+def show_bits(version: int, model: nn.Module, optimizer: Any) -> None:
+    """Weights, moments and random streams of this rank, at each version: one line of ``bits<rank>.log``."""
+    weights = (memory(p) for _, p in sorted(model.named_parameters()))
+    moments = (memory(v) for state in optimizer.state.values() for _, v in sorted(state.items()))
+    streams = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode())
+    with (JOB_DIR / f"bits{RANK}.log").open("a") as log:
+        log.write(f"{version} {digest(*weights)} {digest(*moments)} {digest(*streams)}\n")
+
+
+def finish(model: nn.Module, scheduler: Any) -> None:
+    buffers = digest(*(memory(b) for _, b in sorted(model.named_buffers())))
+    result = {"buffers": buffers, "schedule": repr(scheduler.get_last_lr())}
+    (JOB_DIR / f"result{RANK}.json").write_text(job.json.dumps(result, sort_keys=True))
+
+
+def reference(directory: Any, rank: int) -> None:
+    """The same job, unbroken and without ttp, in a process group that is there already."""
+    assert not ttp.session.current().enabled
+    train()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.barrier = watched_barrier
+    dist.init_process_group("gloo")
+    train()
+    dist_barrier()
+    os._exit(0)
