@@ -42,13 +42,19 @@ class Rank1:
     def freeze(self, incident: str = "a", *, snapshot: bool = False, term: int = 1) -> str:
         return self.order(m.Freeze(ME, term, incident, "why", snapshot))
 
-    def quiet(self, version: int = 7, phase: m.Phase = m.Phase.IDLE, *, parked: bool = True) -> str:
-        return self.event(pm.Quiet(Version(version), phase, parked, True))
+    def quiet(self, version: int = 7, phase: m.Phase = m.Phase.IDLE, *, parked: bool = True, **more: Any) -> str:
+        return self.event(pm.Quiet(Version(version), phase, parked, True, **more))
 
     def save(
-        self, version: int = 7, generation: int = 0, *, incident: str = "a", shards: tuple[str, ...] = ("s0",)
+        self,
+        version: int = 7,
+        generation: int = 0,
+        *,
+        incident: str = "a",
+        shards: tuple[str, ...] = ("s0",),
+        how: How = How.AS_IS,
     ) -> str:
-        order = m.SaverOrder(ME, tuple(map(Shard, shards)), How.AS_IS, (ME,), True)
+        order = m.SaverOrder(ME, tuple(map(Shard, shards)), how, (ME,), True)
         return self.order(m.Save(ME, 1, incident, generation, Version(version), "draft", order))
 
     def commit(self, generation: int = 0) -> str:
@@ -346,6 +352,50 @@ def test_anybody_can_collect_pages() -> None:
     rank.freeze()
     rank.quiet(7, m.Phase.TORN)
     assert rank.save(7, shards=()) == "StartSave"
+
+
+# --------------------------------------------------------------------------------------------------------- redo, undo
+
+
+def saves(rank: Rank1) -> How:
+    return next(a.order.order.how for a in rank.did if isinstance(a, pm.StartSave))
+
+
+def test_an_update_is_saved_when_it_is_made() -> None:
+    rank = frozen()
+    assert rank.save(8, how=How.REDO) == "Redo"
+    assert rank.quiet(7, m.Phase.UPDATING) == ""
+    assert rank.quiet(7, parked=False) == "", "it is on its way to the optimizer"
+    assert rank.quiet(8).startswith("StartSave")
+    assert saves(rank) is How.AS_IS
+
+
+@pytest.mark.parametrize("how", ["it hangs", "it is torn"])
+def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
+    rank = frozen()
+    rank.save(8, how=How.REDO)
+    said = rank.after(40) if how == "it hangs" else rank.quiet(8, m.Phase.TORN)
+    assert ">SaveFailed" in said
+
+
+def test_what_was_kept_of_the_version_before_is_written_as_such() -> None:
+    rank = frozen()
+    rank.quiet(7, has_preimage=True)
+    assert rank.save(6, how=How.UNDO) == "StartSave"
+    assert saves(rank) is How.UNDO
+
+
+def test_nothing_is_unmade_without_what_was_kept() -> None:
+    assert frozen().save(6, how=How.UNDO) == ">SaveFailed"
+
+
+def test_no_update_is_made_for_a_checkpoint_on_request() -> None:
+    """Whoever is told to go on afterwards would have made it twice."""
+    for snapshot in (True, False):
+        rank = Rank1()
+        rank.freeze(snapshot=snapshot)
+        rank.quiet(7, has_gradient=True)
+        assert rank.sent(m.Frozen).has_gradient is not snapshot
 
 
 def test_another_incident_cancels_what_belongs_to_the_last() -> None:
