@@ -229,6 +229,7 @@ SUITES: dict[str, list[str]] = {
         "test_processor_machine.py",
         "test_hangs.py",
         "test_model_counts.py",
+        "../processor/test_gate.py",
     ],
     "model": ["test_model_check.py"],
     "simulation": ["test_simulated_faults.py", "test_simulation.py"],

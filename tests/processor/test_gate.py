@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import random
 import threading
 import time
@@ -47,6 +48,29 @@ def test_a_closed_gate_parks_the_training_thread_until_it_opens() -> None:
     assert passed.wait(10)
     thread.join()
     assert gate.state() == GateState(Version(0), Phase.UPDATING, parked=False)
+
+
+def test_whoever_is_admitted_makes_one_update() -> None:
+    """The gate stays closed: the next one waits in front of it again."""
+    stands: queue.SimpleQueue[int] = queue.SimpleQueue()
+    gate = Gate(lambda: stands.put(gate.version) if gate.state().parked else None)
+    gate.close()
+    assert not gate.admit(), "nobody stands there yet"
+
+    def train() -> None:
+        for _ in range(2):
+            gate.begin_update()
+            gate.end_update()
+        stands.put(-1)
+
+    thread = threading.Thread(target=train, daemon=True)
+    thread.start()
+    assert stands.get(timeout=10) == 0
+    assert gate.admit()
+    assert stands.get(timeout=10) == 1
+    gate.open()
+    thread.join()
+    assert gate.version == 2
 
 
 def test_a_running_update_ends_before_the_state_is_quiet() -> None:
