@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import PurePosixPath
 
 from ttp.core import messages as m
 from ttp.core.agreement import agree
@@ -73,7 +72,7 @@ def vanished(committed: tuple[Version, str], views: Iterable[m.RestoreView]) -> 
     One that is there and not whole is no mystery: the ranks say what is wrong with it, and go back to the one before.
     """
     version, path = committed
-    name = PurePosixPath(path).name
+    name = path.rpartition("/")[2]
     seen = (c.version >= version for view in views for c in view.candidates)
     damaged = (name in text for view in views for text in view.skipped)
     return not (any(seen) or any(damaged))
