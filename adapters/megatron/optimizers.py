@@ -8,7 +8,7 @@ replicated over different groups of ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -87,12 +87,17 @@ def unchained(optimizer: Any) -> Iterator[Any]:
         yield optimizer
 
 
+_Pair = tuple[Tensor, Tensor, int, int]
+"""A parameter, what is updated for it, and the stretch."""
+
+
 def _inner(megatron: Any, geometry: Geometry) -> Inner:
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params, FP32Optimizer
 
     _refuse_unknown(megatron)
     part, parts = 0, 1
+    pairs: Iterable[_Pair]
     if isinstance(megatron, DistributedOptimizer):
         main_key, pairs = "param", _distributed(megatron)
         part, parts = megatron.data_parallel_group.rank(), megatron.data_parallel_group.size()
@@ -132,9 +137,6 @@ def _holding(geometry: Geometry, parameter: Tensor, main: Tensor, begin: int, en
             "give protect() the model chunks that the optimizer was made of"
         )
     return Holding(described, main, begin, end, described.parts(begin, end))
-
-
-_Pair = tuple[Tensor, Tensor, int, int]  # parameter, what is updated for it, stretch
 
 
 def _distributed(megatron: Any) -> Iterator[_Pair]:

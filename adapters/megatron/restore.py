@@ -151,7 +151,9 @@ def _fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]
     for key, numbers in by_key.items():
         for item in {(item.offsets, item.sizes): item for item in saved[key]}.values():
             shared = {n: common for n in numbers if (common := _common(wants[n].part, item)) is not None}
-            value = read_value(path, item) if shared else None
+            if not shared:
+                continue
+            value = read_value(path, item)
             for number, (offsets, sizes) in shared.items():
                 part = wants[number].part
                 source = value[_slices(offsets, sizes, item.offsets)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +69,8 @@ class Training:
         # As Megatron-LM: tensor parallel ranks share this stream, or their copies of one parameter would drift apart.
         torch.manual_seed(seed + 10 * self.dp_rank + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.losses: list[float] = []
+        self.before_update: Callable[[], None] = lambda: None
+        """Called between the reduced gradients and the optimizer; tests put something here."""
 
     def train(self, updates: int) -> None:
         """Iterate until so many more updates are made."""
@@ -95,7 +97,7 @@ class Training:
         )
         self.losses += [float(one["loss"]) for one in seen]
         if self.args.iteration in self.shape.overflows:
-            next(self.chunks[0].parameters()).main_grad.fill_(torch.inf)  # type: ignore[union-attr]
+            next(self.chunks[0].parameters()).main_grad.fill_(torch.inf)
         self.before_update()
         done, _, _ = self.optimizer.step()
         if done:
@@ -103,9 +105,6 @@ class Training:
         self.args.iteration += 1
         self.args.consumed_train_samples += self.batch
         return bool(done)
-
-    def before_update(self) -> None:
-        """Between the reduced gradients and the optimizer; tests put something here."""
 
     def _samples(self) -> Iterator[Tensor]:
         for number in range(MICROBATCHES):

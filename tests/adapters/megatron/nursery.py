@@ -18,8 +18,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
+REPOSITORY = Path(__file__).parents[3]
 PATIENCE_S = 120.0
 
 
@@ -28,7 +27,7 @@ class Nursery:
 
     def __init__(self) -> None:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
-        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{HERE}{os.pathsep}{REPOSITORY}"}
+        env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
         self._process = subprocess.Popen(
             [sys.executable, str(Path(__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, text=True
         )
@@ -64,7 +63,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    worlds = importlib.import_module("worlds")
+    worlds = importlib.import_module("tests.adapters.megatron.worlds")
     importlib.import_module("ttp.adapters.megatron.adapter")
     for name in ("core", "core.models.gpt", "core.optimizer", "core.distributed", "core.pipeline_parallel"):
         importlib.import_module(f"megatron.{name}")

@@ -26,10 +26,12 @@ def tensors(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, int, int]:
 
 
 @given(tensors())
-def test_boxes_hold_each_element_of_the_stretch_once_and_no_other(case: tuple[torch.Tensor, torch.Tensor, int, int]):
+def test_boxes_hold_each_element_of_the_stretch_once_and_no_other(
+    case: tuple[torch.Tensor, torch.Tensor, int, int],
+) -> None:
     memory, view, begin, end = case
     seen: list[int] = []
-    found = list(boxes(view.shape, view.stride(), view.storage_offset(), begin, end))
+    found = list(boxes(view.shape, view.stride(), int(view.storage_offset()), begin, end))
     for box in found:
         mine = view[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True))]
         assert torch.equal(box.of(memory[begin:end], begin), mine)

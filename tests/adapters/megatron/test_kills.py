@@ -59,20 +59,18 @@ def test_a_world_that_fails_says_so(nursery: Nursery, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("shape", "dead", "phase", "saved"),
+    ("shape", "phase"),
     [
-        pytest.param(DP4, [1], "reduced", 3, id="dp4"),
-        pytest.param(DP4, [1], "post_step0", 4, id="dp4-updated"),
-        pytest.param(EP2_DP2, [1], "post_step0", 3, id="experts-half-way"),
+        pytest.param(DP4, "reduced", id="dp4"),
+        pytest.param(DP4, "post_step0", id="dp4-updated"),
+        pytest.param(EP2_DP2, "post_step0", id="experts-half-way"),
     ],
 )
-def test_updates_can_be_undone(
-    nursery: Nursery, tmp_path: Path, shape: dict[str, Any], dead: list[int], phase: str, saved: int
-) -> None:
-    """Without a barrier before the update, ranks ahead go back."""
+def test_updates_can_be_undone(nursery: Nursery, tmp_path: Path, shape: dict[str, Any], phase: str) -> None:
+    """Without a barrier before the update; whether the others have made it when they are frozen is a race."""
     job = Job(nursery, tmp_path, shape)
-    job.kill(dead, phase, undo="preimage")
-    assert job.versions()[-1] in {f"tft_saved_checkpoints-step_{saved}", "tft_saved_checkpoints-step_3"}
+    job.kill([1], phase, undo="preimage")
+    assert job.versions() in (["tft_saved_checkpoints-step_3"], ["tft_saved_checkpoints-step_4"])
     assert job.live(1, undo="preimage") == [0] * 4, job.story()
     job.unhurt()
     job.assert_resumed_as_unhurt()

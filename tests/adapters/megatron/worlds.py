@@ -14,12 +14,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import shims
 import torch
 import torch.distributed as dist
-from gpt import Shape, Training
 
 import ttp
+from tests.adapters.megatron import shims
+from tests.adapters.megatron.gpt import Shape, Training
 
 
 def _directory() -> Path:
@@ -31,7 +31,8 @@ def _rank() -> int:
 
 
 def _join(name: str, shape: Shape) -> None:
-    store = dist.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
+    collectives: Any = dist
+    store = collectives.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
     dist.init_process_group("gloo", store=store, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
     shims.apply(torch_adam=shape.torch_adam)
 
@@ -124,7 +125,7 @@ def _hurt(training: Training, fault: dict[str, Any]) -> dict[str, Any]:
         if inner.optimizer is not None:
             inner.optimizer.register_step_pre_hook(lambda *_args, n=number: at(f"pre_step{n}"))
             inner.optimizer.register_step_post_hook(lambda *_args, n=number: at(f"post_step{n}"))
-    training.before_update = lambda: at("reduced")  # type: ignore[method-assign]
+    training.before_update = lambda: at("reduced")
     return state
 
 
@@ -144,15 +145,13 @@ def summary(training: Training) -> dict[str, str]:
     main = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     groups = [{k: v for k, v in g.items() if k != "params"} for o in inner for g in o.param_groups]
-    scalers = [
-        s.state_dict() for each in training.optimizer.chained_optimizers if (s := getattr(each, "grad_scaler", 0))
-    ]
+    scalers = [getattr(each, "grad_scaler", None) for each in training.optimizer.chained_optimizers]
     return {
         "weights": digest(*(p for chunk in training.chunks for p in chunk.parameters())),
         "main": digest(*main),
         "moments": digest(*(v for s in states for _, v in sorted(s.items()) if isinstance(v, torch.Tensor))),
         "groups": repr([sorted(group.items()) for group in groups]),
-        "scalers": repr(scalers),
+        "scalers": repr([scaler.state_dict() for scaler in scalers if scaler is not None]),
         "rng": digest(torch.get_rng_state(), *(s for _, s in sorted(get_cuda_rng_tracker().get_states().items()))),
         "args": repr(training.args),
         "last_losses": repr(training.losses[-2:]),
@@ -234,7 +233,7 @@ def _boxes(training: Training) -> list[tuple[str, tuple[int, ...], tuple[int, ..
 
 def example(arguments: list[str]) -> None:
     """``examples/megatron_gpt`` as a launcher would start it."""
-    script = Path(__file__).parents[3] / "examples" / "megatron_gpt" / "train_gpt.py"
+    script = Path(__file__).parents[3] / "examples" / "megatron_gpt" / "pretrain.py"
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.parent))
     runpy.run_path(str(script), run_name="__main__")

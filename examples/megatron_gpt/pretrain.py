@@ -1,6 +1,6 @@
 """Train a small GPT of megatron-core on a text, in any layout; a rank that is killed costs no step.
 
-    ttp run --nproc-per-node 4 --max-restarts 3 examples/megatron_gpt/train_gpt.py --tp 2
+    ttp run --nproc-per-node 4 --max-restarts 3 examples/megatron_gpt/pretrain.py --tp 2
 
 Four lines, marked with <- ttp, are all that is special about this script. See README.md beside it.
 """
