@@ -1,11 +1,20 @@
-"""Bytes per second of a save, against a plain sequential write with fsync of as many bytes in the same run."""
+"""Bytes per second of a save, against a plain sequential write with fsync of as many bytes in the same run.
+
+In parts: as many processes, each with a replica of the state, write a part each, as savers on several hosts do. On the
+one disk of this machine that may not be slower; where every host has a disk of its own (here: a limit for each process)
+it should be as many times faster.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,31 +22,134 @@ from torch import nn
 from benchmarks.result import Result
 from benchmarks.world import scratch
 from ttp.adapters.torch.checkpoint import write_shard
+from ttp.adapters.torch.dealing import Share
+from ttp.core import stripes
 from ttp.core.layout import REPLICATED, Rank
 
 BLOCK = 8 << 20
+OWN_DISK_MB_S = 25
+"""What each process may write where it is to have a disk of its own: little enough that this machine is no limit."""
+
+Progress = Callable[[int], None]
 
 
 def run(quick: bool) -> list[Result]:
     """Both writers take turns, so that a change of the disk's mood meets both."""
-    size_mb, repeat = (50, 3) if quick else (500, 7)
-    rows = size_mb * 1_000_000 // 4 // 4096 // 8
-    state = {"model": nn.ModuleList(nn.Linear(4096, rows, bias=False) for _ in range(8)).state_dict()}
-    ours, plain = [], []
+    results = []
+    for size_mb in (50,) if quick else (50, 500, 2000):
+        results += one_disk(size_mb, (1, 2, 4), 3 if quick or size_mb > 500 else 7)
+    return results + own_disks(10 if quick else 100, (1, 2, 4))
+
+
+def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:
+    """All parts go to one disk."""
+    state = model(size_mb)
+    ours: dict[int, list[float]] = {count: [] for count in counts}
+    plain = []
     with scratch() as directory:
-        for turn in range(repeat):
-            begin = time.perf_counter()
-            piece = write_shard(directory, f"shard{turn}", state, shard=REPLICATED, writer=Rank(0))
-            ours.append(time.perf_counter() - begin)
-            plain.append(plain_write_s(directory / f"plain{turn}", piece.size))
-            for name in (f"shard{turn}", f"plain{turn}"):
-                (directory / name).unlink()
-    mine, base = statistics.median(ours), statistics.median(plain)
+        for _ in range(repeat):
+            for count in counts:
+                ours[count].append(side_by_side_s(directory, state, count))
+            plain.append(plain_write_s(directory / "plain", size_mb * 1_000_000))
+            (directory / "plain").unlink()
+    base = statistics.median(plain)
     how = f"{size_mb} MB, medians of {repeat}, taking turns; digest included"
+    rows = []
+    for count, samples in ours.items():
+        mine = statistics.median(samples)
+        what = "persist" if count == 1 else f"persist in {count} parts, one disk,"
+        rows.append(Result(f"{what} / plain write + fsync", mine / base, "x", 1.2, how))
+        if count == 1:
+            rows.append(Result("persist", size_mb / mine, "MB/s", None, f"plain: {size_mb / base:.0f} MB/s"))
+    return rows
+
+
+def own_disks(size_mb: int, counts: Sequence[int]) -> list[Result]:
+    """Every saver has a disk of its own, of ``OWN_DISK_MB_S``."""
+    state, seconds = model(size_mb), {}
+    with scratch() as directory:
+        for count in counts:
+            seconds[count] = side_by_side_s(directory, state, count, limited)
+    how = f"{size_mb} MB, each saver limited to {OWN_DISK_MB_S} MB/s"
     return [
-        Result("persist / plain write + fsync", mine / base, "x", 1.2, how),
-        Result("persist", size_mb / mine, "MB/s", None, f"plain: {size_mb / base:.0f} MB/s"),
+        Result(f"persist in {n} parts, own disks / whole", seconds[n] / seconds[1], "x", 1.2 / n, how)
+        for n in counts
+        if n > 1
     ]
+
+
+def model(size_mb: int) -> dict[str, Any]:
+    """A state of that size; all of it can be dealt out."""
+    rows = size_mb * 1_000_000 // 4 // 4096 // 8
+    return {"model": nn.ModuleList(nn.Linear(4096, rows, bias=False) for _ in range(8)).state_dict()}
+
+
+def limited() -> Progress:
+    """Slow enough for the limit. The file says how many bytes it has written, and again how many are on the disk."""
+    begin, seen = time.perf_counter(), 0
+
+    def progress(count: int) -> None:
+        nonlocal seen
+        seen += count
+        ahead = seen / 2 / (OWN_DISK_MB_S * 1e6) - (time.perf_counter() - begin)
+        if ahead > 0:
+            time.sleep(ahead)
+
+    return progress
+
+
+def side_by_side_s(
+    directory: Path, state: dict[str, Any], count: int, limit: Callable[[], Progress | None] = lambda: None
+) -> float:
+    """Seconds until ``count`` processes have written all parts of ``state``; they fork, so the state is not copied."""
+    ready, start = os.pipe(), os.pipe()
+    children = [_forked(directory, state, Share(n, count, lambda _: True), limit, ready, start) for n in _upto(count)]
+    try:
+        os.close(ready[1])
+        for _ in children:
+            assert os.read(ready[0], 1), "a saver did not start"
+        begin = time.perf_counter()
+        os.write(start[1], b"x" * count)
+        statuses = [os.waitpid(child, 0)[1] for child in children]
+        taken = time.perf_counter() - begin
+        children = []
+        assert not any(statuses), f"a saver failed: {statuses}"
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        for end in (ready[0], *start):
+            os.close(end)
+    for n in _upto(count):
+        (directory / f"part{n}").unlink()
+    return taken
+
+
+def _upto(count: int) -> range:
+    return range(1, count + 1)
+
+
+def _forked(
+    directory: Path,
+    state: dict[str, Any],
+    share: Share,
+    limit: Callable[[], Progress | None],
+    ready: tuple[int, int],
+    start: tuple[int, int],
+) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    with suppress(BaseException):
+        os.write(ready[1], b"x")
+        os.read(start[0], 1)
+        shard = stripes.split(REPLICATED, share.count)[share.index - 1]
+        deal = {"deal": share.of} if share.count > 1 else {}
+        file = f"part{share.index}"
+        write_shard(directory, file, state, shard=shard, writer=Rank(0), progress=limit(), **deal)
+        code = 0
+    os._exit(code)
 
 
 def plain_write_s(path: Path, size: int) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
 from ttp.errors import ConfigError
 
 PREFIX = "TTP_"
@@ -69,6 +70,20 @@ def _name(text: str) -> str:
     if len(text) > NAME_MAX or not text.isprintable():
         raise ValueError(f"up to {NAME_MAX} characters that can be printed are wanted")
     return text
+
+
+def _stripes(text: str) -> int:
+    """See ``ttp.core.stripes``; the whole is one part."""
+    word = text.strip().lower()
+    if word in ("auto", "off"):
+        return AUTO if word == "auto" else WHOLE
+    try:
+        value = int(word)
+    except ValueError:
+        value = -1
+    if not 0 <= value <= PARTS_ASKED_MAX:
+        raise ValueError(f"auto, off or a number of parts up to {PARTS_ASKED_MAX} is wanted")
+    return WHOLE if value == 1 else value
 
 
 def _token(text: str) -> str:
@@ -151,6 +166,12 @@ class Config:
 
     mirror: bool = _setting("TTP_MIRROR", _switch, False)
     """Keep a copy of every rank-local page on another host: random streams then survive the loss of a host."""
+
+    buddy_every: int = _setting("TTP_BUDDY_EVERY", _count, 10)
+    """Updates from one copy to the next, with ``buddy=True``. A lost rank costs up to twice as many, less one."""
+
+    stripes: int = _setting("TTP_STRIPES", _stripes, AUTO)
+    """Into how many parts a shard is cut, for as many replicas to write side by side; 0: none, -1: as many as help."""
 
     run_dir: str | None = _setting("TTP_RUN_DIR", _name, None)
     """Where the processes of one host keep leases, logs and (without shared memory) pages."""

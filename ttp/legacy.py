@@ -39,6 +39,7 @@ class CallbackSource:
 
     framework = "callbacks"
     counts_bytes = False
+    writes_parts = False
     on_device = False
     has_preimage = False
 

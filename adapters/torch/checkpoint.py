@@ -11,7 +11,7 @@ Memory: the state is streamed. Beside it there is one copy of the largest tensor
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from math import prod
@@ -57,6 +57,17 @@ Stored = Tensor | Chunk | tuple[Chunk, ...]
 """One tensor of the state: all of it, or the parts that are here. Parts without elements are not written."""
 
 
+Leaf = tuple[tuple[str | int, ...], tuple[int, ...], Any]
+"""See ``leaves``."""
+
+Deal = Callable[[Iterable[Leaf]], tuple[Iterable[Leaf], str]]
+"""Entries of a shard -> those of one part of it, and a digest of how they were dealt out."""
+
+
+def _everything(entries: Iterable[Leaf]) -> tuple[Iterable[Leaf], str]:
+    return entries, ""
+
+
 def write_shard(
     draft: Path,
     file: str,
@@ -67,6 +78,7 @@ def write_shard(
     to_host: ToHost = Tensor.cpu,
     cancelled: Callable[[], bool] = lambda: False,
     progress: Progress | None = None,
+    deal: Deal = _everything,
 ) -> Piece:
     """Write ``state`` to ``draft/file`` and return when it is on the disk.
 
@@ -81,17 +93,19 @@ def write_shard(
             result is used before the next call.
         cancelled: asked between tensors, and every 8 MiB within one.
         progress: see ``HashingFile``.
+        deal: picks what of it is written, where the piece is a part of a shard, and says how it was dealt out.
 
     Raises:
         Cancelled: ``cancelled`` returned true.
         CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
         OSError: the disk refused.
     """
+    entries, cut = deal(leaves(state))
     target = HashingFile(draft / file, progress)
     try:
         with _without_crc32():
             shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)
-            shard_writer.write(state)
+            shard_writer.write(entries)
         size, digest = target.sync_and_close()
     except BaseException:
         with suppress(OSError):
@@ -101,7 +115,8 @@ def write_shard(
         raise
     for key in shard_writer.left_out:
         _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
-    return Piece(file, size, digest, SHARD_KIND, shard, writer, encode_table(shard_writer.items, shard_writer.left_out))
+    table = encode_table(shard_writer.items, shard_writer.left_out)
+    return Piece(file, size, digest, SHARD_KIND, shard, writer, table, cut)
 
 
 class _ShardWriter:
@@ -119,12 +134,12 @@ class _ShardWriter:
         self.items: list[Item] = []
         self.left_out: list[str] = []
 
-    def write(self, state: Mapping[str, Any]) -> None:
-        """Append all of ``state``."""
-        for path, int_keys, value in leaves(state):
+    def write(self, entries: Iterable[Leaf]) -> None:
+        """Append all of them."""
+        for path, int_keys, value in entries:
             self._stream.check()
             name = Item(path, self._file, self._stream.position, 0, int_keys=int_keys)
-            if (chunks := _chunks(value)) is not None:
+            if (chunks := chunks_of(value)) is not None:
                 self.items += [self._write_tensor(name, chunk) for chunk in chunks]
             elif (blob := self._dump(value)) is not None:
                 self._stream.write(memoryview(blob))
@@ -166,7 +181,7 @@ class _ShardWriter:
         return self._numbers[number]
 
 
-def _chunks(value: Any) -> Sequence[Chunk] | None:
+def chunks_of(value: Any) -> Sequence[Chunk] | None:
     """The parts of a tensor that are to be written; None: it is none."""
     if isinstance(value, Tensor):
         return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,6 +33,7 @@ from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.sharding import Sharding, local_tensors
 from ttp.adapters.torch.state import optimizer_state
+from ttp.adapters.torch.table import Path
 from ttp.core.layout import Shard
 
 WHOLE_BYTES = 64 << 20
@@ -104,6 +105,19 @@ def leaves_of(sharding: Sharding, shard: Shard, everything: Iterable[Leaf], name
         if leaf.owner in wanted or leaf.owner not in parameters
         for tensor in local_tensors(sharding.stored(leaf.owner, leaf.tensor))
     ]
+
+
+def agreed_on(names: ModelNames, model: nn.Module) -> Callable[[Path], bool]:
+    """Whether what is at a path of the state is compared between replicas, so that a mixture of theirs is as good."""
+    ignored = set(_ignored(model))
+    known = {name for name, parameter in names.parameters.items() if id(parameter) not in ignored}
+
+    def agreed(path: Path) -> bool:
+        if path[0] == "model":
+            return len(path) == 2 and path[1] in known
+        return len(path) > 2 and path[:2] == ("optim", "state") and path[2] in known
+
+    return agreed
 
 
 def _ignored(model: nn.Module) -> Iterator[int]:

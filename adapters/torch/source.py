@@ -15,19 +15,23 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
+from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.ddp import BucketWatch
+from ttp.adapters.torch.dealing import Share
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
-from ttp.adapters.torch.inspection import Inspector, Leaf, leaves_of, replicated
+from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.local_piece import Pages, collect, not_kept, write_local_piece
 from ttp.adapters.torch.metadata import finalise
-from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
 from ttp.adapters.torch.state import checkpoint_state, counted_back
+from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
+from ttp.core import stripes
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
@@ -63,6 +67,7 @@ class TorchSource:
 
     framework = "torch"
     counts_bytes = True
+    writes_parts = True
 
     def __init__(
         self,
@@ -151,16 +156,22 @@ class TorchSource:
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
-        if self._processor is None or self._inspector is None or self.sharding is None:
+        if self._processor is None or self.sharding is None:
             return (), ()
         shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
         try:
-            found = [self._inspector.look(leaves, version) for leaves in self._leaves(shards)]
+            listed = self._leaves(shards)
+            sizes = [sum(leaf.tensor.nbytes for leaf in leaves) for leaves in listed]
+            found = [self._look(leaves, version) for leaves in listed]
         except Exception as problem:
             log.warning("version %s was not compared with other replicas: %s", version, problem)
             return tuple(ShardDigest(shard, "") for shard in shards), ()
         bad = dict.fromkeys(name for seen in found for name in seen.bad)
-        return tuple(ShardDigest(s, seen.digest) for s, seen in zip(shards, found, strict=True)), tuple(bad)
+        looks = tuple(map(ShardDigest, shards, (seen.digest for seen in found), sizes))
+        return looks, tuple(bad)
+
+    def _look(self, leaves: list[Leaf], version: Version) -> Findings:
+        return Findings("", ()) if self._inspector is None else self._inspector.look(leaves, version)
 
     def write_pieces(
         self,
@@ -177,7 +188,7 @@ class TorchSource:
             self._wait_settled(cancelled)
         pages = self._pages(order, version)
         job = self._job_state(version)
-        state = self._state(pages, job, image) if order.shards else {}
+        state = self._state(pages, job, image, order.shards) if order.shards else {}
         pieces = [self._write_shard(draft, shard, state, order, generation, cancelled) for shard in order.shards]
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
@@ -271,17 +282,27 @@ class TorchSource:
         cancelled: Callable[[], bool],
     ) -> Piece:
         assert self._processor is not None and self.sharding is not None
-        index = list(self._processor.layout.groups).index(shard)
+        part = stripes.parse(shard)
+        name = f"__{list(self._processor.layout.groups).index(part.shard)}_{generation}"
+        cut: dict[str, Any] = {}
+        if part.count > 1:
+            name += f"_{part.index}of{part.count}"
+            cut["deal"] = Share(part.index, part.count, self._agreed()).of
         return write_shard(
             draft,
-            f"__{index}_{generation}.distcp",
-            self._state_of(shard, state),
+            f"{name}.distcp",
+            self._state_of(part.shard, state),
             shard=shard,
             writer=order.rank,
             to_host=self._to_host,
             cancelled=cancelled,
             progress=self._wrote,
+            **cut,
         )
+
+    def _agreed(self) -> Callable[[ItemPath], bool]:
+        """Of which entries of a shard replicas are known to have the same."""
+        return agreed_on(self._names, self._model)
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """What of ``state`` belongs to ``shard``."""
@@ -303,16 +324,21 @@ class TorchSource:
         assert self._processor is not None
         self._processor.written += count
 
-    def _state(self, pages: Pages, job: JobState, image: Image | None) -> dict[str, Any]:
+    def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
         """References to the live tensors, or to those of ``image``; buffers as they were when the version was finished.
 
-        The buffers of the lowest rank are taken: DistributedDataParallel broadcasts those of rank 0.
+        The buffers of the lowest rank that has the same ones are taken: DistributedDataParallel broadcasts those of
+        rank 0.
         """
+        assert self._processor is not None
+        groups = self._processor.layout.groups
+        widest = max((groups[stripes.base_of(shard)] for shard in shards), key=len)
+        alike = set(widest) & pages.data.keys()
         captured: dict[str, Tensor] = {}
-        if pages.data:
-            captured = dict(LocalCapture.decode(pages.data[min(pages.data)]).buffers)
+        if alike:
+            captured = dict(LocalCapture.decode(pages.data[min(alike)]).buffers)
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
-        assert self.tail is not None and self._processor is not None
+        assert self.tail is not None
         ahead = 0 if image is not None else self._processor.gate.version - job.version
         if ahead and not self.on_device:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
@@ -331,6 +357,9 @@ class TorchSource:
 
 
 def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
+    if any(map(is_distributed, module.parameters())):  # a hook of its state_dict() would change the live module
+        found = module_tensors(module)
+        return found if image is None else {key: image.of(value) for key, value in found.items()}
     if image is None:
         return module.state_dict()
     return {key: image.of(value) for key, value in module.state_dict(keep_vars=True).items()}

@@ -14,6 +14,7 @@ asks it to take over; the other one goes on with whom it has.
 
 from __future__ import annotations
 
+import itertools
 import sys
 import time
 from collections import deque
@@ -31,6 +32,7 @@ from ttp.core.decide import Answer, How
 from ttp.core.incident import Incident
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.route import HOME
+from ttp.core.stripes import split
 from ttp.testing.scenario import grid
 
 PATIENCE = Patience(
@@ -129,6 +131,8 @@ class Model:
         preimages: ranks that have made the update can go back.
         late: whoever has to connect again may take longer than the grace.
         eager: orders arrive at once; reports still interleave.
+        stripes: into how many parts shards are cut.
+        uneven: this rank cuts them in another way than the others.
     """
 
     def __init__(
@@ -145,7 +149,10 @@ class Model:
         preimages: bool = False,
         late: bool = False,
         eager: bool = False,
+        stripes: int = 0,
+        uneven: int | None = None,
     ) -> None:
+        self.stripes, self.uneven = stripes, uneven
         self.layout, self.kills, self.hanging, self.eager = layout, kills, hanging, eager
         self.breaks, self.takeovers, self.repeats, self.late = breaks, takeovers, repeats, late
         self.rival, self.gradients, self.preimages = rival, gradients, preimages
@@ -154,6 +161,8 @@ class Model:
         self.hows: set[str] = set()
         """What savers were told to do first."""
         self.machines = Machines()
+        cuts = [[split(s, n) for n in range(1, max(stripes, 1) + 1)] for s in layout.groups]
+        self._cuts = [[name for names in chosen for name in names] for chosen in itertools.product(*cuts)]
 
     def explore(self, states_max: int) -> int:
         """Look at every state; the number of them.
@@ -233,7 +242,7 @@ class Model:
         return m.Hello(
             Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "0", "job", 0, 0, f"n{rank}", self.world,
             self.layout.digest, tuple(m.ShardGroup(s, g) for s, g in self.layout.groups.items()), "h", rank, rank,
-            "/save", "toy", Version(0), m.Phase.IDLE, Version(0), 0, "", False, False,
+            "/save", "toy", Version(0), m.Phase.IDLE, Version(0), 0, "", False, False, stripes=self.stripes,
         )  # fmt: skip
 
     # ------------------------------------------------------------------------------------------------------------ moves
@@ -362,7 +371,8 @@ class Model:
             files = frozenset((f"{order.draft}/{s}_{order.generation}", s, version) for s in order.order.shards)
             if {f for f, _, _ in files} & {f for f, _, _ in state.durable}:
                 raise Broken(f"I4: a file is written twice {_story(path)}")
-            pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r)) for f, s, v in sorted(files))
+            cut = "uneven" if r == self.uneven else ""
+            pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r), cut=cut) for f, s, v in sorted(files))
             state = replace(state, durable=state.durable | files)
             done = pm.PiecesWritten(order.incident, order.generation, pieces)
             yield f"{r} has saved", self._processor(state, r, done)
@@ -511,8 +521,10 @@ class Model:
     def _check_commit(self, state: State, order: m.Commit, path: Any) -> None:
         content = {(f, s): v for f, s, v in state.durable}
         shards = [p.shard for p in order.pieces if p.kind == "shard"]
-        if sorted(shards) != sorted(self.layout.groups):
+        if not any(sorted(shards) == sorted(names) for names in self._cuts):
             raise Broken(f"I1: {shards} are committed {_story(path)}")
+        if len({p.cut for p in order.pieces if "#" in p.shard}) > 1:
+            raise Broken(f"I1: parts that do not fit together are committed {_story(path)}")
         for piece in order.pieces:
             if content.get((piece.file, Shard(piece.shard))) != order.version:
                 raise Broken(f"I1: {piece} is not of version {order.version} {_story(path)}")

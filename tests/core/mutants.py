@@ -18,10 +18,12 @@ DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.sav
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
 RESTORING = "ttp.core.restoring"
+BUDDIES = "ttp.core.buddies"
+STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.spread"
 JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
-    "the oldest common version": (DECIDE, "_plan(max(common),", "_plan(min(common),"),
+    "the oldest common version": (DECIDE, "_plan(max(common), everybody", "_plan(min(common), everybody"),
     "a torn copy is good enough": (DECIDE, "{v: How.UNDO} if answer.has_preimage else {}", "{v: How.AS_IS}"),
     "one shard is enough": (DECIDE, "common & versions", "common | versions"),
     "old incarnations count": (DECIDE, " if a.incarnation == newest}", "}"),
@@ -174,6 +176,40 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "who was seen to die may come back": (CONTROLLER, "        self.job.fence(rank, text)\n", ""),
     "every host is a neighbour": (CONTROLLER, "witness.hello.host != subject.hello.host", "False"),
     "a witness is not believed": (WITNESSES, "if not answer.reachable:", "if True:"),
+    # kept copies
+    "a copy is whole when one rank has it": (BUDDIES, "len(stored) == len(self._job.members)", "stored"),
+    "an open copy is begun again": (
+        BUDDIES,
+        "if self.pending is not None:\n            return False",
+        "if False:\n            return False",
+    ),
+    "the older copy goes in any case": (
+        BUDDIES,
+        "gone = self.whole if whole else version",
+        "gone = self.whole",
+    ),
+    "who has gone on knows nothing": (BUDDIES, "if v < report.version and v not in self._fates]:", "if False]:"),
+    "a skipped turn is not said": (PROCESSOR, "if self._skipped > order.version:", "if False:"),
+    "copies are nobody's last resort": (
+        DECIDE,
+        "_common_versions(everybody, ways, written, kept)",
+        "_common_versions(everybody, ways, written)",
+    ),
+    "copies replace what is there": (
+        DECIDE,
+        "for shard, able in candidates.items() if not able}",
+        "for shard, able in candidates.items() if kept}",
+    ),
+    "steps are given up at once": (
+        RESCUE,
+        "if isinstance(verdict, Plan) and not verdict.lost:",
+        "if isinstance(verdict, Plan):",
+    ),
+    "pages of lost hosts are not brought": (
+        SAVING,
+        "incident.able(buddy) else copies.get(rank)",
+        "incident.able(buddy) else None",
+    ),
     "pages of another incarnation are kept": (MIRRORS, "page.incarnation != self._job.incarnation", "False"),
     "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
     "the living are inherited from": (MIRRORS, "page.rank in job.live or", "False or"),
@@ -190,6 +226,31 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         'incident.reign = f"-{fresh_id}" if recovered_id else ""',
         'incident.reign = ""',
     ),
+    # parts
+    "a part is enough": (
+        STRIPES,
+        "elif parse(name).index == 1 and not missing(parse(name), written):",
+        "elif parse(name).index == 1:",
+    ),
+    "what is cut is cut anew": (SPREAD, "lacking=lacking if written == version else ()", "lacking=()"),
+    "parts of another version count": (SPREAD, "if written == version else", "if written else"),
+    "whoever differs writes a part too": (
+        SPREAD,
+        "other.rank != lead.rank and _alike(shard, lead, other)",
+        "other.rank != lead.rank",
+    ),
+    "a dispute is cut": (DECIDE, "frozenset({*uncut, *verdict.odd, *verdict.disputed})", "frozenset(uncut)"),
+    "small shards are cut": (SPREAD, ", size // stripes.PART_BYTES_MIN)", ")"),
+    "several of one host before other hosts": (
+        SPREAD,
+        "(a is not first, a.busy, place, work",
+        "(a is not first, a.busy, 0, work",
+    ),
+    "whoever writes is asked again": (RESCUE, "busy=frozen.rank in incident.pending,", "busy=False,"),
+    "parts are mixed": (SAVING, "incident.cuts.setdefault(part.shard, cut) != cut}", "False}"),
+    "parts that do not fit are kept": (SAVING, "        incident.forget_parts(dict.fromkeys(odd, 1))\n", ""),
+    "a shard that does not fit is cut again": (SAVING, "        incident.uncut |= odd\n", ""),
+    "forgotten parts come back": (SAVING, "        task.keep_ordered()\n", ""),
     # storage
     "there is no second directory": (
         RESCUE,
@@ -223,6 +284,8 @@ SUITES: dict[str, list[str]] = {
     "tables": [
         "test_decide.py",
         "test_jury.py",
+        "test_stripes.py",
+        "test_buddies.py",
         "test_route.py",
         "test_controller_machine.py",
         "test_controller_wide.py",

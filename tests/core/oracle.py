@@ -23,11 +23,15 @@ def can_make(answer: Answer) -> set[int]:
 
 
 def best(layout: Layout, answers: Iterable[Answer]) -> int | None:
-    """The largest n such that for every shard some readable rank of its group, of one incarnation, can make n."""
+    """The largest n such that for every shard some readable rank of its group, of one incarnation, can make n.
+
+    Or some readable rank, whether of the group or not, has a kept copy of that shard at n.
+    """
     answers = list(answers)
     newest = max((a.incarnation for a in answers), default=0)
     readable = {a.rank: can_make(a) for a in answers if a.incarnation == newest}
-    for n in sorted({n for made in readable.values() for n in made}, reverse=True):
-        if all(any(r in readable and n in readable[r] for r in ranks) for ranks in layout.groups.values()):
-            return n
-    return None
+    made = {s: {n for r in ranks for n in readable.get(r, ())} for s, ranks in layout.groups.items()}
+    kept: dict[str, set[int]] = {s: set() for s in layout.groups}
+    for shard, version in (copy for a in answers if a.rank in readable for copy in a.kept):
+        kept[shard].add(version)
+    return max(set.intersection(*(made[s] | kept[s] for s in made)), default=None)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ from ttp.core import messages as m
 from ttp.core import rescue
 from ttp.core.controller_events import ConnectionId, Received, StreamEnded
 from ttp.core.decide import Answer, NoPlan, Plan, decide
-from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
 
 LOST = "[opened] Freeze:1,2 [evidence]"
@@ -738,9 +738,9 @@ def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.Monke
     """Counts decisions, not seconds: one for a thousand ranks may not happen after every answer."""
     decided: list[int] = []
 
-    def counted(layout: Layout, said: Iterable[Answer], written: Mapping[Shard, Version]) -> Plan | NoPlan:
+    def counted(layout: Layout, said: Iterable[Answer], *more: Any) -> Plan | NoPlan:
         decided.append(1)
-        return decide(layout, said, written)
+        return decide(layout, said, *more)
 
     monkeypatch.setattr(rescue, "decide", counted)
     talk = Talk(grid(10, 100))

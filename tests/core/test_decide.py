@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -85,7 +86,7 @@ TABLE: list[tuple[str, Layout, list[Answer], int | None, str]] = [
 
 
 def shown(plan: Plan) -> str:
-    sign = {How.AS_IS: "", How.REDO: "+", How.UNDO: "-"}
+    sign = {How.AS_IS: "", How.REDO: "+", How.UNDO: "-", How.KEPT: "="}
     return " ".join(f"{a.shard}:{sign[a.how]}{a.rank}" for a in plan.assignments)
 
 
@@ -166,11 +167,65 @@ def test_a_reason_does_not_grow_with_the_job() -> None:
     assert len(verdict.reason) < 1000
 
 
+# ---------------------------------------------------------------------------------------------------------- kept copies
+
+
+def k(answer: Answer, *kept: tuple[str, int]) -> Answer:
+    """Can read kept copies of these shards, of these versions."""
+    return replace(answer, kept=tuple((Shard(s), Version(v)) for s, v in kept))
+
+
+# fmt: off
+KEPT: list[tuple[str, Layout, list[Answer], int | None, str]] = [
+    ("the live state comes first",  zero, [k(o(0, 17), ("a", 10), ("b", 10)), o(1, 17)], 17, "a:0 b:1"),
+    ("a rank is lost",              zero, [k(o(1, 17), ("a", 10), ("b", 10))], 10, "a:=1 b:=1"),
+    ("lost right after a copy",     zero, [k(o(1, 10), ("a", 10), ("b", 10))], 10, "a:=1 b:1"),
+    ("the newest common copies",    zero, [k(o(1, 27), ("a", 10), ("a", 20), ("b", 10), ("b", 20))], 20, "a:=1 b:=1"),
+    ("one copy was under way",      zero, [k(o(1, 27), ("a", 10), ("b", 10), ("b", 20))], 10, "a:=1 b:=1"),
+    ("copies of no common version", zero, [k(o(1, 27), ("a", 10), ("b", 20))], None, "kept copies"),
+    ("half of it has no copy",      zero, [k(o(1, 17), ("b", 10))], None, "'a' has no"),
+    ("a torn rank can read",        zero, [k(x(1, 17), ("a", 10), ("b", 10))], 10, "a:=1 b:=1"),
+    ("a copy that is ahead",        hsdp, [k(o(0, 7), ("b", 8)), o(1, 7), o(2, 8)], 8, "a:2 b:=0"),
+    ("undo is better than copies",  hsdp, [k(o(0, 8, "p"), ("a", 5), ("b", 5)), o(1, 7)], 7, "a:-0 b:1"),
+    ("work is spread",              zero, [k(o(r, 17), ("a", 10), ("b", 10)) for r in (2, 3)], 10, "a:=2 b:=3"),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("job", "said", "version", "text"), [row[1:] for row in KEPT], ids=[row[0] for row in KEPT])
+def test_kept_copies(job: Layout, said: list[Answer], version: int | None, text: str) -> None:
+    test_table(job, said, version, text)
+
+
+def test_the_reason_says_how_many_steps_are_lost() -> None:
+    plan = decide(zero, [k(o(1, 17), ("a", 10), ("b", 10))])
+    assert isinstance(plan, Plan)
+    assert plan.lost == 7
+    assert plan.reason == (
+        "version 10 is the newest that is whole in every shard (ranks 1 at 17); from kept copies of a, b: "
+        "7 finished steps are lost"
+    )
+    level = decide(zero, [k(o(1, 10), ("a", 10))])
+    assert isinstance(level, Plan)
+    assert level.reason.endswith("from kept copies of a: no step is lost")
+
+
+def test_who_cannot_write_cannot_bring_a_copy() -> None:
+    there = k(o(1, 17), ("a", 10), ("b", 10))
+    assert isinstance(decide(zero, [replace(there, can_save=False)]), NoPlan)
+
+
+def test_what_was_brought_is_not_brought_again() -> None:
+    verdict = decide(zero, [k(o(1, 17), ("b", 10))], {Shard("a"): Version(10)})
+    assert isinstance(verdict, Plan)
+    assert (verdict.version, shown(verdict)) == (10, "b:=1")
+
+
 # ----------------------------------------------------------------------------------------------------------- properties
 
 
 @st.composite
-def jobs(draw: st.DrawFn) -> tuple[Layout, list[Answer]]:
+def jobs(draw: st.DrawFn, *, copies: bool = False) -> tuple[Layout, list[Answer]]:
     world = draw(st.integers(1, 6))
     ranks = st.lists(st.integers(0, world - 1), min_size=1, max_size=world, unique=True)
     groups = {f"s{i}": draw(ranks) for i in range(draw(st.integers(1, 4)))}
@@ -184,11 +239,14 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, list[Answer]]:
         o(r, draw(st.integers(0, 3)), draw(mark), draw(st.sampled_from("ab")), draw(st.sampled_from([2, 2, 2, 1])))
         for r in readable
     ]
+    if copies:
+        shards = st.tuples(st.sampled_from(sorted(job.groups)), st.integers(0, 3).map(Version))
+        said = [replace(a, kept=tuple(draw(st.lists(shards, max_size=5)))) for a in said]
     torn = draw(st.sets(st.sampled_from(readable))) if readable else set()
-    return job, [x(a.rank, a.version, "p" if a.has_preimage else "") if a.rank in torn else a for a in said]
+    return job, [replace(a, torn=True, stuck=False, settled=True) if a.rank in torn else a for a in said]
 
 
-@given(jobs())
+@given(jobs(copies=True))
 @settings(max_examples=400, deadline=None)
 def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]]) -> None:
     replicas, said = job
@@ -198,7 +256,7 @@ def test_decides_what_statement_1_allows(job: tuple[Layout, list[Answer]]) -> No
         assert any(shard in verdict.reason for shard in replicas.groups)
 
 
-@given(jobs())
+@given(jobs(copies=True))
 @settings(max_examples=300, deadline=None)
 def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) -> None:
     replicas, said = job
@@ -210,6 +268,11 @@ def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) 
     assert [a.shard for a in verdict.assignments] == sorted(replicas.groups)
     for assignment in verdict.assignments:
         chosen = able[assignment.rank]
+        if assignment.how is How.KEPT:
+            assert (assignment.shard, verdict.version) in chosen.kept
+            live = [able[r] for r in replicas.groups[assignment.shard] if r in able]
+            assert not any(verdict.version in materialisable(a) for a in live)
+            continue
         rivals = [able[r] for r in replicas.groups[assignment.shard] if r in able]
         rivals = [a for a in rivals if verdict.version in materialisable(a)]
         assert chosen in rivals
@@ -221,7 +284,7 @@ def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) 
         assert burden(chosen) == min(burden(a) for a in rivals)
 
 
-@given(jobs(), st.randoms(use_true_random=False))
+@given(jobs(copies=True), st.randoms(use_true_random=False))
 @settings(max_examples=200, deadline=None)
 def test_the_order_of_answers_does_not_matter(job: tuple[Layout, list[Answer]], random: Random) -> None:
     replicas, said = job
@@ -230,7 +293,7 @@ def test_the_order_of_answers_does_not_matter(job: tuple[Layout, list[Answer]], 
     assert decide(replicas, said) == decide(replicas, shuffled)
 
 
-@given(jobs())
+@given(jobs(copies=True))
 @settings(max_examples=200, deadline=None)
 def test_one_more_answer_never_makes_it_worse(job: tuple[Layout, list[Answer]]) -> None:
     replicas, said = job

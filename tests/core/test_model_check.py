@@ -94,6 +94,16 @@ def test_the_controller_dies_and_a_rank_is_killed() -> None:
     assert always_saved(explore(1, 2, 2, takeovers=1))
 
 
+def test_replicas_write_parts_side_by_side() -> None:
+    assert explore(1, 2, 1, stripes=2).outcomes == {(LOST, 75), (75, LOST)}
+    assert always_saved(explore(1, 3, 1, stripes=2, eager=True))
+    assert always_saved(explore(1, 3, 2, frozenset({0, 1, 2}), stripes=2, eager=True))
+
+
+def test_parts_that_do_not_fit_together_are_not_committed() -> None:
+    assert always_saved(explore(1, 3, 1, stripes=2, uneven=2, eager=True))
+
+
 # ------------------------------------------------------------------------------------- two controllers, repeats, redo
 
 

@@ -14,6 +14,7 @@ class FakeSource:
 
     framework = "fake"
     counts_bytes = True
+    writes_parts = False
     on_device = False
     has_preimage = False
 

@@ -45,6 +45,7 @@ EVENTS = (
     "refused",
     "released",
     "replan",
+    "misfit",
     "restore",
     "retracted",
     "save_failed",

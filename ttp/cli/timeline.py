@@ -107,6 +107,10 @@ def _plan(f: Facts) -> str:
     return f"{', '.join(parts)}. {f.get('reason', '')}"
 
 
+def _texts(value: object) -> list[str]:
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
 def _listed(parts: list[str], shown_max: int = 8) -> str:
     rest = len(parts) - shown_max
     return ", ".join(parts[:shown_max]) + (f" and {rest} more" if rest > 0 else "")
@@ -137,6 +141,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "evidence": _evidence,
     "retracted": lambda f: f"rank {f.get('rank')} is back ({f.get('evidence')} no longer holds)",
     "plan": _plan,
+    "misfit": lambda f: f"replicas of {_listed(_texts(f.get('shards')))} cut it in different ways: it is written whole",
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",
     "nothing_new": _nothing_new,
     "saved": _saved,

@@ -22,23 +22,30 @@ gradient is not listed as one that can redo: an update is not idempotent, so a h
 Copies that should be equal and are not: ``ttp.core.jury`` says whom to distrust. Copies that are trusted and free of
 NaN and Inf are taken where a version of such copies is whole, else trusted ones, else any; the plan then says so.
 
+Kept copies (``ttp.core.buddies``) extend Mat(r) shard by shard: n is the largest for which each shard has a rank with n
+in Mat, or with a kept copy of n. They are of the past, so that happens only where a live copy lacks. A shard that
+somebody still holds at n is not brought from a copy.
+
 When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
-rank that holds them: a shard in ``written`` needs nobody any more at that version.
+rank that holds them: a shard in ``written`` needs nobody any more at that version. Where a part of a shard is written,
+the parts that lack are given out. How shards are cut and spread over ranks: ``ttp.core.spread``.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 
+from ttp.core import spread, stripes
 from ttp.core.jury import Verdict, judge
 from ttp.core.layout import Layout, Rank, Shard, Version, compact_ranks
 
 NO_DIGESTS: Mapping[Shard, str] = MappingProxyType({})
+NO_SIZES: Mapping[Shard, int] = MappingProxyType({})
 
 SHARDS_SHOWN = 16
 """Shards named in a reason; it is read by people."""
@@ -50,6 +57,7 @@ class How(enum.Enum):
     AS_IS = "as_is"
     REDO = "redo"
     UNDO = "undo"
+    KEPT = "kept"  # not from its own state: it brings a copy that was kept of the shard
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +77,10 @@ class Answer:
         digests: of the shards it holds, at ``version``; a shard without one is not compared.
         bad: holds NaN or Inf.
         can_save: false: it failed to write; what it holds still counts as a witness of what is right.
+        kept: shards of which it can read a kept copy, its own or another rank's, and of which version.
+        busy: it writes something already, and would have to begin anew if it got more.
+        stripes: into how many parts its shards may be cut; see ``ttp.core.stripes``.
+        sizes: bytes of its shards, as far as they can be cut.
     """
 
     rank: Rank
@@ -83,11 +95,15 @@ class Answer:
     digests: Mapping[Shard, str] = field(default_factory=lambda: NO_DIGESTS)
     bad: bool = False
     can_save: bool = True
+    kept: tuple[tuple[Shard, Version], ...] = ()
+    busy: bool = False
+    stripes: int = stripes.WHOLE
+    sizes: Mapping[Shard, int] = field(default_factory=lambda: NO_SIZES)
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """``rank`` writes ``shard``."""
+    """``rank`` writes ``shard``, or a part of one."""
 
     shard: Shard
     rank: Rank
@@ -96,7 +112,9 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One step-consistent checkpoint: every shard exactly once, all of one version, but for those already written.
+    """One step-consistent checkpoint: every shard, whole or in parts, exactly once, all of one version.
+
+    What is written already is left out.
 
     Args:
         version: finished updates.
@@ -104,6 +122,7 @@ class Plan:
         reason: for the operator.
         disputed: shards whose replicas differ so that nobody can tell which is right.
         odd: ranks whose copy differs from that of most others.
+        lost: finished updates that are given up, as far as they are known; 0 unless kept copies had to be taken.
     """
 
     version: Version
@@ -111,6 +130,7 @@ class Plan:
     reason: str
     disputed: tuple[Shard, ...] = ()
     odd: tuple[Rank, ...] = ()
+    lost: int = 0
 
     @property
     def savers(self) -> tuple[Rank, ...]:
@@ -141,26 +161,50 @@ def materialisable(answer: Answer) -> dict[Version, How]:
 
 
 def decide(
-    layout: Layout, answers: Iterable[Answer], written: Mapping[Shard, Version] = MappingProxyType({})
+    layout: Layout,
+    answers: Iterable[Answer],
+    written: Mapping[Shard, Version] = MappingProxyType({}),
+    uncut: Collection[Shard] = frozenset(),
 ) -> Plan | NoPlan:
     """The newest version that every shard can still produce whole, and who produces it.
 
     Answers of an older incarnation than the newest one seen are ignored; of several answers of one rank the last
-    counts. Shards in ``written`` have a piece of that version, durable or on its way; the plan leaves them out.
-    Runs in O(total size of the replica groups).
+    counts. Shards, and parts of shards, in ``written`` have a piece of that version, durable or on its way; the plan
+    leaves them out. Shards in ``uncut``, and those whose copies differ, are written whole: nobody mixes what may not
+    fit. Runs in O(total size of the replica groups), but those of shards that are cut are sorted.
     """
     by_rank = _newest_incarnation(answers)
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
     verdict = judge(layout, by_rank.values())
-    for copies in _tiers(layout, by_rank, verdict):
+    cuts = spread.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
+    written = stripes.covered(written)
+    *better, everybody = _tiers(layout, by_rank, verdict)
+    for copies in better:
         common = _common_versions(copies, ways, written)
         if common:
-            return _plan(max(common), copies, by_rank, ways, written, verdict)
-    return NoPlan(_why_not(layout, by_rank, ways, written))
+            return _plan(max(common), copies, by_rank, ways, written, verdict, cuts)
+    kept = _kept_copies(by_rank.values())
+    common = _common_versions(everybody, ways, written, kept)
+    if common:
+        return _plan(max(common), everybody, by_rank, ways, written, verdict, cuts, kept)
+    return NoPlan(_why_not(layout, by_rank, ways, written) + _kept_story(kept))
 
 
 Copies = Mapping[Shard, Sequence[Rank]]
 """Ranks whose copy of a shard may be used."""
+
+
+KeptCopies = Mapping[Shard, Mapping[Version, Sequence[Rank]]]
+"""Ranks that can read a kept copy of a shard."""
+NOTHING_KEPT: KeptCopies = MappingProxyType({})
+
+
+def _kept_copies(answers: Iterable[Answer]) -> KeptCopies:
+    kept: dict[Shard, dict[Version, list[Rank]]] = {}
+    for answer in answers:
+        for shard, version in answer.kept if answer.can_save else ():
+            kept.setdefault(shard, {}).setdefault(version, []).append(answer.rank)
+    return kept
 
 
 def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> Iterator[Copies]:
@@ -176,11 +220,15 @@ def _tiers(layout: Layout, by_rank: Mapping[Rank, Answer], verdict: Verdict) -> 
 
 
 def _common_versions(
-    copies: Copies, ways: Mapping[Rank, Mapping[Version, How]], written: Mapping[Shard, Version]
+    copies: Copies,
+    ways: Mapping[Rank, Mapping[Version, How]],
+    written: Mapping[Shard, Version],
+    kept: KeptCopies = NOTHING_KEPT,
 ) -> set[Version]:
     common: set[Version] | None = None
     for shard, ranks in copies.items():
         versions = {v for r in ranks for v in ways[r]}
+        versions.update(kept.get(shard, ()))
         if shard in written:
             versions.add(written[shard])
         common = versions if common is None else common & versions
@@ -196,13 +244,17 @@ def _plan(
     ways: Mapping[Rank, Mapping[Version, How]],
     written: Mapping[Shard, Version],
     verdict: Verdict,
+    cuts: spread.Cuts,
+    kept: KeptCopies = NOTHING_KEPT,
 ) -> Plan:
     wanted = {s: ranks for s, ranks in copies.items() if written.get(s) != version}
-    assignments = _assign(wanted, by_rank, ways, version)
+    assignments = _assign(wanted, by_rank, ways, version, cuts, kept)
     distrusted = {s for s, odd in verdict.odd.items() if any(a.shard == s and a.rank in odd for a in assignments)}
     disputed = tuple(sorted({*verdict.disputed, *distrusted}))
     reason = _reason(version, assignments, by_rank, verdict, disputed)
-    return Plan(version, assignments, reason, disputed, verdict.odd_ranks)
+    brought = any(a.how is How.KEPT for a in assignments)
+    lost = max(0, max(a.version for a in by_rank.values()) - version) if brought else 0
+    return Plan(version, assignments, reason + _lost_story(assignments, lost), disputed, verdict.odd_ranks, lost)
 
 
 def _why_not(
@@ -228,30 +280,40 @@ def _assign(
     by_rank: Mapping[Rank, Answer],
     ways: Mapping[Rank, Mapping[Version, How]],
     version: Version,
+    cuts: spread.Cuts,
+    kept: KeptCopies = NOTHING_KEPT,
 ) -> tuple[Assignment, ...]:
-    """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do."""
-    host_load: Counter[str] = Counter()
-    rank_load: Counter[Rank] = Counter()
+    """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do.
+
+    Kept copies are brought, whole, where nobody holds the version.
+    """
     candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
+    brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
+    candidates |= {shard: list(ranks) for shard, ranks in brought.items()}
+    work = spread.Work({s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}, by_rank.values())
     chosen: list[Assignment] = []
     for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
 
-        def cost(rank: Rank) -> tuple[bool, bool, bool, int, int, int]:
+        def how(rank: Rank) -> How:
+            return How.KEPT if shard in brought else ways[rank][version]  # noqa: B023 - called in this round only
+
+        def cost(rank: Rank) -> tuple[bool, bool, bool, bool, float, float, int]:
             answer = by_rank[rank]
-            how = ways[rank][version]
             return (
-                how is not How.AS_IS,
+                how(rank) is not How.AS_IS,
                 answer.stuck,
                 not answer.settled,
-                rank_load[rank],
-                host_load[answer.host],
+                answer.busy,
+                work.of_rank[rank],
+                work.of_host[answer.host],
                 rank,
             )
 
-        rank = min(candidates[shard], key=cost)
-        rank_load[rank] += 1
-        host_load[by_rank[rank].host] += 1
-        chosen.append(Assignment(shard, rank, ways[rank][version]))
+        lead = min(candidates[shard], key=cost)
+        clean = how(lead) is How.AS_IS
+        others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
+        cut = cuts.of(shard, version, allowed=shard not in brought)
+        chosen += [Assignment(p, r, how(lead)) for p, r in spread.savers(shard, by_rank[lead], others, cut, work)]
     return tuple(sorted(chosen, key=lambda a: a.shard))
 
 
@@ -266,7 +328,8 @@ def _reason(
     for rank, answer in by_rank.items():
         seen[f"torn after {answer.version}" if answer.torn else f"at {answer.version}"].append(rank)
     states = "; ".join(f"ranks {compact_ranks(ranks)} {state}" for state, ranks in sorted(seen.items()))
-    extra = [f"rank {a.rank} must {a.how.value}" for a in assignments if a.how is not How.AS_IS]
+    chores = dict.fromkeys((a.rank, a.how) for a in assignments if a.how in (How.REDO, How.UNDO))
+    extra = [*(f"rank {rank} must {how.value}" for rank, how in chores), *_cut_story(assignments)]
     if verdict.odd_ranks:
         extra.append(f"the copies of ranks {compact_ranks(verdict.odd_ranks)} differ from most others")
     if disputed:
@@ -276,6 +339,29 @@ def _reason(
         used = [a.rank for a in assignments if a.rank in bad]
         extra.append(f"NaN or Inf on ranks {compact_ranks(bad)}" + (", saved as it is" if used else ", not used"))
     return f"version {version} is the newest that is whole in every shard ({'; '.join([states, *extra])})"
+
+
+def _cut_story(assignments: tuple[Assignment, ...]) -> list[str]:
+    cut = {part.shard: part.count for part in (stripes.parse(a.shard) for a in assignments) if part.count > 1}
+    if len(cut) > SHARDS_SHOWN:
+        return [f"{len(cut)} shards in parts"]
+    return [f"{shard} in {count} parts" for shard, count in cut.items()]
+
+
+def _lost_story(assignments: tuple[Assignment, ...], lost: int) -> str:
+    brought = [a.shard for a in assignments if a.how is How.KEPT]
+    if not brought:
+        return ""
+    more = f" and {len(brought) - SHARDS_SHOWN} more" if len(brought) > SHARDS_SHOWN else ""
+    cost = f"{lost} finished steps are lost" if lost else "no step is lost"
+    return f"; from kept copies of {', '.join(brought[:SHARDS_SHOWN])}{more}: {cost}"
+
+
+def _kept_story(kept: KeptCopies) -> str:
+    if not kept:
+        return ""
+    shown = [f"{shard} {sorted(versions)}" for shard, versions in islice(sorted(kept.items()), SHARDS_SHOWN)]
+    return f"; kept copies do not help either: {', '.join(shown)}"
 
 
 def _story(ranks: Iterable[Rank], by_rank: Mapping[Rank, Answer]) -> str:

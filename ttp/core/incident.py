@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import enum
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
+from ttp.core import stripes
 from ttp.core.decide import Plan
 from ttp.core.layout import Layout, Rank, Shard, Version
 
@@ -58,6 +60,13 @@ class Task:
     generation: int
     pieces: tuple[m.Piece, ...] | None = None
 
+    def keep_ordered(self) -> None:
+        """Without pieces of parts that are not asked for any more."""
+        if self.pieces is not None:
+            parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
+            stale = parts.difference(self.order.shards)
+            self.pieces = tuple(p for p in self.pieces if p.shard not in stale)
+
 
 @dataclass(slots=True)
 class Incident:
@@ -72,6 +81,8 @@ class Incident:
     layout: Layout
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
+    keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
+    """The shards that each rank keeps copies of; looked up once there are such copies."""
     reign: str = ""
     """Differs between controllers that have the same incident: two of them never write into one draft."""
     directory: str = ""
@@ -94,6 +105,10 @@ class Incident:
     tasks: list[Task] = field(default_factory=list)
     pending: dict[Rank, Task] = field(default_factory=dict)
     """The tasks that are not durable yet; a rank has one at most."""
+    cuts: dict[Shard, str] = field(default_factory=dict)
+    """How the parts of a shard that are durable were cut."""
+    uncut: set[Shard] = field(default_factory=set)
+    """Shards whose replicas do not cut them alike: they are written whole."""
     dropped: list[Rank] = field(default_factory=list)
     """Savers that were lost or failed since the plan was made."""
     committer: Rank | None = None
@@ -189,6 +204,7 @@ class Incident:
         """Everybody who failed may try again, somewhere else: nothing of what is written counts there."""
         failed, self.failures = list(self.failures), {}
         self.tasks, self.pending, self.dropped, self.committer, self.progress = [], {}, [], None, {}
+        self.cuts = {}
         self.plan = None
         for rank in failed:
             answer = self.answers.get(rank)
@@ -214,16 +230,35 @@ class Incident:
         newest = max(self._ranks_at)
         if self._shards_at[newest] == len(self.layout.groups):
             return True
-        written = self.written()
+        written = stripes.covered(self.written())
         return bool(written) and all(
             self._copies_at[newest, shard] or written.get(shard) == newest for shard in self.layout.groups
         )
 
     def written(self) -> dict[Shard, Version]:
-        """Shards whose piece is durable, or being written by a rank that can be spoken to."""
+        """Shards, and parts of them, whose piece is durable, or being written by a rank that can be spoken to."""
         if self.plan is None:
             return {}
-        return {shard: self.plan.version for task in self.tasks for shard in task.order.shards}
+        orders = [task.order for task in self.tasks]
+        return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
+
+    def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
+        """Pieces of shards that are now to be cut otherwise, into ``wanted`` parts, do not count any more."""
+        for task in list(self.tasks):
+            parts = {name: stripes.parse(name) for name in task.order.shards}
+            stale = {
+                name: part.shard for name, part in parts.items() if wanted.get(part.shard, part.count) != part.count
+            }
+            if not stale:
+                continue
+            for shard in stale.values():
+                self.cuts.pop(shard, None)
+            order = replace(task.order, shards=tuple(name for name in parts if name not in stale))
+            task.order = order
+            task.keep_ordered()
+            if task.pieces is None and not (order.shards or order.kept or order.pages or order.job_state):
+                self.tasks.remove(task)
+                del self.pending[order.rank]
 
     def _count(self, rank: Rank, version: Version) -> None:
         self._counted[rank] = version

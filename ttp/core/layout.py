@@ -8,6 +8,7 @@ new kind of parallelism is a new way of making a ``Layout`` and nothing else.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -22,6 +23,9 @@ Version = NewType("Version", int)
 
 WORLD_SIZE_MAX = 1 << 20
 """Ranks of the largest world that is believed: ten times what ttp is made for."""
+
+PART_NAME = r"(.*)#([1-9][0-9]{0,3})/([1-9][0-9]{0,3})"
+"""What a part of a shard is called, see ``ttp.core.stripes``: no shard may be."""
 
 _SHOWN_MAX = 100
 
@@ -38,7 +42,8 @@ class Layout:
         groups: for every shard the ranks that hold a copy of it, in ascending order.
 
     Raises:
-        ConfigError: a group is empty, names a rank twice or a rank outside of the world, or a rank holds nothing.
+        ConfigError: a group is empty, names a rank twice or a rank outside of the world, or a rank holds nothing; or a
+            shard is called like a part of one (``model#2/4``).
     """
 
     world_size: int
@@ -81,6 +86,8 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
         raise ConfigError("a layout needs at least one shard")
     held: set[Rank] = set()
     for shard, ranks in groups.items():
+        if re.fullmatch(PART_NAME, shard, re.ASCII | re.DOTALL):
+            raise ConfigError(f"{shard!r} is what ttp calls a part of a shard (2 of 4): give the shard another name")
         if not ranks:
             raise ConfigError(f"shard {shard!r} has an empty replica group")
         if len(set(ranks)) != len(ranks):

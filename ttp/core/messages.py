@@ -68,10 +68,14 @@ class ShardGroup:
 
 @dataclass(frozen=True, slots=True)
 class ShardDigest:
-    """What a replica of a shard looks like: equal on ranks whose copies are equal; empty: not known."""
+    """What a replica of a shard looks like: equal on ranks whose copies are equal; empty: not known.
+
+    ``size`` is what of it can be dealt out to several savers, in bytes; 0: not known.
+    """
 
     shard: Shard
     digest: str
+    size: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +87,10 @@ class Piece:
         size: bytes.
         digest: ``xxh3_128:<hex>`` of the bytes.
         kind: ``shard``, ``rank_local`` or ``job``.
-        shard: which shard it belongs to; empty for pieces of no shard.
+        shard: which shard it is of, or which part of one (``ttp.core.stripes``); empty for pieces of no shard.
         writer: the rank that wrote it.
         table: what is inside, as JSON; only the writer's adapter and the finaliser read it.
+        cut: of a part: digest of how its writer has cut the shard; parts of one shard fit together if it is equal.
     """
 
     file: str
@@ -95,17 +100,27 @@ class Piece:
     shard: str
     writer: Rank
     table: str = ""
+    cut: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """What rank ``of`` has to keep (see ``ttp.core.buddies``), whole, in memory that whoever says so can read."""
+
+    of: Rank
+    version: Version
 
 
 @dataclass(frozen=True, slots=True)
 class SaverOrder:
-    """What one rank writes: shards, and the rank-local pages of these ranks of its host."""
+    """What one rank writes: shards or parts of them, and the rank-local pages of these ranks of its host."""
 
     rank: Rank
     shards: tuple[Shard, ...]
     how: How
     pages: tuple[Rank, ...]
     job_state: bool  # writes the job-wide scalars too
+    kept: tuple[Shard, ...] = ()  # shards that are not written anew: a kept copy of the version is brought
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +168,8 @@ class Hello:
     fallback_dir: str = ""  # where to save when save_dir refuses
     standbys: tuple[str, ...] = ()  # controllers (host:port) it knows to stand by, in order
     takeover: bool = False  # its controller cannot be reached: the one it speaks to now shall take over
+    copies_at: str = ""  # takes copies of other ranks' shards there (host:port); empty: this rank keeps none
+    stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +211,7 @@ class Frozen:
     settled: bool = True
     digests: tuple[ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()  # tensors that hold NaN or Inf; a few of them
+    kept: tuple[KeptCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +300,25 @@ class Mirror:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """What came of this rank's copy of ``version``; see ``ttp.core.buddies``.
+
+    Args:
+        rank: who copied.
+        version: whose turn it was.
+        stored: the copy is whole, here and at the buddy; else ``text`` says why not.
+        text: for people.
+        whole: the newest version that this rank knows to be whole everywhere; 0: none.
+    """
+
+    rank: Rank
+    version: Version
+    stored: bool
+    text: str
+    whole: Version
+
+
 Report = (
     Hello
     | Heartbeat
@@ -297,6 +334,7 @@ Report = (
     | Probed
     | StandbyUp
     | Mirror
+    | Copied
 )
 
 # -------------------------------------------------------------------------------------------------------------- orders
@@ -447,6 +485,26 @@ class Keep:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CopyTo:
+    """Copies of this rank's shards go to ``buddy`` too, at ``address`` (host:port); -1: there is no other host."""
+
+    rank: Rank
+    term: int
+    buddy: Rank
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """The copies of ``version`` are whole on every rank, so that older ones can go; or they never will be."""
+
+    rank: Rank
+    term: int
+    version: Version
+    whole: bool
+
+
 Order = (
     Welcome
     | Refused
@@ -462,4 +520,6 @@ Order = (
     | StandBy
     | Standbys
     | Keep
+    | CopyTo
+    | Settled
 )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
 from ttp.core.controller_events import AnswerSave, Patience, SaveRequested
-from ttp.core.decide import NO_DIGESTS, Answer, NoPlan, Plan, decide
+from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.incident import OVER, Evidence, Incident, Stage
 from ttp.core.layout import Rank, Version
 from ttp.core.membership import Membership
@@ -290,7 +290,7 @@ class Rescue:
 
     def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
         answers = (self._answer(incident, a, with_offers) for a in incident.answers.values() if a.final)
-        return decide(incident.layout, answers, incident.written())
+        return decide(incident.layout, answers, incident.written(), incident.uncut)
 
     def _newest_finished(self, incident: Incident) -> Version:
         """By anybody, the dead included, as far as it was heard."""
@@ -312,6 +312,9 @@ class Rescue:
             digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,
             bad=bool(frozen.bad),
             can_save=frozen.rank not in incident.failures,
+            busy=frozen.rank in incident.pending,
+            stripes=member.hello.stripes,
+            sizes={d.shard: d.size for d in frozen.digests} if frozen.digests else NO_SIZES,
         )
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:

@@ -1,8 +1,9 @@
 """From a plan to a checkpoint: who writes what, who is replaced, who commits.
 
 A plan becomes *tasks*. A task that is durable stays so even if its writer dies; a task whose writer is lost or fails
-before that is dropped, and the plan is made again for what is missing. Generations only grow, over takeovers too, so
-that no two writers ever use one file name, and what is left of an earlier order is recognised.
+before that is dropped, and the plan is made again for what is missing: of a shard that is cut (``ttp.core.stripes``)
+that part. Generations only grow, over takeovers too, so that no two writers ever use one file name, and what is left of
+an earlier order is recognised.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ttp.core import messages as m
+from ttp.core import stripes
 from ttp.core.decide import Assignment, How, Plan
 from ttp.core.incident import Incident, Stage, Task
 from ttp.core.layout import Rank, Shard, Version
@@ -47,7 +49,9 @@ class Saving:
     def begin(self, incident: Incident, plan: Plan, now: float) -> None:
         """Order what the plan adds to what is written already."""
         if incident.plan is not None and incident.plan.version != plan.version:
-            incident.tasks, incident.pending = [], {}
+            incident.tasks, incident.pending, incident.cuts = [], {}, {}
+        parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
+        incident.forget_parts({part.shard: part.count for part in parts})
         incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
         incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
         orders = self._orders(incident, plan)
@@ -79,20 +83,26 @@ class Saving:
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
         """Savers get their shards; on every host one rank that is still there collects the pages of all its ranks."""
         shards: dict[Rank, list[Shard]] = {}
+        kept: dict[Rank, list[Shard]] = {}
         hows: dict[Rank, How] = {}
         for assignment in plan.assignments:
-            shards.setdefault(assignment.rank, []).append(assignment.shard)
-            hows[assignment.rank] = assignment.how
-        pages = self._collectors(incident, shards)
-        first = None if any(t.order.job_state for t in incident.tasks) else min(shards, default=None)
+            if assignment.how is How.KEPT:
+                kept.setdefault(assignment.rank, []).append(assignment.shard)
+            else:
+                shards.setdefault(assignment.rank, []).append(assignment.shard)
+                hows[assignment.rank] = assignment.how
+        savers = {*shards, *kept}
+        pages = self._collectors(incident, savers)
+        first = None if any(t.order.job_state for t in incident.tasks) else min(savers, default=None)
         orders = []
-        for rank in sorted({*shards, *pages}):
+        for rank in sorted({*savers, *pages}):
             order = m.SaverOrder(
                 rank=rank,
                 shards=tuple(shards.get(rank, ())),
                 how=hows.get(rank, How.AS_IS),
                 pages=pages.get(rank, ()),
                 job_state=rank == first,
+                kept=tuple(kept.get(rank, ())),
             )
             unfinished = incident.pending.get(rank)
             orders.append(order if unfinished is None else _merge(unfinished.order, order))
@@ -144,10 +154,19 @@ class Saving:
 
     def _ask_buddies(self, incident: Incident, ranks: Iterable[Rank], pages: dict[Rank, tuple[Rank, ...]]) -> None:
         """Their host is lost: what was kept elsewhere is all there is."""
+        assert incident.plan is not None
+        version = incident.plan.version
+        copies = {
+            copy.of: rank
+            for rank, answer in incident.answers.items()
+            for copy in answer.kept
+            if copy.version == version and incident.able(rank)
+        }
         for rank in ranks:
             buddy = self._mirrors.kept.get(rank)
-            if buddy is not None and incident.able(buddy):
-                pages[buddy] = (*pages.get(buddy, ()), rank)
+            holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
+            if holder is not None:
+                pages[holder] = (*pages.get(holder, ()), rank)
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
@@ -179,9 +198,22 @@ class Saving:
         if task is None or (report.incident, report.generation) != (incident.id, task.generation):
             return
         task.pieces = report.pieces
+        task.keep_ordered()
         del incident.pending[report.rank]
-        pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in report.pieces]
+        pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in task.pieces]
         self._outbox.record("saved", rank=report.rank, generation=report.generation, pieces=pieces)
+        self._compare_cuts(incident, task.pieces)
+
+    def _compare_cuts(self, incident: Incident, pieces: Iterable[m.Piece]) -> None:
+        """Replicas that do not hold the same tensors (an average on rank 0 only) do not cut alike: no parts then."""
+        parts = [(stripes.parse(Shard(piece.shard)), piece.cut) for piece in pieces]
+        odd = {part.shard for part, cut in parts if part.count > 1 and incident.cuts.setdefault(part.shard, cut) != cut}
+        if not odd:
+            return
+        self._outbox.record("misfit", shards=sorted(odd))
+        incident.uncut |= odd
+        incident.forget_parts(dict.fromkeys(odd, 1))
+        incident.stage = Stage.FREEZING
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
         """A task came to nothing; the rank is not asked again."""
@@ -297,7 +329,10 @@ class Saving:
         version = incident.plan.version
         incident.stage, incident.path, incident.size = Stage.SAVED, report.path, report.size
         incident.saved = version
-        incident.outcome = f"saved version {version}"
+        lost = incident.plan.lost
+        incident.outcome = f"saved version {version}" + (
+            f" from kept copies; {lost} finished steps are lost" if lost else ""
+        )
         self.last_commit = (version, report.path)
         self._outbox.record(
             "committed",
@@ -328,11 +363,13 @@ def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
         how=new.how if new.shards else old.how,
         pages=tuple(sorted({*old.pages, *new.pages})),
         job_state=old.job_state or new.job_state,
+        kept=tuple(sorted({*old.kept, *new.kept})),
     )
 
 
 def _assignments(incident: Incident) -> tuple[Assignment, ...]:
-    listed = (Assignment(s, t.order.rank, t.order.how) for t in incident.tasks for s in t.order.shards)
+    listed = [Assignment(s, t.order.rank, t.order.how) for t in incident.tasks for s in t.order.shards]
+    listed += [Assignment(s, t.order.rank, How.KEPT) for t in incident.tasks for s in t.order.kept]
     return tuple(sorted(listed, key=lambda a: a.shard))
 
 

@@ -27,6 +27,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.stripes import WHOLE
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.controller_process import ensure_controller, is_local
 from ttp.launch.leases import Leases
@@ -636,6 +637,7 @@ def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, sa
         keep=config.keep,
         address=own_address(config, env.master_addr),
         fallback_dir=config.fallback_dir or "",
+        stripes=config.stripes if source.writes_parts else WHOLE,
     )
 
 

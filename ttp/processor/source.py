@@ -20,6 +20,8 @@ class StateSource(Protocol):
     framework: str
     counts_bytes: bool
     """Whether ``Processor.written`` is advanced while a piece is written; if not, a hanging write cannot be told."""
+    writes_parts: bool
+    """Whether it can write parts of shards (``ttp.core.stripes``), dealt out as any other replica would."""
     on_device: bool
     """Whether a version that the host has finished may still be queued on an accelerator."""
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ttp.core import stripes
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
@@ -116,7 +117,7 @@ class _Job:
         unsafe = [file for file in files if not safe_path(file)]
         if unsafe or len(set(files)) != len(files):
             raise CheckpointError(f"version {self.order.version} cannot be committed: bad list of pieces {files}")
-        absent = sorted(set(self.groups) - {piece.shard for piece in self.order.pieces})
+        absent = stripes.lacking(self.groups.keys(), {Shard(piece.shard) for piece in self.order.pieces})
         if absent:
             raise CheckpointError(f"version {self.order.version} cannot be committed: no piece of shards {absent}")
 

@@ -195,7 +195,7 @@ def _from_json(document: dict[str, Any]) -> Manifest:
 
 
 def _piece_to_json(piece: Piece) -> dict[str, Any]:
-    document = {f.name: getattr(piece, f.name) for f in fields(piece) if f.name != "table"}
+    document = {f.name: getattr(piece, f.name) for f in fields(piece) if f.name not in ("table", "cut")}
     if piece.table:
         document["contents"] = json.loads(piece.table)
     return document

@@ -6,6 +6,7 @@ import random
 from dataclasses import dataclass
 
 from ttp.core.layout import Layout, Rank, Shard
+from ttp.core.stripes import AUTO, WHOLE
 
 POINTS = (
     "in restore",
@@ -122,6 +123,8 @@ class Scenario:
         fallback: there is a second directory for checkpoints.
         mirror: rank-local pages are kept on another host too.
         watched: hangs are looked for.
+        stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
+        uneven: this rank deals its shards out in another way than its replicas.
     """
 
     seed: int
@@ -135,6 +138,8 @@ class Scenario:
     fallback: bool = False
     mirror: bool = False
     watched: bool = False
+    stripes: int = WHOLE
+    uneven: Rank | None = None
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -182,6 +187,8 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         fallback=rng.random() < 0.2,
         mirror=rng.random() < 0.15,
         watched=watched,
+        stripes=rng.choice((WHOLE, AUTO, AUTO, 2, 3)),
+        uneven=Rank(rng.randrange(world)) if rng.random() < 0.1 else None,
     )
 
 

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core.layout import Version
+from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED
 from ttp.processor.gate import GateState
 from ttp.testing.network import Stream
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 NEVER = float("inf")
+SHARD_BYTES = 8 * PART_BYTES_MIN
+"""What a shard is said to have: enough to be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,6 +264,7 @@ class SimRank:
             settled=self.trainer.settled,
             has_gradient=state.parked,
             has_preimage=self.trainer.has_preimage(),
+            digests=tuple(m.ShardDigest(s, "", SHARD_BYTES) for s in self.world.layout.shards_of(self.rank)),
         )
         self.put(_Look(closure, quiet))
 

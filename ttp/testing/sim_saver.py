@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
-from ttp.testing.toy import SLOTS, digest
+from ttp.core import stripes
+from ttp.testing.toy import SLOTS, dealt, digest
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
@@ -62,17 +63,19 @@ class Saver:
         world.reached("before save", rank)
         for shard in order.order.shards:
             file = f"{shard}_{order.generation}"
+            part, uneven = stripes.parse(shard), world.scenario.uneven == rank.rank
             world.storage.begin(_draft(order), file, rank.rank)
-            first = rank.trainer.saved_state(order.version)[shard][0]
-            yield rank.takes(0.004) + world.disk_extra_s(rank)
+            first = rank.trainer.saved_state(order.version)[part.shard][0]
+            yield rank.takes(0.004 / part.count) + world.disk_extra_s(rank)
             world.reached("in save", rank)
             if cancelled[0]:
                 return
             if not order.directory and world.write_fails(rank):
                 rank.put(pm.WriteFailed(order.incident, order.generation, "OSError: no space left on device"))
                 return
-            second = rank.trainer.saved_state(order.version)[shard][1]
-            pieces.append(self._durable(order, file, "shard", shard, (first, second)))
+            second = rank.trainer.saved_state(order.version)[part.shard][1]
+            content = dealt((first, second), part, uneven=uneven)
+            pieces.append(self._durable(order, file, "shard", shard, content, f"{part.count}{uneven}"))
             self.written += 8
         if order.order.pages:
             file = f"pages_{rank.rank}_{order.generation}"
@@ -88,9 +91,11 @@ class Saver:
         slots = ((r, pages.get((r, order.version % SLOTS))) for r in order.order.pages)
         return tuple((r, slot[1]) for r, slot in slots if slot is not None and slot[0] == order.version)
 
-    def _durable(self, order: m.Save, file: str, kind: str, shard: str, content: tuple[object, ...]) -> m.Piece:
+    def _durable(
+        self, order: m.Save, file: str, kind: str, shard: str, content: tuple[object, ...], cut: str = ""
+    ) -> m.Piece:
         self._world.storage.finish(_draft(order), file, content)
-        return m.Piece(file, 8, digest(content), kind, shard, self._rank.rank)
+        return m.Piece(file, 8, digest(content), kind, shard, self._rank.rank, cut=cut)
 
     def _commit(self, order: m.Commit) -> Job:
         world, rank = self._world, self._rank

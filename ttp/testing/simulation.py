@@ -187,6 +187,7 @@ class Simulation(Clock):
             layout_digest=self.layout.digest,
             groups=self._groups,
             host=self.scenario.hosts[rank],
+            stripes=self.scenario.stripes,
             pid=(launch + 1) * 1_000_000 + rank,
             local_rank=rank,
             save_dir="/save",

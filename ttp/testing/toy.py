@@ -14,6 +14,7 @@ from typing import cast
 
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.stripes import Part, base_of, lacking
 
 Words = tuple[int, int]
 Pages = dict[tuple[Rank, int], tuple[Version, int]]
@@ -52,6 +53,12 @@ class ToyState:
         gradient = reduce(parts)
         shards = {s: (update(a, gradient), update(b, gradient)) for s, (a, b) in self.shards.items()}
         return ToyState(Version(self.version + 1), shards, drawn)
+
+
+def dealt(words: Words, part: Part, *, uneven: bool = False) -> tuple[tuple[int, int], ...]:
+    """Which words of a shard are in a part of it, with their places. ``uneven``: not as the other replicas deal."""
+    placed = list(enumerate(words))
+    return tuple(placed[::-1] if uneven else placed)[part.index - 1 :: part.count]
 
 
 def draw(random: int) -> int:
@@ -123,16 +130,18 @@ class ToyStorage:
         there = self.checkpoints.get(order.version)
         if there is not None and (there.incident, there.incarnation) == (order.incident, order.incarnation):
             return  # done before, by this rank or another
-        shards: dict[Shard, Words] = {}
+        words: dict[Shard, dict[int, int]] = {}
         random: dict[Rank, int] = {}
         files = self.drafts.get(f"{order.directory}/{order.draft}", {})
         for piece in order.pieces:
             file = files.get(piece.file)
             if file is None or file.content is None or piece.digest != digest(file.content):
                 raise InvariantBroken(f"I4: {order.draft}/{piece.file} is torn, short or not what was promised")
-            self._take(piece, file.content, shards, random)
-        if set(shards) != set(self.layout.groups):
-            raise InvariantBroken(f"I1: version {order.version} lacks {set(self.layout.groups) - set(shards)}")
+            self._take(piece, file.content, words, random)
+        absent_shards = lacking(self.layout.groups.keys(), {Shard(piece.shard) for piece in order.pieces})
+        if absent_shards or any(set(places) != {0, 1} for places in words.values()):
+            raise InvariantBroken(f"I1: version {order.version} lacks {absent_shards or 'words'}")
+        shards = {shard: (words[shard][0], words[shard][1]) for shard in self.layout.groups}
         absent = {Rank(r) for r in range(self.layout.world_size)} - set(random)
         if not absent >= set(order.missing_pages):
             raise InvariantBroken(f"I1: pages {order.missing_pages} are called missing, {sorted(absent)} are")
@@ -144,15 +153,16 @@ class ToyStorage:
             del self.checkpoints[old]
 
     def _take(
-        self, piece: m.Piece, content: tuple[object, ...], shards: dict[Shard, Words], random: dict[Rank, int]
+        self, piece: m.Piece, content: tuple[object, ...], words: dict[Shard, dict[int, int]], random: dict[Rank, int]
     ) -> None:
+        entries = cast("tuple[tuple[Rank, int], ...]", content)
         if piece.kind == "shard":
-            if Shard(piece.shard) in shards:
+            places = words.setdefault(base_of(Shard(piece.shard)), {})
+            if not places.keys().isdisjoint(dict(entries)):
                 raise InvariantBroken(f"I1: shard {piece.shard} is in the checkpoint twice")
-            shards[Shard(piece.shard)] = cast("Words", content)
+            places.update(entries)
             return
-        for entry in content:
-            rank, word = cast("tuple[Rank, int]", entry)
+        for rank, word in entries:
             if random.get(rank, word) != word:  # a page and its mirror may both be there
                 raise InvariantBroken(f"I1: two different pages of rank {rank} are in the checkpoint")
             random[rank] = word

@@ -169,7 +169,7 @@ def _snake(kind: type) -> str:
 
 
 def _known_fields() -> dict[type, list[tuple[str, Any]]]:
-    kinds = [*REPORTS, *ORDERS, m.ShardGroup, m.ShardDigest, m.Piece, m.SaverOrder, m.Candidate]
+    kinds = [*REPORTS, *ORDERS, m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate]
     fields: dict[type, list[tuple[str, Any]]] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)

@@ -136,6 +136,7 @@ class _HowEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._EnumTypeWr
     HOW_AS_IS: _How.ValueType  # 1
     HOW_REDO: _How.ValueType  # 2
     HOW_UNDO: _How.ValueType  # 3
+    HOW_KEPT: _How.ValueType  # 4
 
 class How(_How, metaclass=_HowEnumTypeWrapper): ...
 
@@ -143,6 +144,7 @@ HOW_UNSPECIFIED: How.ValueType  # 0
 HOW_AS_IS: How.ValueType  # 1
 HOW_REDO: How.ValueType  # 2
 HOW_UNDO: How.ValueType  # 3
+HOW_KEPT: How.ValueType  # 4
 global___How = How
 
 @typing.final
@@ -170,17 +172,38 @@ class ShardDigest(google.protobuf.message.Message):
 
     SHARD_FIELD_NUMBER: builtins.int
     DIGEST_FIELD_NUMBER: builtins.int
+    SIZE_FIELD_NUMBER: builtins.int
     shard: builtins.str
     digest: builtins.str
+    size: builtins.int
     def __init__(
         self,
         *,
         shard: builtins.str = ...,
         digest: builtins.str = ...,
+        size: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "shard", b"shard"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "shard", b"shard", "size", b"size"]) -> None: ...
 
 global___ShardDigest = ShardDigest
+
+@typing.final
+class KeptCopy(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    OF_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    of: builtins.int
+    version: builtins.int
+    def __init__(
+        self,
+        *,
+        of: builtins.int = ...,
+        version: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["of", b"of", "version", b"version"]) -> None: ...
+
+global___KeptCopy = KeptCopy
 
 @typing.final
 class Piece(google.protobuf.message.Message):
@@ -193,6 +216,7 @@ class Piece(google.protobuf.message.Message):
     SHARD_FIELD_NUMBER: builtins.int
     WRITER_FIELD_NUMBER: builtins.int
     TABLE_FIELD_NUMBER: builtins.int
+    CUT_FIELD_NUMBER: builtins.int
     file: builtins.str
     size: builtins.int
     digest: builtins.str
@@ -200,6 +224,7 @@ class Piece(google.protobuf.message.Message):
     shard: builtins.str
     writer: builtins.int
     table: builtins.str
+    cut: builtins.str
     def __init__(
         self,
         *,
@@ -210,8 +235,9 @@ class Piece(google.protobuf.message.Message):
         shard: builtins.str = ...,
         writer: builtins.int = ...,
         table: builtins.str = ...,
+        cut: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["digest", b"digest", "file", b"file", "kind", b"kind", "shard", b"shard", "size", b"size", "table", b"table", "writer", b"writer"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["cut", b"cut", "digest", b"digest", "file", b"file", "kind", b"kind", "shard", b"shard", "size", b"size", "table", b"table", "writer", b"writer"]) -> None: ...
 
 global___Piece = Piece
 
@@ -224,6 +250,7 @@ class SaverOrder(google.protobuf.message.Message):
     HOW_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
     JOB_STATE_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     how: global___How.ValueType
     job_state: builtins.bool
@@ -231,6 +258,8 @@ class SaverOrder(google.protobuf.message.Message):
     def shards(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     @property
     def pages(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
         *,
@@ -239,8 +268,9 @@ class SaverOrder(google.protobuf.message.Message):
         how: global___How.ValueType = ...,
         pages: collections.abc.Iterable[builtins.int] | None = ...,
         job_state: builtins.bool = ...,
+        kept: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["how", b"how", "job_state", b"job_state", "pages", b"pages", "rank", b"rank", "shards", b"shards"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["how", b"how", "job_state", b"job_state", "kept", b"kept", "pages", b"pages", "rank", b"rank", "shards", b"shards"]) -> None: ...
 
 global___SaverOrder = SaverOrder
 
@@ -300,6 +330,8 @@ class Hello(google.protobuf.message.Message):
     FALLBACK_DIR_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
     TAKEOVER_FIELD_NUMBER: builtins.int
+    COPIES_AT_FIELD_NUMBER: builtins.int
+    STRIPES_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -327,6 +359,8 @@ class Hello(google.protobuf.message.Message):
     address: builtins.str
     fallback_dir: builtins.str
     takeover: builtins.bool
+    copies_at: builtins.str
+    stripes: builtins.int
     @property
     def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
     @property
@@ -363,8 +397,10 @@ class Hello(google.protobuf.message.Message):
         fallback_dir: builtins.str = ...,
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
         takeover: builtins.bool = ...,
+        copies_at: builtins.str = ...,
+        stripes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "fallback_dir", b"fallback_dir", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -443,6 +479,7 @@ class Frozen(google.protobuf.message.Message):
     SETTLED_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     BAD_FIELD_NUMBER: builtins.int
+    KEPT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     version: builtins.int
@@ -456,6 +493,8 @@ class Frozen(google.protobuf.message.Message):
     def digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardDigest]: ...
     @property
     def bad(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def kept(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___KeptCopy]: ...
     def __init__(
         self,
         *,
@@ -470,8 +509,9 @@ class Frozen(google.protobuf.message.Message):
         settled: builtins.bool = ...,
         digests: collections.abc.Iterable[global___ShardDigest] | None = ...,
         bad: collections.abc.Iterable[builtins.str] | None = ...,
+        kept: collections.abc.Iterable[global___KeptCopy] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "phase", b"phase", "rank", b"rank", "settled", b"settled", "stuck", b"stuck", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "kept", b"kept", "phase", b"phase", "rank", b"rank", "settled", b"settled", "stuck", b"stuck", "version", b"version"]) -> None: ...
 
 global___Frozen = Frozen
 
@@ -713,6 +753,33 @@ class Mirror(google.protobuf.message.Message):
 global___Mirror = Mirror
 
 @typing.final
+class Copied(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    STORED_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    version: builtins.int
+    stored: builtins.bool
+    text: builtins.str
+    whole: builtins.int
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        version: builtins.int = ...,
+        stored: builtins.bool = ...,
+        text: builtins.str = ...,
+        whole: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "stored", b"stored", "text", b"text", "version", b"version", "whole", b"whole"]) -> None: ...
+
+global___Copied = Copied
+
+@typing.final
 class RankReport(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -730,6 +797,7 @@ class RankReport(google.protobuf.message.Message):
     PROBED_FIELD_NUMBER: builtins.int
     STANDBY_UP_FIELD_NUMBER: builtins.int
     MIRROR_FIELD_NUMBER: builtins.int
+    COPIED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -758,6 +826,8 @@ class RankReport(google.protobuf.message.Message):
     def standby_up(self) -> global___StandbyUp: ...
     @property
     def mirror(self) -> global___Mirror: ...
+    @property
+    def copied(self) -> global___Copied: ...
     def __init__(
         self,
         *,
@@ -775,10 +845,11 @@ class RankReport(google.protobuf.message.Message):
         probed: global___Probed | None = ...,
         standby_up: global___StandbyUp | None = ...,
         mirror: global___Mirror | None = ...,
+        copied: global___Copied | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied"] | None: ...
 
 global___RankReport = RankReport
 
@@ -1175,6 +1246,54 @@ class Keep(google.protobuf.message.Message):
 global___Keep = Keep
 
 @typing.final
+class CopyTo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    BUDDY_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    buddy: builtins.int
+    address: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        buddy: builtins.int = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "buddy", b"buddy", "rank", b"rank", "term", b"term"]) -> None: ...
+
+global___CopyTo = CopyTo
+
+@typing.final
+class Settled(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    VERSION_FIELD_NUMBER: builtins.int
+    WHOLE_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    version: builtins.int
+    whole: builtins.bool
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        version: builtins.int = ...,
+        whole: builtins.bool = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["rank", b"rank", "term", b"term", "version", b"version", "whole", b"whole"]) -> None: ...
+
+global___Settled = Settled
+
+@typing.final
 class ControllerOrder(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1192,6 +1311,8 @@ class ControllerOrder(google.protobuf.message.Message):
     STAND_BY_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
     KEEP_FIELD_NUMBER: builtins.int
+    COPY_TO_FIELD_NUMBER: builtins.int
+    SETTLED_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -1220,6 +1341,10 @@ class ControllerOrder(google.protobuf.message.Message):
     def standbys(self) -> global___Standbys: ...
     @property
     def keep(self) -> global___Keep: ...
+    @property
+    def copy_to(self) -> global___CopyTo: ...
+    @property
+    def settled(self) -> global___Settled: ...
     def __init__(
         self,
         *,
@@ -1237,10 +1362,12 @@ class ControllerOrder(google.protobuf.message.Message):
         stand_by: global___StandBy | None = ...,
         standbys: global___Standbys | None = ...,
         keep: global___Keep | None = ...,
+        copy_to: global___CopyTo | None = ...,
+        settled: global___Settled | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep"] | None: ...
+    def HasField(self, field_name: typing.Literal["commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled"] | None: ...
 
 global___ControllerOrder = ControllerOrder
 
@@ -1349,6 +1476,7 @@ class GetStatusResponse(google.protobuf.message.Message):
     INCIDENTS_TOTAL_FIELD_NUMBER: builtins.int
     FALSE_ALARMS_FIELD_NUMBER: builtins.int
     STANDBYS_FIELD_NUMBER: builtins.int
+    COPIED_VERSION_FIELD_NUMBER: builtins.int
     STAGE_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     UPTIME_S_FIELD_NUMBER: builtins.int
@@ -1361,6 +1489,8 @@ class GetStatusResponse(google.protobuf.message.Message):
     framework: builtins.str
     incidents_total: builtins.int
     false_alarms: builtins.int
+    copied_version: builtins.int
+    """newest version of which every rank keeps a copy; absent: none are kept"""
     stage: builtins.str
     """waiting, forming, training, or the stage of the open incident"""
     pid: builtins.int
@@ -1389,12 +1519,14 @@ class GetStatusResponse(google.protobuf.message.Message):
         incidents_total: builtins.int = ...,
         false_alarms: builtins.int = ...,
         standbys: collections.abc.Iterable[builtins.str] | None = ...,
+        copied_version: builtins.int | None = ...,
         stage: builtins.str = ...,
         pid: builtins.int = ...,
         uptime_s: builtins.float = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["last_incident", b"last_incident"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
+    def HasField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "copied_version", b"copied_version", "last_incident", b"last_incident"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_copied_version", b"_copied_version", "copied_version", b"copied_version", "false_alarms", b"false_alarms", "framework", b"framework", "groups", b"groups", "incarnation", b"incarnation", "incidents_total", b"incidents_total", "last_incident", b"last_incident", "pid", b"pid", "ranks", b"ranks", "run_id", b"run_id", "save_dir", b"save_dir", "stage", b"stage", "standbys", b"standbys", "term", b"term", "ttp_version", b"ttp_version", "uptime_s", b"uptime_s", "world_size", b"world_size"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_copied_version", b"_copied_version"]) -> typing.Literal["copied_version"] | None: ...
 
 global___GetStatusResponse = GetStatusResponse
 

@@ -1,0 +1,163 @@
+"""Who writes which part of a shard, so that hosts, and the disks behind them, get about the same number of bytes.
+
+A shard is cut where more can write at the same time than there are shards, over replicas that are *alike*: they hold
+the version as it is, are as settled, have the same digest and size. One saver per host comes first: ranks of one host
+share its network and disk. More per host are taken only where a number of parts was asked for (``TTP_STRIPES``).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import cycle
+from typing import Protocol
+
+from ttp.core import stripes
+from ttp.core.layout import Rank, Shard, Version
+
+
+class Holder(Protocol):
+    """``Answer``, as far as it is needed here."""
+
+    @property
+    def rank(self) -> Rank:
+        """Who holds a copy."""
+
+    @property
+    def host(self) -> str:
+        """Where."""
+
+    @property
+    def stuck(self) -> bool:
+        """Its main thread hangs; as good as any, if there is a choice the last."""
+
+    @property
+    def settled(self) -> bool:
+        """What follows the update has been done."""
+
+    @property
+    def bad(self) -> bool:
+        """Holds NaN or Inf."""
+
+    @property
+    def busy(self) -> bool:
+        """Writes something already."""
+
+    @property
+    def can_save(self) -> bool:
+        """Has not failed to."""
+
+    @property
+    def stripes(self) -> int:
+        """How it may be cut."""
+
+    @property
+    def digests(self) -> Mapping[Shard, str]:
+        """What the copies look like."""
+
+    @property
+    def sizes(self) -> Mapping[Shard, int]:
+        """Bytes that can be cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Whether a shard may be cut, and what lacks if it is already.
+
+    Args:
+        allowed: else it is written whole.
+        lacking: parts that nobody writes, of a shard of which others are written; empty: it is not cut yet.
+    """
+
+    allowed: bool
+    lacking: tuple[Shard, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """What is settled about cutting.
+
+    Args:
+        begun: of shards that are cut already version and parts that nobody writes.
+        uncut: shards that are written whole.
+    """
+
+    begun: Mapping[Shard, tuple[Version, tuple[Shard, ...]]]
+    uncut: Collection[Shard]
+
+    def of(self, shard: Shard, version: Version, *, allowed: bool) -> Cut:
+        """For ``shard``, unless it is not ``allowed``."""
+        if not allowed or shard in self.uncut:
+            return Cut(allowed=False)
+        written, lacking = self.begun.get(shard, (None, ()))
+        return Cut(allowed=True, lacking=lacking if written == version else ())
+
+
+class Work:
+    """What is to be written, and who writes how much of it.
+
+    Args:
+        sizes: of the shards to be written, in bytes; 0: not known, and counted like the smallest.
+        holders: everybody who has answered.
+    """
+
+    def __init__(self, sizes: Mapping[Shard, int], holders: Iterable[Holder]) -> None:
+        least = min(filter(None, sizes.values()), default=1)
+        self.sizes = {shard: size or least for shard, size in sizes.items()}
+        self.total = sum(self.sizes.values())
+        self.of_rank: Counter[Rank] = Counter()
+        self.of_host: Counter[str] = Counter()
+        able = [holder for holder in holders if holder.can_save and holder.stripes]
+        self.ranks, self.hosts = len(able), len({holder.host for holder in able})
+
+    def give(self, holder: Holder, size: float) -> None:
+        """One more thing to write."""
+        self.of_rank[holder.rank] += size  # type: ignore[assignment]
+        self.of_host[holder.host] += size  # type: ignore[assignment]
+
+
+def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:
+    """The parts of ``shard`` that have to be written, and by whom: ``lead``, or ``others`` that are like it."""
+    alike = [lead]
+    if cut.lacking or (cut.allowed and lead.stripes):
+        alike += [other for other in others if other.rank != lead.rank and _alike(shard, lead, other)]
+    parts = cut.lacking or _cut(shard, alike, work)
+    if len(alike) > 1 and parts != (shard,):
+        alike = _order(alike, work, None if cut.lacking else lead)
+    share = work.sizes[shard] / stripes.parse(parts[0]).count
+    for part, holder in zip(parts, cycle(alike[: len(parts)])):
+        work.give(holder, share)
+        yield part, holder.rank
+
+
+def _alike(shard: Shard, one: Holder, other: Holder) -> bool:
+    same = one.settled is other.settled and one.bad is other.bad and bool(other.stripes)
+    return (
+        same
+        and one.digests.get(shard, "") == other.digests.get(shard, "")
+        and one.sizes.get(shard, 0) == other.sizes.get(shard, 0)
+    )
+
+
+def _cut(shard: Shard, alike: list[Holder], work: Work) -> tuple[Shard, ...]:
+    wanted, slots = alike[0].stripes, work.ranks
+    at_most = min(len(alike), wanted, stripes.PARTS_ASKED_MAX)
+    if wanted == stripes.AUTO:
+        hosts, size, slots = len({a.host for a in alike}), alike[0].sizes.get(shard, 0), work.hosts
+        at_most = min(hosts, stripes.PARTS_MAX, size // stripes.PART_BYTES_MIN)
+    if at_most < 2:
+        return (shard,)
+    return stripes.split(shard, stripes.parts_wanted(work.sizes[shard], work.total, slots, at_most))
+
+
+def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder]:
+    """Idle ones, on hosts that write least, before second ones of a host. ``first`` is the first in any case."""
+    seen: Counter[str] = Counter()
+    places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
+    for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.stuck, work.of_rank[a.rank], a.rank)):
+        place = seen[a.host]
+        seen[a.host] += 1
+        key = (a is not first, a.busy, place, work.of_host[a.host], a.stuck, work.of_rank[a.rank], a.rank)
+        places.append((key, a))
+    return [a for _, a in sorted(places, key=lambda placed: placed[0])]

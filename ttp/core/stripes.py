@@ -1,0 +1,123 @@
+"""Parts of a shard, which replicas on several hosts write side by side.
+
+A part is called like its shard, with a suffix: ``model#2/4`` is the second of the four parts of ``model``. A layout has
+no such names (``Layout`` refuses them); savers, pieces and manifests do. The core neither knows nor cares what is in a
+part: the adapter deals the entries of a shard out by names, shapes and types alone, so that all replicas do it alike.
+
+The rule that makes a cover exact: as long as any part of a shard is written, or being written, the shard stays cut into
+so many parts, and only parts that nobody has written are given out.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from ttp.core.layout import PART_NAME, Shard, Version
+
+WHOLE, AUTO = 0, -1
+"""Values of ``TTP_STRIPES`` beside a number of parts: never cut, and cut where it helps."""
+
+PARTS_MAX = 8
+"""Parts of a shard where nobody asked for a number: more savers are more that can fail, for less and less."""
+
+PARTS_ASKED_MAX = 256
+"""Parts that can be asked for."""
+
+PART_BYTES_MIN = 64 << 20
+"""Where nobody asked for a number no part is smaller: one more file, fsync and order cost some milliseconds."""
+
+_WORTH = 10
+"""Percent. Fewer parts are taken unless more make the save faster by so much."""
+
+_PART = re.compile(PART_NAME, re.ASCII | re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The ``index``-th of ``count`` parts, counted from 1; a whole shard is the first of one."""
+
+    shard: Shard
+    index: int
+    count: int
+
+
+def parse(name: Shard) -> Part:
+    """What ``name`` means; a name without a suffix is a whole shard."""
+    match = _PART.fullmatch(name) if "#" in name else None
+    if match is None or not 1 <= int(match[2]) <= int(match[3]):
+        return Part(name, 1, 1)
+    return Part(Shard(match[1]), int(match[2]), int(match[3]))
+
+
+def base_of(name: Shard) -> Shard:
+    """The shard that ``name`` is a part of; itself when it is none."""
+    return parse(name).shard if "#" in name else name
+
+
+def split(shard: Shard, count: int) -> tuple[Shard, ...]:
+    """Names of the parts, in order; the shard itself when it is not cut."""
+    if count == 1:
+        return (shard,)
+    return tuple(Shard(f"{shard}#{index}/{count}") for index in range(1, count + 1))
+
+
+def covered(written: Mapping[Shard, Version]) -> dict[Shard, Version]:
+    """Of shards and parts the shards that are there whole, or with all their parts."""
+    found: dict[Shard, Version] = {}
+    for name, version in written.items():
+        if not _is_part(name):
+            found[name] = version
+        elif parse(name).index == 1 and not missing(parse(name), written):
+            found[parse(name).shard] = version
+    return found
+
+
+def started(written: Mapping[Shard, Version]) -> dict[Shard, tuple[Version, tuple[Shard, ...]]]:
+    """Of shards and parts the shards of which some parts are there and others not: version and parts that lack."""
+    found: dict[Shard, tuple[Version, tuple[Shard, ...]]] = {}
+    for name, version in written.items():
+        if _is_part(name) and (lacking := missing(parse(name), written)):
+            found[parse(name).shard] = version, lacking
+    return found
+
+
+def missing(like: Part, names: Collection[Shard]) -> tuple[Shard, ...]:
+    """Which parts of a shard, cut like this one, are not among ``names``."""
+    return tuple(part for part in split(like.shard, like.count) if part not in names)
+
+
+def lacking(shards: Collection[Shard], names: Collection[Shard]) -> list[Shard]:
+    """Shards, and parts of shards, that would have to be among ``names`` and are not; in order."""
+    found = set(names)
+    parts = {part.shard: part for part in map(parse, sorted(found)) if part.count > 1}
+    return sorted(_lacking(shards, found, parts))
+
+
+def _lacking(shards: Collection[Shard], found: set[Shard], parts: Mapping[Shard, Part]) -> Iterator[Shard]:
+    for shard in shards:
+        if shard not in found:
+            yield from missing(parts[shard], found) if shard in parts else (shard,)
+
+
+def parts_wanted(size: int, total: int, slots: int, at_most: int) -> int:
+    """Into how many parts a shard is cut, so that ``slots`` writers get about the same number of bytes.
+
+    Writers that have a shard of their own each gain nothing by cutting: four shards on four hosts stay whole, one shard
+    on four hosts is cut into four, and three shards too.
+
+    Args:
+        size: of the shard, in bytes or any other unit.
+        total: of all shards that are saved, in the same unit.
+        slots: how many can write at the same time.
+        at_most: parts; at least one.
+    """
+    # The busiest of the writers has at least so many parts, each of 1 / n of the shard.
+    loads = [(-(-n * total // (slots * max(size, 1))) / n, n) for n in range(1, at_most + 1)]
+    best = min(load for load, _ in loads)
+    return next(n for load, n in loads if load * 100 <= best * (100 + _WORTH))
+
+
+def _is_part(name: Shard) -> bool:
+    return "#" in name and parse(name).count > 1
