@@ -13,7 +13,7 @@ nox.options.reuse_existing_virtualenvs = True
 TORCH = os.environ.get("TORCH", "torch==2.13.0")
 """The torch to test with; the plain name would take the registry's newest build."""
 
-PROTO = "proto/ttp/wire/v1/controller.proto"
+PROTOS = ["proto/ttp/wire/v1/buddy.proto", "proto/ttp/wire/v1/controller.proto"]
 
 
 @nox.session
@@ -45,7 +45,7 @@ def protos(session: nox.Session) -> None:
         "--grpc_python_out=.",
         "--mypy_out=quiet:.",
         "--mypy_grpc_out=quiet:.",
-        PROTO,
+        *PROTOS,
     )
     session.run("git", "diff", "--exit-code", "--", "ttp/wire/v1", external=True)
 

@@ -143,6 +143,7 @@ def status_of(driver: Driver) -> pb.GetStatusResponse:
         incidents_total=machine.incidents_total,
         false_alarms=machine.false_alarms,
         standbys=machine.standbys,
+        copied_version=machine.copied_version,
         stage=machine.stage,
         pid=os.getpid(),
         uptime_s=now - driver.started_at,

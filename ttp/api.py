@@ -118,7 +118,9 @@ def wrap_optimizer(
     extra_state: Any = None,
     scaler: Any = None,
     layout: Layout | None = None,
+    shard_of: Callable[[str], str] | None = None,
     undo: str | None = None,
+    buddy: bool = False,
 ) -> Any:
     """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
 
@@ -132,21 +134,30 @@ def wrap_optimizer(
             the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read
             when a checkpoint is written.
         scaler: a ``torch.amp.GradScaler``, if any.
-        layout: replica groups, where they cannot be told from the objects.
+        layout: replica groups, where they cannot be told from the objects; see docs/layouts.md.
+        shard_of: for a ``layout`` in which a rank holds several shards: from the name of a parameter to its shard.
         undo: ``"preimage"`` keeps a copy of parameters and optimizer state from before each update, so that a rank can
             go back to it when others could not make that update, or when its own was left half done. Costs exactly one
             more copy of them in memory, and the time to make it in every step. None: nothing is kept.
+        buddy: where a shard has only one copy (ZeRO without replicas, ``fully_shard`` over one dimension) every rank
+            keeps another one in the memory of the next host, made anew every ``TTP_BUDDY_EVERY`` updates (k, default
+            10), beside the training. A rank or host that is lost then costs at most 2k - 1 finished steps, as long as a
+            copy gets through within k updates. A host needs four times the state of its ranks in ``/dev/shm``. Does
+            nothing where every shard has replicas. Equal on all ranks.
 
     Raises:
         ConfigError: the settings or the save_dir are unusable; said now rather than at the failure.
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
-    register(_adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout), save_dir, layout)
+    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of)
+    register(adapter, save_dir, layout, buddy=buddy)
     return optimizer
 
 
-def register(adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None) -> None:
+def register(
+    adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
+) -> None:
     """Take an adapter: what ``wrap_optimizer`` and ``protect`` of other adapters end with. See there for errors."""
     from ttp.store.writable import check_places
 
@@ -156,11 +167,18 @@ def register(adapter: session.Adapter, save_dir: str | Path, layout: Layout | No
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
         path = check_places(directory, current.config.fallback_dir, restart=restart)
-    current.register(adapter, path.absolute(), layout)
+    current.register(adapter, path.absolute(), layout, buddy=buddy)
 
 
 def _adapter_for(
-    optimizer: Any, model: Any, scheduler: Any, extra_state: Any, scaler: Any, undo: str | None, layout: Layout | None
+    optimizer: Any,
+    model: Any,
+    scheduler: Any,
+    extra_state: Any,
+    scaler: Any,
+    undo: str | None,
+    layout: Layout | None,
+    shard_of: Callable[[str], str] | None,
 ) -> session.Adapter:
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
@@ -179,6 +197,7 @@ def _adapter_for(
             scaler=scaler,
             undo=undo,
             layout=layout,
+            shard_of=shard_of,
         )
     if "megatron" in families:
         from ttp.adapters.megatron.adapter import MegatronAdapter

@@ -76,7 +76,7 @@ class Session:
 
     # ----------------------------------------------------------------------------------------------------------- begin
 
-    def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None) -> None:
+    def register(self, adapter: Adapter, save_dir: Path, layout: Layout | None, *, buddy: bool = False) -> None:
         """Take an adapter; when switched on, join the job.
 
         Raises:
@@ -89,17 +89,19 @@ class Session:
         if self.enabled:
             env = RankEnv.from_env()
             found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
-            self.start_processor(env, layout or found, adapter.source, save_dir)
+            self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
             assert self.processor is not None
             adapter.attach(self.processor)
         self.adapter, self.save_dir = adapter, save_dir
 
-    def start_processor(self, env: RankEnv, layout: Layout, source: StateSource, save_dir: Path) -> Processor:
+    def start_processor(
+        self, env: RankEnv, layout: Layout, source: StateSource, save_dir: Path, *, buddy: bool = False
+    ) -> Processor:
         """Join the job as ``env.rank``."""
         from ttp.processor.processor import Processor
         from ttp.processor.signals import Preemption
 
-        processor = Processor(self.config, env, layout, source, str(save_dir))
+        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
         processor.start()
         self.processor = processor
         self._preemption = Preemption(processor.report_preemption)

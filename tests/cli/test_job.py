@@ -79,6 +79,12 @@ def test_a_large_job_shows_who_stands_out() -> None:
     assert len(re.findall(r"^ +(\d+) +h ", long, re.MULTILINE)) == 1000
 
 
+def test_what_a_job_could_go_back_to_is_shown() -> None:
+    assert "kept copies of version 120" in rendered(pb.GetStatusResponse(copied_version=120))
+    assert "kept copies of version 0" in rendered(pb.GetStatusResponse(copied_version=0)), "not yet"
+    assert "kept copies" not in rendered(pb.GetStatusResponse())
+
+
 def rendered(now: pb.GetStatusResponse, *, all_ranks: bool = False) -> str:
     from rich.console import Console
 

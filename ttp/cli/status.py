@@ -54,9 +54,9 @@ def status(
     lost.
 
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
-    host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, last_incident (null,
-    or id, stage, cause, version, outcome, reason, path, opened_unix_s), controller (address, port, pid, uptime_s,
-    ttp_version).
+    host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, copied_version (null
+    without buddy=True), last_incident (null, or id, stage, cause, version, outcome, reason, path, opened_unix_s),
+    controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
@@ -125,6 +125,7 @@ def _job_line(now: pb.GetStatusResponse) -> Text:
         count_text(now.incidents_total, "incident"),
         count_text(now.false_alarms, "false alarm") if now.false_alarms else "",
         f"standby controllers {', '.join(now.standbys)}" if now.standbys else "",
+        f"kept copies of version {now.copied_version}" if now.HasField("copied_version") else "",
         f"controller pid {now.pid}, term {now.term}, up {duration_text(now.uptime_s)}",
     ]
     return Text.assemble((now.stage, "bold"), " · ", " · ".join(fact for fact in facts if fact))
@@ -211,6 +212,7 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
         "incidents_total": now.incidents_total,
         "false_alarms": now.false_alarms,
         "standbys": list(now.standbys),
+        "copied_version": now.copied_version if now.HasField("copied_version") else None,
         "last_incident": _describe_incident(now.last_incident) if now.HasField("last_incident") else None,
         "controller": {
             "address": where.address,

@@ -28,7 +28,7 @@ Cost: constant time per event, O(world size) per stage of an incident.
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
 ``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
-``mirrors`` passes pages on to other hosts. This file ties them to events.
+``mirrors`` passes pages on to other hosts, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come
@@ -41,6 +41,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ttp.core import messages as m
+from ttp.core.buddies import Buddies
 from ttp.core.controller_events import (
     Accused,
     Action,
@@ -88,6 +89,7 @@ class ControllerMachine:
         self.stopped = False
         self._outbox = Outbox(self.job)
         self._mirrors = Mirrors(self.job, self._outbox)
+        self._buddies = Buddies(self.job, self._outbox)
         self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
         self._restoring = Restoring(self.job, self._outbox)
         self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
@@ -178,6 +180,11 @@ class ControllerMachine:
         return self._standby.addresses
 
     @property
+    def copied_version(self) -> Version | None:
+        """The newest version of which every rank keeps a copy in another host's memory; None: copies are not kept."""
+        return self._buddies.whole if self._buddies.named else None
+
+    @property
     def base_version(self) -> Version:
         """What this incarnation started from; it is on disk already."""
         return self._rescue.base_version
@@ -229,6 +236,7 @@ class ControllerMachine:
         if first:  # one that comes back has not moved
             self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
         self._standby.joined(hello.rank)
+        self._buddies.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         if self.job.complete:
@@ -276,6 +284,7 @@ class ControllerMachine:
         self._restoring.reset()
         self._standby.reset()
         self._mirrors.reset()
+        self._buddies.reset()
         self.finished_at = None
 
     def _new_incarnation(self, hello: m.Hello, now: float) -> None:
@@ -411,6 +420,8 @@ class ControllerMachine:
                 self._standby.answered(report)
             case m.Mirror():
                 self._mirrors.pass_on(report)
+            case m.Copied():
+                self._buddies.copied(report)
             case _ if self.incident is not None:
                 self._saving_reported(self.incident, report, now)
 

@@ -9,6 +9,8 @@ Where only the ranks of a host have died and not its memory, their launcher hand
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.core.membership import Membership
@@ -60,10 +62,13 @@ class Mirrors:
         )
 
     def _choose(self) -> None:
-        hosts = list(self._job.hosts().values())
-        if len(hosts) < 2:
-            return
-        for index, ranks in enumerate(hosts):
-            following = hosts[(index + 1) % len(hosts)]
-            for place, rank in enumerate(ranks):
-                self._buddies[rank] = following[place % len(following)]
+        self._buddies = next_host(self._job.hosts())
+
+
+def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
+    """For each rank one of the next host, evenly; empty when there is only one host."""
+    hosts = list(ranks_of.values())
+    if len(hosts) < 2:
+        return {}
+    following = [*hosts[1:], hosts[0]]
+    return {r: there[i % len(there)] for here, there in zip(hosts, following, strict=True) for i, r in enumerate(here)}

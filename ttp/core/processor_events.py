@@ -41,6 +41,7 @@ class Quiet:
     has_preimage: bool = False
     digests: tuple[m.ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()
+    kept: tuple[m.KeptCopy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +174,22 @@ class PageChanged:
     data: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class CopyMade:
+    """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it came to nothing."""
+
+    version: Version
+    stored: bool
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CopySkipped:
+    """It was the turn of ``version`` while it was not known yet what became of the one before."""
+
+    version: Version
+
+
 Event = (
     StreamUp
     | StreamDown
@@ -193,6 +210,8 @@ Event = (
     | HostProbed
     | StandbyStarted
     | PageChanged
+    | CopyMade
+    | CopySkipped
 )
 
 # ------------------------------------------------------------------------------------------------------------- actions
@@ -326,6 +345,21 @@ class KeepPage:
     order: m.Keep
 
 
+@dataclass(frozen=True, slots=True)
+class NameBuddy:
+    """Copies of this rank's shards go there from now on."""
+
+    order: m.CopyTo
+
+
+@dataclass(frozen=True, slots=True)
+class SettleCopy:
+    """Whether the copies of ``version`` are whole everywhere: what is not needed any more goes."""
+
+    version: Version
+    whole: bool
+
+
 Action = (
     Connect
     | Send
@@ -346,4 +380,6 @@ Action = (
     | ProbeHost
     | StartStandby
     | KeepPage
+    | NameBuddy
+    | SettleCopy
 )

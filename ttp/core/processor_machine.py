@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
 from ttp.core.decide import How
+from ttp.core.layout import Version
 from ttp.core.processor_events import (
     Action,
     Based,
@@ -33,6 +34,8 @@ from ttp.core.processor_events import (
     CommitBroken,
     CommitDone,
     Connect,
+    CopyMade,
+    CopySkipped,
     Decided,
     DropLease,
     Event,
@@ -42,6 +45,7 @@ from ttp.core.processor_events import (
     Joined,
     KeepPage,
     LetGo,
+    NameBuddy,
     NeighbourDied,
     NotRedone,
     Observed,
@@ -57,6 +61,7 @@ from ttp.core.processor_events import (
     RestoreWanted,
     Returned,
     Send,
+    SettleCopy,
     StackSeen,
     StandbyStarted,
     StartCommit,
@@ -78,6 +83,8 @@ __all__ = [
     "CommitBroken",
     "CommitDone",
     "Connect",
+    "CopyMade",
+    "CopySkipped",
     "Decided",
     "DropLease",
     "Event",
@@ -88,6 +95,7 @@ __all__ = [
     "KeepPage",
     "LetGo",
     "Manners",
+    "NameBuddy",
     "NeighbourDied",
     "NotRedone",
     "Observed",
@@ -104,6 +112,7 @@ __all__ = [
     "RestoreWanted",
     "Returned",
     "Send",
+    "SettleCopy",
     "StackSeen",
     "StandbyStarted",
     "StartCommit",
@@ -173,6 +182,9 @@ class ProcessorMachine:
         self._preimage = False
         self._redo_until: float | None = None
         self._route = Route(manners.failover_s)
+        self._copy: m.Copied | None = None
+        self._unsettled = False
+        self._skipped = Version(0)
         self._actions: list[Action] = []
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -216,6 +228,8 @@ class ProcessorMachine:
             case StandbyStarted(address):
                 self._route.knows(address)  # whether or not the announcement arrives
                 self._report(m.StandbyUp(self._hello.rank, address))
+            case CopyMade() | CopySkipped():
+                self._copied(event)
             case PageChanged(version, final, data):
                 self._report(m.Mirror(self._hello.rank, version, final, self.incarnation, data))
         if not self.gone:
@@ -331,12 +345,14 @@ class ProcessorMachine:
             case m.Finished():
                 self._do(LetGo(rescued=True))
                 self.gone = True
-            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep():
+            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo():
                 self._serve(order)
+            case m.Settled():
+                self._settled(order)
             case _:
                 pass  # late: of an incident or a generation that is over
 
-    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep) -> None:
+    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo) -> None:
         """What a rank does for others."""
         match order:
             case m.TakeStack():
@@ -349,6 +365,8 @@ class ProcessorMachine:
                 self._route.announced(addresses)
             case m.Keep():
                 self._do(KeepPage(order))
+            case m.CopyTo():
+                self._do(NameBuddy(order))
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
@@ -361,6 +379,8 @@ class ProcessorMachine:
         self._do(Joined(order.incarnation, first))
         if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
             self._report(self._view)  # others may still wait for the decision, and this controller may be new
+        if self._copy is not None:
+            self._report(self._copy)  # this controller may be new
         if self._broken is not None:
             self._report_broken(self._broken)
         if self._returned is not None:
@@ -406,6 +426,7 @@ class ProcessorMachine:
                 has_preimage=quiet.has_preimage and not self._snapshot,
                 digests=quiet.digests,
                 bad=quiet.bad,
+                kept=quiet.kept,
             )
         )
 
@@ -486,6 +507,31 @@ class ProcessorMachine:
         self.incident, self._snapshot = "", False
         self._do(OpenGate())
         self._do(DropLease())
+
+    # ---------------------------------------------------------------------------------------------------------- copies
+
+    def _copied(self, event: CopyMade | CopySkipped) -> None:
+        """See ``ttp.core.buddies``. Of a turn that was skipped nothing is said before the one before it is settled."""
+        if isinstance(event, CopyMade):
+            whole = self._copy.whole if self._copy is not None else Version(0)
+            self._copy = m.Copied(self._hello.rank, event.version, event.stored, event.text, whole)
+            self._unsettled = True
+        else:
+            self._skipped = event.version
+        if self._copy is not None and (self._unsettled or isinstance(event, CopyMade)):
+            self._report(self._copy)
+
+    def _settled(self, order: m.Settled) -> None:
+        copy = self._copy
+        if copy is None or order.version != copy.version or not self._unsettled:
+            return
+        whole = order.version if order.whole else copy.whole
+        self._copy, self._unsettled = replace(copy, whole=whole), False
+        self._do(SettleCopy(order.version, order.whole))
+        if self._skipped > order.version:
+            text = f"the copy of version {order.version} was not through yet"
+            self._copy = m.Copied(self._hello.rank, self._skipped, False, text, whole)
+            self._report(self._copy)
 
     # ------------------------------------------------------------------------------------------------------- training
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
+from ttp.core.buddies import keepers
 from ttp.core.controller_events import AnswerSave, Patience, SaveRequested
 from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.incident import OVER, Evidence, Incident, Stage
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank, Shard, Version
 from ttp.core.membership import Membership
 from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
@@ -265,10 +266,13 @@ class Rescue:
         if incident.waiting and not incident.newest_is_known():
             return
         verdict = self._decide(incident)
-        if isinstance(verdict, Plan):
+        if isinstance(verdict, Plan) and not verdict.lost:
             self._start(incident, verdict, now)
         elif not (job.suspects or self._hopes(incident, now)):  # a suspect that comes back may complete the picture
-            self._give_up(incident, verdict.reason, now)
+            if isinstance(verdict, Plan):
+                self._start(incident, verdict, now)
+            else:
+                self._give_up(incident, verdict.reason, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
         """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment."""
@@ -312,10 +316,17 @@ class Rescue:
             digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,
             bad=bool(frozen.bad),
             can_save=frozen.rank not in incident.failures,
+            kept=self._kept(incident, frozen),
             busy=frozen.rank in incident.pending,
             stripes=member.hello.stripes,
             sizes={d.shard: d.size for d in frozen.digests} if frozen.digests else NO_SIZES,
         )
+
+    @staticmethod
+    def _kept(incident: Incident, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
+        if frozen.kept and not incident.keepers:
+            incident.keepers = keepers(incident.layout)
+        return tuple((shard, copy.version) for copy in frozen.kept for shard in incident.keepers.get(copy.of, ()))
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:
         last_commit = self.saving.last_commit

@@ -33,6 +33,8 @@ from ttp.launch.controller_process import ensure_controller, is_local
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor import stacks
+from ttp.processor.copy_wire import Receiver
+from ttp.processor.copying import Copying
 from ttp.processor.gate import Gate, GateState
 from ttp.processor.lane import Lane
 from ttp.processor.mirror import KeptPages, PageMirror
@@ -42,6 +44,7 @@ from ttp.processor.sentinel import Sentinel
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
 from ttp.store.mounts import Mounts
+from ttp.wire.channel import target
 
 T = TypeVar("T")
 
@@ -94,10 +97,19 @@ class Processor:
         source: the adapter that can write the state.
         save_dir: where checkpoints go.
         version: finished updates at the start.
+        buddy: keep second copies where a shard has only one; see ``ttp.core.buddies``.
     """
 
     def __init__(
-        self, config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int = 0
+        self,
+        config: Config,
+        env: RankEnv,
+        layout: Layout,
+        source: StateSource,
+        save_dir: str,
+        version: int = 0,
+        *,
+        buddy: bool = False,
     ) -> None:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
@@ -115,10 +127,11 @@ class Processor:
         """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
-        hello = _hello(config, env, layout, source, save_dir, version)
+        self._inbox: queue.SimpleQueue[pm.Event | _Look] = queue.SimpleQueue()
+        self._copying, copies_at = self._keep_copies() if buddy and layout.unreplicated() else (None, "")
+        hello = _hello(config, env, layout, source, save_dir, version, copies_at)
         self._nonce = hello.nonce
         self._machine = pm.ProcessorMachine(hello, _manners(config, env), time.monotonic())
-        self._inbox: queue.SimpleQueue[pm.Event | _Look] = queue.SimpleQueue()
         self._stream: Stream | None = None
         self._pages: PageDirectory | None = None
         self._kept: KeptPages | None = None
@@ -164,15 +177,21 @@ class Processor:
 
     def begin_update(self) -> None:
         """See ``UpdateReporter``."""
+        if self._copying is not None:
+            self._copying.hold()
         self.gate.begin_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
         self.gate.end_update()
+        if self._copying is not None:
+            self._copying.updated(self.gate.version)
 
     def end_update_at(self, version: Version) -> None:
         """Like ``end_update``, for programs that number their versions themselves."""
         self.gate.end_update(version)
+        if self._copying is not None:
+            self._copying.updated(version)
 
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
@@ -249,6 +268,8 @@ class Processor:
         self._saver.close()
         self._looker.close()
         self._keeper.close()
+        if self._copying is not None:
+            self._copying.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
@@ -292,6 +313,8 @@ class Processor:
             case pm.OpenGate():
                 self._closure += 1
                 self._seen = None
+                if self._copying is not None:
+                    self._copying.thaw()
                 self.gate.open()
             case pm.Redo(version):
                 self._redo(version)
@@ -319,6 +342,10 @@ class Processor:
                 self._exit(code, text)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
                 self._serve(action)
+            case pm.NameBuddy(order) if self._copying is not None:
+                self._copying.named(order)
+            case pm.SettleCopy() if self._copying is not None:
+                self._copying.settle(action)
 
     def _work(self, job: Callable[[], None]) -> None:
         """On the saver; one that still hangs in what was cancelled is left behind."""
@@ -331,6 +358,8 @@ class Processor:
         threading.Thread(target=job, name=name, daemon=True).start()
 
     def _answer_freeze(self) -> None:
+        if self._copying is not None:
+            self._copying.freeze()
         self._say_quiet(self.gate.close())
 
     def _on_quiet(self) -> None:
@@ -361,6 +390,7 @@ class Processor:
             has_preimage=self._asked(lambda: self.source.has_preimage, False),
             digests=digests,
             bad=bad,
+            kept=self._copying.held() if self._copying is not None else (),
         )
         self._look_s = time.monotonic() - began
         self._inbox.put(_Look(closure, quiet))
@@ -411,6 +441,8 @@ class Processor:
         neighbours.start()
         self._company.callback(neighbours.close)
         self._company.callback(sentinel.close)
+        if self._copying is not None:
+            self._copying.joined(page_dir, incarnation)
         self._kept = KeptPages(page_dir, rank, incarnation)
         self._company.callback(self._kept.close)
         if self.config.mirror:
@@ -524,13 +556,7 @@ class Processor:
             draft = self.directory(order) / order.draft
             draft.mkdir(parents=True, exist_ok=True)
             self._keeper.wait_done(KEEP_S)  # pages of dead ranks may have come a moment ago
-            pieces = self.source.write_pieces(
-                order=order.order,
-                version=order.version,
-                draft=draft,
-                generation=order.generation,
-                cancelled=cancel.is_set,
-            )
+            pieces = self._pieces(order, draft, cancel.is_set)
             done = pm.PiecesWritten(order.incident, order.generation, tuple(pieces))
         except Cancelled:
             return
@@ -538,6 +564,36 @@ class Processor:
             log.exception("saving version %s failed", order.version)
             done = pm.WriteFailed(order.incident, order.generation, _words(problem))
         self._inbox.put(done)
+
+    def _pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
+        """From the state that is alive, and from copies that were kept."""
+        copying, live, brought = self._copying, order.order, None
+        if copying is not None:
+            copying.quiesce()
+            live, brought = copying.split(order, self.gate.version)
+        pieces: list[m.Piece] = []
+        if live.shards or live.pages or live.job_state or brought is None:
+            pieces += self.source.write_pieces(
+                order=live, version=order.version, draft=draft, generation=order.generation, cancelled=cancelled
+            )
+        if copying is not None and brought is not None and (brought.kept or brought.pages):
+            pieces += copying.bring(brought, order, draft, cancelled, self._wrote)
+        return pieces
+
+    def _wrote(self, count: int) -> None:
+        self.written += count
+
+    def _keep_copies(self) -> tuple[Copying | None, str]:
+        """What keeps copies, and where it takes those of others (host:port). Training does not depend on it."""
+        config, env = self.config, self.env
+        try:
+            receiver = Receiver(config.bind, config.token, env.run_id)
+        except Exception as problem:
+            log.error("buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED: %s", problem)
+            return None, ""
+        rank, every = Rank(env.rank), config.buddy_every
+        copying = Copying(self.source, self.layout, rank, every, receiver, config.token, env.run_id, self._inbox.put)
+        return copying, target(own_address(config, env.master_addr), receiver.port)
 
     def directory(self, order: m.Save | m.Commit) -> Path:
         """Where the checkpoint of this order goes.
@@ -609,7 +665,9 @@ def _words(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {problem}"
 
 
-def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int) -> m.Hello:
+def _hello(
+    config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int, copies_at: str
+) -> m.Hello:
     return m.Hello(
         rank=Rank(env.rank),
         protocol_major=m.PROTOCOL_MAJOR,
@@ -638,6 +696,7 @@ def _hello(config: Config, env: RankEnv, layout: Layout, source: StateSource, sa
         address=own_address(config, env.master_addr),
         fallback_dir=config.fallback_dir or "",
         stripes=config.stripes if source.writes_parts else WHOLE,
+        copies_at=copies_at,
     )
 
 

@@ -1,0 +1,126 @@
+"""Second copies: what they take from the step, how long an update waits for one, and how long one is on its way."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import statistics
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from benchmarks.result import Result, median_of, time_us
+from benchmarks.world import controller, scratch
+from ttp import session
+from ttp.api import wrap_optimizer
+from ttp.core.layout import Rank
+from ttp.core.messages import CopyTo
+from ttp.core.processor_events import CopyMade
+from ttp.processor.copies import CopyStore
+from ttp.processor.copy_wire import Receiver
+from ttp.processor.copying import Copying
+
+STEP_S = 0.05
+EVERY = 10
+ROUNDS = 4
+"""Copies in a row with them on, and as many steps with them off."""
+
+
+def run(quick: bool) -> list[Result]:
+    """One rank that trains, another process that takes its copies; copies are on and off in alternating blocks."""
+    with scratch() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        (directory / "run").mkdir()
+        ours, theirs = multiprocessing.Pipe()
+        buddy = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs, memory), daemon=True)
+        buddy.start()
+        with controller(directory / "run") as (port, _, _):
+            os.environ |= {
+                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(port),
+                "TTP_RUN_DIR": str(directory / "run"), "TTP_LOG": "ERROR", "TTP_BUDDY_EVERY": str(EVERY),
+            }  # fmt: skip
+            try:
+                address = f"127.0.0.1:{ours.recv()}"
+                results = []
+                for megabytes in (16,) if quick else (16, 128):
+                    results += _measure(str(directory / "checkpoints"), address, megabytes, 2 if quick else 8)
+                return results
+            finally:
+                for name in [n for n in os.environ if n.startswith("TTP_")]:
+                    del os.environ[name]
+                buddy.kill()
+
+
+def _take(answer: Connection, memory: str) -> None:
+    """The other host."""
+    receiver = Receiver("127.0.0.1", "", "none")
+    receiver.store = CopyStore(Path(memory), 1)
+    answer.send(receiver.port)
+    time.sleep(3600)
+
+
+def _measure(save_dir: str, address: str, megabytes: int, blocks: int) -> list[Result]:
+    """Weights and two moments of so many megabytes; a step takes some 50 ms, most of it in one matrix product."""
+    torch.set_num_threads(1)
+    model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(max(1, round(megabytes / 12.6)))))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    wrap_optimizer(optimizer, model=model, save_dir=save_dir, buddy=True)
+    current = session.current()
+    assert current.processor is not None and current.processor._copying is not None
+    copying = current.processor._copying
+    copying.named(CopyTo(Rank(0), 1, Rank(1), address))
+    arrived = _watch(copying)
+    on, off = _steps(copying, optimizer, blocks)
+    waited = copying.waited_s / max(1, len(arrived)) * 1e3
+    current.left()
+    session.reset()
+    size = sum(p.numel() * p.element_size() for p in model.parameters()) * 3 / 1e6
+    how = f"{size:.0f} MB of state, k = {EVERY}, {len(arrived)} copies; off: {statistics.mean(off) * 1e3:.1f} ms a step"
+    value, p90 = median_of(arrived or [float("nan")])
+    return [
+        Result(f"step time, buddy on / off, {size:.0f} MB", statistics.mean(on) / statistics.mean(off), "x", None, how),
+        Result("wait of an update for a copy", waited, "ms", None, "mean for each copy, in front of the next update"),
+        Result("a copy, until it is whole on the other host", value, "ms", None, "from the end of its update", p90),
+    ]
+
+
+def _watch(copying: Copying) -> list[float]:
+    """Milliseconds from each turn to the whole copy."""
+    arrived: list[float] = []
+    tell, updated = copying._tell, copying.updated
+    began = [0.0]
+
+    def turn(version: object) -> None:
+        if int(str(version)) % copying.every == 0 and copying._generations.pending is None:
+            began[0] = time.perf_counter()
+        updated(version)  # type: ignore[arg-type]
+
+    def told(event: object) -> None:
+        if isinstance(event, CopyMade) and event.stored:
+            arrived.append((time.perf_counter() - began[0]) * 1e3)
+        tell(event)  # type: ignore[arg-type]
+
+    copying._tell, copying.updated = told, turn  # type: ignore[method-assign]
+    return arrived
+
+
+def _steps(copying: Copying, optimizer: torch.optim.Optimizer, blocks: int) -> tuple[list[float], list[float]]:
+    on: list[float] = []
+    off: list[float] = []
+    square = torch.randn(512, 512)
+    loops = max(1, round(STEP_S * 1e6 / statistics.median(time_us(lambda: torch.mm(square, square), 50))))
+    for _ in range(blocks):
+        for taken, every in ((on, EVERY), (off, 1 << 60)):
+            copying.every = every
+            for _ in range(ROUNDS * EVERY):
+                began = time.perf_counter()
+                for _ in range(loops):
+                    torch.mm(square, square)
+                optimizer.step()
+                taken.append(time.perf_counter() - began)
+    return on, off

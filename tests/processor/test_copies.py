@@ -1,0 +1,515 @@
+"""Second copies in the memory of a host: made beside the training, sent, taken, verified, brought back."""
+
+from __future__ import annotations
+
+import logging
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.processor.fake_source import FakeSource
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core import processor_events as pe
+from ttp.core.buddies import NOBODY
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.errors import CheckpointError
+from ttp.processor import copying
+from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, bring
+from ttp.processor.copy_wire import Receiver, Sender, SendError
+from ttp.processor.copying import Copying
+from ttp.processor.pages import PageWriter
+from ttp.processor.processor import Processor
+from ttp.processor.source import Cancelled
+from ttp.store.digest import digest_bytes
+from ttp.testing.scenario import grid
+from ttp.wire.v1 import buddy_pb2 as pb
+
+LAYOUT = grid(2, 1)
+ME, OTHER = Rank(0), Rank(1)
+PATIENCE_S = 30.0
+
+
+class Source(FakeSource):
+    """Writes a shard, a page and a job state; stops half-way where it is told to."""
+
+    def __init__(self) -> None:
+        self.calls: list[m.SaverOrder] = []
+        self.started = threading.Event()
+        self.go_on = threading.Event()
+        self.go_on.set()
+        self.problem: OSError | None = None
+        self.deaf = False
+
+    def write_pieces(
+        self, *, order: m.SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
+    ) -> list[m.Piece]:
+        self.calls.append(order)
+        self.started.set()
+        assert self.go_on.wait(PATIENCE_S)
+        if cancelled() and not self.deaf:
+            raise Cancelled
+        if self.problem is not None:
+            raise self.problem
+        wanted = [("shard", str(s)) for s in order.shards]
+        wanted += [("rank_local", "")] * bool(order.pages) + [("job", "")] * order.job_state
+        return [piece(draft, f"{kind}_{order.rank}_{generation}.bin", kind, shard, version) for kind, shard in wanted]
+
+
+def piece(draft: Path, file: str, kind: str, shard: str, version: int) -> m.Piece:
+    data = f"{kind} {shard} of version {version} ".encode() * 100
+    (draft / file).write_bytes(data)
+    return m.Piece(file, len(data), digest_bytes(data), kind, shard, ME, "a table")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CopyStore:
+    return CopyStore(tmp_path / "here", 3)
+
+
+def kept(store: CopyStore, rank: Rank = ME, version: int = 10) -> Copy:
+    draft = store.begin(rank, Version(version))
+    pieces = [piece(draft, "a.bin", "shard", "s0", version), piece(draft, "b.bin", "job", "", version)]
+    return store.finish(draft, rank, Version(version), pieces)
+
+
+def held(store: CopyStore) -> list[tuple[int, int]]:
+    return [(copy.of, copy.version) for copy in store.held()]
+
+
+def never() -> None:
+    pass
+
+
+# ---------------------------------------------------------------------------------------------------------------- store
+
+
+def test_a_copy_is_there_when_it_is_whole(store: CopyStore) -> None:
+    draft = store.begin(ME, Version(10))
+    made = piece(draft, "a.bin", "shard", "s0", 10)
+    assert held(store) == []
+    copy = store.finish(draft, ME, Version(10), [made])
+    assert held(store) == [(0, 10)]
+    assert store.read(ME, Version(10)) == copy
+    assert copy.pieces == (made,)
+    kept(store, OTHER, 10)
+    kept(store, OTHER, 20)
+    store.drop(ME, Version(10))
+    store.drop_others(OTHER, {20, 30})
+    assert held(store) == [(1, 20)]
+    assert len(list(copy.path.parent.iterdir())) == 1
+
+
+def test_a_copy_that_lacks_something_is_none(store: CopyStore) -> None:
+    draft = store.begin(ME, Version(10))
+    made = piece(draft, "a.bin", "shard", "s0", 10)
+    (draft / "a.bin").write_bytes(b"short")
+    with pytest.raises(CheckpointError, match=r"lacks bytes of a\.bin"):
+        store.finish(draft, ME, Version(10), [made])
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.read(ME, Version(10))
+    whole = kept(store)
+    whole.path.rename(whole.path.with_name("0-20"))
+    with pytest.raises(CheckpointError, match="something else"):
+        store.read(ME, Version(20))
+    (whole.path.with_name("0-20") / INDEX).write_bytes(b"\xc1 no index")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        store.read(ME, Version(20))
+
+
+def test_copies_of_an_older_launch_go(tmp_path: Path) -> None:
+    kept(CopyStore(tmp_path, 3))
+    newer = CopyStore(tmp_path, 4)
+    assert held(newer) == []
+    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["4"]
+
+
+def test_a_piece_is_verified_when_it_is_brought(store: CopyStore, tmp_path: Path) -> None:
+    copy = kept(store)
+    counted: list[int] = []
+    bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
+    assert (tmp_path / "out").read_bytes() == (copy.path / "a.bin").read_bytes()
+    assert sum(counted) >= copy.pieces[0].size
+    data = bytearray((copy.path / "a.bin").read_bytes())
+    data[7] ^= 1
+    (copy.path / "a.bin").write_bytes(data)
+    with pytest.raises(CheckpointError, match="damaged"):
+        bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
+    assert not (tmp_path / "out").exists()
+
+
+def test_too_little_memory_says_what_to_change(store: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    stat = SimpleNamespace(f_bavail=200, f_frsize=1 << 20, f_blocks=1000)
+    monkeypatch.setattr(os, "statvfs", lambda _: stat)
+    store.check_room(100 << 20)
+    with pytest.raises(NoRoomError, match=r"200 MiB of the 1,000 MiB .* four times the state"):
+        store.check_room(101 << 20)
+
+
+# ----------------------------------------------------------------------------------------------------------------- wire
+
+
+@pytest.fixture
+def receiver(tmp_path: Path) -> Iterator[Receiver]:
+    made = Receiver("127.0.0.1", "secret", "job")
+    made.store = CopyStore(tmp_path / "there", 3)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def sender(receiver: Receiver) -> Iterator[Sender]:
+    made = Sender(f"127.0.0.1:{receiver.port}", "secret", "job")
+    yield made
+    made.close()
+
+
+def send(sender: Sender, copy: Copy, version: int = 10, incarnation: int = 3, keep: tuple[int, ...] = ()) -> None:
+    sender.send(copy, ME, Version(version), incarnation, keep=[Version(v) for v in keep], cancelled=never)
+
+
+def test_a_copy_arrives(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
+    assert receiver.store is not None
+    for version, keep in ((10, ()), (20, (10,)), (30, (20,))):
+        send(sender, kept(store, version=version), version, keep=keep)
+    assert held(receiver.store) == [(0, 20), (0, 30)], "10 was not to be kept any longer"
+    here, there = store.read(ME, Version(30)), receiver.store.read(ME, Version(30))
+    assert here.pieces == there.pieces
+    assert all((here.path / p.file).read_bytes() == (there.path / p.file).read_bytes() for p in here.pieces)
+
+
+def test_what_is_not_right_is_refused(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
+    copy = kept(store)
+    with pytest.raises(SendError, match="another launch"):
+        send(sender, copy, incarnation=2)
+    with pytest.raises(SendError, match="something else"):
+        send(sender, copy, version=20)
+    stranger = Sender(sender.address, "another secret", "job")
+    with pytest.raises(SendError, match="token"):
+        send(stranger, copy)
+    stranger.close()
+    receiver.rank = ME
+    with pytest.raises(SendError, match="its own copies"):
+        send(sender, copy)
+    receiver.rank = OTHER
+    receiver.frozen = True
+    with pytest.raises(SendError, match="frozen"):
+        send(sender, copy)
+    receiver.frozen = False
+    data = bytearray((copy.path / "a.bin").read_bytes())
+    data[7] ^= 1
+    (copy.path / "a.bin").write_bytes(data)
+    with pytest.raises(SendError, match=r"'a.bin' is not what its index says"):
+        send(sender, copy)
+    assert receiver.store is not None
+    assert held(receiver.store) == []
+    assert list(receiver.store.begin(ME, Version(1)).parent.iterdir()) == [receiver.store.begin(ME, Version(1))]
+
+
+def test_a_copy_that_is_given_up_leaves_nothing(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
+    def cancelled() -> None:
+        raise Cancelled
+
+    with pytest.raises(Cancelled):
+        sender.send(kept(store), ME, Version(10), 3, keep=[], cancelled=cancelled)
+    send(sender, kept(store, version=20), 20)
+    assert receiver.store is not None
+    assert held(receiver.store) == [(0, 20)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [],
+        [pb.StoreRequest(data=b"x")],
+        [pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job")), pb.StoreRequest(data=b"")],
+        [
+            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
+            pb.StoreRequest(file=pb.StoreFile(name="../a")),
+        ],
+        [
+            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
+            pb.StoreRequest(file=pb.StoreFile(name="a")),
+            pb.StoreRequest(data=b"four"),
+        ],
+        [
+            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
+            pb.StoreRequest(file=pb.StoreFile(name="a")),
+            pb.StoreRequest(file=pb.StoreFile(name="a")),
+        ],
+    ],
+    ids=["nothing", "no beginning", "no file", "elsewhere", "too much", "twice"],
+)
+def test_nonsense_is_refused(receiver: Receiver, parts: list[pb.StoreRequest]) -> None:
+    with pytest.raises(CheckpointError):
+        receiver._take(iter(parts))
+    assert receiver.store is not None
+    assert held(receiver.store) == []
+
+
+# -------------------------------------------------------------------------------------------------------------- copying
+
+
+class Copies:
+    """What a rank keeps, with the thread of the test in the place of the training thread."""
+
+    def __init__(self, pages: Path, rank: Rank = ME, *, named: bool = True) -> None:
+        self.pages, self.source = pages, Source()
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.receiver = Receiver("127.0.0.1", "", "job")
+        self.copying = Copying(self.source, LAYOUT, rank, 10, self.receiver, "", "job", self.told.put)
+        self.copying.joined(pages, 3)
+        if named:
+            self.copying.named(m.CopyTo(ME, 1, NOBODY, ""))
+
+    def made(self, version: int) -> Any:
+        self.copying.updated(Version(version))
+        return self.hear()
+
+    def hear(self) -> Any:
+        return self.told.get(timeout=PATIENCE_S)
+
+    def settled(self, version: int, *, whole: bool) -> None:
+        self.copying.settle(pe.SettleCopy(Version(version), whole))
+        done = threading.Event()
+        self.copying._lane.submit(done.set)
+        assert done.wait(PATIENCE_S)
+
+    @property
+    def held(self) -> list[tuple[int, int]]:
+        return [(copy.of, copy.version) for copy in self.copying.held()]
+
+
+@pytest.fixture
+def copies(tmp_path: Path) -> Iterator[Copies]:
+    made = Copies(tmp_path / "pages")
+    yield made
+    made.source.go_on.set()
+    made.copying.close()
+
+
+def test_every_tenth_version_is_kept_and_two_at_most(copies: Copies) -> None:
+    for version in range(10):
+        copies.copying.updated(Version(version))
+    assert copies.source.calls == [], "it is not their turn"
+    assert copies.made(10) == pe.CopyMade(Version(10), True)
+    assert copies.source.calls[0] == m.SaverOrder(ME, (Shard("s0"),), How.AS_IS, (ME,), True)
+    copies.settled(10, whole=True)
+    copies.made(20)
+    assert copies.held == [(0, 10), (0, 20)]
+    copies.settled(20, whole=False)
+    copies.made(30)
+    assert copies.held == [(0, 10), (0, 30)]
+    copies.settled(30, whole=True)
+    assert copies.held == [(0, 30)]
+
+
+def test_before_a_buddy_is_named_nothing_is_kept(tmp_path: Path) -> None:
+    copies = Copies(tmp_path, named=False)
+    copies.copying.updated(Version(10))
+    copies.copying.close()
+    assert copies.source.calls == []
+
+
+def test_a_turn_is_skipped_while_the_last_copy_is_open(copies: Copies) -> None:
+    copies.made(10)
+    assert copies.made(20) == pe.CopySkipped(Version(20))
+    copies.settled(10, whole=True)
+    assert copies.made(30) == pe.CopyMade(Version(30), True)
+
+
+def test_the_next_update_waits_for_a_copy(copies: Copies) -> None:
+    copies.copying.hold()
+    copies.source.go_on.clear()
+    copies.copying.updated(Version(10))
+    updating = threading.Event()
+
+    def train() -> None:
+        copies.copying.hold()
+        updating.set()
+
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    assert copies.source.started.wait(PATIENCE_S)
+    assert not updating.is_set()
+    copies.source.go_on.set()
+    assert updating.wait(PATIENCE_S)
+    trainer.join()
+    assert copies.hear().stored
+    assert copies.copying.waited_s > 0
+    before = copies.copying.waited_s
+    copies.copying.hold()
+    assert copies.copying.waited_s == before, "through"
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_a_copy_that_takes_too_long_is_dropped(
+    copies: Copies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, deaf: bool
+) -> None:
+    copies.source.deaf = deaf
+    monkeypatch.setattr(copying, "HOLD_S", 0.01)
+    copies.source.go_on.clear()
+    copies.copying.updated(Version(10))
+    copies.copying.hold()  # gives up
+    monkeypatch.setattr(copying, "HOLD_S", PATIENCE_S * 10)
+    copies.copying.hold()  # does not wait again
+    assert copies.copying._attempt is not None and not copies.copying._attempt.through.is_set()
+    copies.source.go_on.set()
+    made = copies.hear()
+    assert not made.stored
+    assert "was not through when the next update" in made.text
+    assert copies.held == [], "it may have been changed while it was copied"
+    assert "no second copy of version 10" in caplog.text
+
+
+def test_a_freeze_ends_what_is_being_copied_and_keeps_what_is_there(copies: Copies) -> None:
+    copies.made(10)
+    copies.settled(10, whole=True)
+    copies.made(20)
+    copies.copying.freeze()
+    copies.settled(20, whole=True)
+    assert copies.held == [(0, 10), (0, 20)], "it has been said to be there"
+    copies.copying.updated(Version(30))  # made on request
+    assert copies.hear() == pe.CopySkipped(Version(30))
+    copies.copying.thaw()
+    copies.settled(40, whole=True)  # of another one: only waits
+    assert copies.held == [(0, 20)]
+    copies.source.go_on.clear()
+    copies.copying.updated(Version(40))
+    assert copies.source.started.wait(PATIENCE_S)
+    copies.copying.freeze()
+    copies.source.go_on.set()
+    copies.copying.quiesce()
+    assert copies.hear() == pe.CopyMade(Version(40), False, "the job was frozen")
+
+
+def test_what_fails_is_said_once_and_tried_again(copies: Copies, caplog: pytest.LogCaptureFixture) -> None:
+    copies.source.problem = OSError(28, "no space left on device")
+    for version in (10, 20):
+        made = copies.made(version)
+        assert (made.stored, "no space left" in made.text) == (False, True)
+        copies.settled(version, whole=False)
+    assert [r.levelno for r in caplog.records if r.levelno >= logging.WARNING] == [logging.WARNING]
+    copies.source.problem = None
+    assert copies.made(30).stored
+
+
+def test_too_little_memory_stops_the_copy_before_it_is_full(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies.source.go_on.clear()
+    copies.copying.updated(Version(10))
+    assert copies.source.started.wait(PATIENCE_S)
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=9, f_frsize=1 << 20, f_blocks=100))
+    copies.source.go_on.set()
+    made = copies.hear()
+    assert not made.stored
+    assert "9 MiB of the 100 MiB" in made.text
+
+
+def test_a_copy_goes_to_the_buddy_too(copies: Copies, tmp_path: Path) -> None:
+    buddy = Copies(tmp_path / "other host", OTHER)
+    copies.copying.named(m.CopyTo(ME, 1, OTHER, f"127.0.0.1:{buddy.receiver.port}"))
+    assert copies.made(10).stored
+    assert buddy.held == [(0, 10)]
+    copies.settled(10, whole=True)
+    buddy.copying.close()
+    assert not copies.made(20).stored
+    assert copies.held == [(0, 10), (0, 20)], "whole here; whether it can be used is decided by all"
+
+
+# --------------------------------------------------------------------------------------------------------------- saving
+
+
+def order(version: int, **more: Any) -> m.Save:
+    wanted = m.SaverOrder(ME, more.pop("shards", ()), How.AS_IS, more.pop("pages", ()), more.pop("job", False), **more)
+    return m.Save(ME, 1, "i", 7, Version(version), "draft", wanted)
+
+
+def test_what_is_brought_and_what_is_written_anew(copies: Copies) -> None:
+    copies.made(10)
+    kept_orders = order(10, kept=(Shard("s0"),), pages=(ME, OTHER), job=True)
+    live, brought = copies.copying.split(kept_orders, Version(17))
+    assert (live.shards, live.pages, live.job_state, live.kept) == ((), (OTHER,), False, ())
+    assert (brought.shards, brought.pages, brought.job_state, brought.kept) == ((), (ME,), True, ("s0",))
+    usual = order(17, shards=(Shard("s0"),), pages=(ME, OTHER), job=True)
+    live, brought = copies.copying.split(usual, Version(17))
+    assert live == usual.order
+    assert not (brought.pages or brought.job_state or brought.kept)
+
+
+def test_a_page_that_is_alive_is_taken_before_a_kept_one(copies: Copies) -> None:
+    copies.made(10)
+    live, brought = copies.copying.split(order(10, pages=(ME,)), Version(10))
+    assert (live.pages, brought.pages) == ((), (ME,))
+    writer = PageWriter(copies.pages, ME, incarnation=3)
+    assert writer.write(10, True, [b"page"])
+    live, brought = copies.copying.split(order(10, pages=(ME,)), Version(10))
+    writer.close(unlink=True)
+    assert (live.pages, brought.pages) == ((ME,), ())
+
+
+def test_pieces_of_a_copy_come_into_the_draft(copies: Copies, tmp_path: Path) -> None:
+    copies.made(10)
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    save = order(10, kept=(Shard("s0"),), pages=(ME,), job=True)
+    _, brought = copies.copying.split(save, Version(17))
+    pieces = copies.copying.bring(brought, save, draft, lambda: False, lambda _: None)
+    assert [(p.kind, p.shard, p.file) for p in pieces] == [
+        ("shard", "s0", "shard_0_10-k7.bin"),
+        ("rank_local", "", "rank_local_0_10-k7.bin"),
+        ("job", "", "job_0_10-k7.bin"),
+    ]
+    assert all((draft / p.file).stat().st_size == p.size and p.table == "a table" for p in pieces)
+    with pytest.raises(Cancelled):
+        copies.copying.bring(brought, save, draft, lambda: True, lambda _: None)
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        copies.copying.bring(brought, order(20), draft, lambda: False, lambda _: None)
+
+
+# ------------------------------------------------------------------------------------------------------------ processor
+
+
+def processor(layout: Layout, tmp_path: Path) -> Processor:
+    env = RankEnv(0, layout.world_size, 0, "127.0.0.1", "job", 0)
+    config = Config(port=1, run_dir=str(tmp_path), address="10.0.0.7")
+    return Processor(config, env, layout, Source(), str(tmp_path), buddy=True)
+
+
+def test_where_every_shard_has_replicas_nothing_is_kept(tmp_path: Path) -> None:
+    assert processor(grid(1, 2), tmp_path)._copying is None
+
+
+def test_where_one_has_none_a_port_is_announced(tmp_path: Path) -> None:
+    made = processor(grid(2, 1), tmp_path)
+    assert made._copying is not None
+    assert made._machine._greeting().copies_at == f"10.0.0.7:{made._copying._receiver.port}"
+    assert made._copying.every == 10
+    made._copying.close()
+
+
+def test_a_save_brings_and_writes(copies: Copies, tmp_path: Path) -> None:
+    made = processor(grid(2, 1), tmp_path)
+    assert made._copying is not None
+    made._copying.close()
+    made._copying, made.source = copies.copying, copies.source
+    copies.made(10)
+    made.gate.set_version(Version(17))
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    save = order(10, kept=(Shard("s0"),), pages=(ME,), job=True)
+    assert [p.kind for p in made._pieces(save, draft, lambda: False)] == ["shard", "rank_local", "job"]
+    assert len(copies.source.calls) == 1, "the state that is alive is of another version"
+    assert made.written > 0
+    both = order(17, shards=(Shard("s0"),), pages=(ME,), job=True)
+    assert [p.file for p in made._pieces(both, draft, lambda: False)] == [
+        "shard_0_7.bin",
+        "rank_local_0_7.bin",
+        "job_0_7.bin",
+    ]

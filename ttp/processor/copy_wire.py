@@ -1,0 +1,233 @@
+"""Copies on their way to another host's memory: the end that sends them, and the one that takes them.
+
+They go straight from rank to rank, not through the controller, which has other things to do than to pass on gigabytes.
+A receiver takes one at a time, in chunks of 1 MiB; it verifies every digest before a copy exists.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import hmac
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ttp.core.buddies import NOBODY
+from ttp.core.layout import Rank, Version
+from ttp.errors import CheckpointError
+from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
+from ttp.store.digest import HashingFile
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, TOKEN_KEY, metadata
+from ttp.wire.v1 import buddy_pb2 as pb
+from ttp.wire.v1 import buddy_pb2_grpc as rpc
+
+log = logging.getLogger("ttp.processor")
+
+SEND_S = 600.0
+"""A copy that takes longer on its way comes to nothing."""
+MESSAGE_BYTES_MAX = 4 << 20
+FILES_MAX = 10_000
+CLOSE_S = 1.0
+
+
+class SendError(Exception):
+    """The copy did not arrive."""
+
+
+class Sender:
+    """Sends copies to one receiver.
+
+    Args:
+        address: host:port of the buddy.
+        token: shared secret of the job; may be empty.
+        run_id: the job.
+    """
+
+    def __init__(self, address: str, token: str, run_id: str) -> None:
+        self.address = address
+        self._token, self._run_id = token, run_id
+        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+
+    def send(
+        self,
+        copy: Copy,
+        rank: Rank,
+        version: Version,
+        incarnation: int,
+        *,
+        keep: Collection[Version],
+        cancelled: Callable[[], None],
+    ) -> None:
+        """Returns when the buddy has stored it whole.
+
+        Args:
+            copy: what to send.
+            rank: whose it is.
+            version: of that.
+            incarnation: launch of the job.
+            keep: versions of this rank that the buddy still has to keep.
+            cancelled: called between the chunks; raises to give up.
+
+        Raises:
+            SendError: the buddy refused it, or cannot be reached.
+        """
+        files = [(piece.file, piece.size) for piece in copy.pieces]
+        files.append((INDEX, (copy.path / INDEX).stat().st_size))
+        begin = pb.StoreBegin(
+            of=rank,
+            version=version,
+            incarnation=incarnation,
+            run_id=self._run_id,
+            size=sum(size for _, size in files),
+            keep=keep,
+        )
+        given_up: list[Exception] = []
+        calling = threading.Event()
+
+        def requests() -> Iterator[pb.StoreRequest]:
+            try:
+                yield pb.StoreRequest(begin=begin)
+                for name, size in files:
+                    yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
+                    for chunk in chunks(copy.path / name):
+                        cancelled()
+                        yield pb.StoreRequest(data=bytes(chunk))
+            except Exception as problem:  # grpc would print it
+                given_up.append(problem)
+                calling.wait()
+                call.cancel()
+
+        call = rpc.BuddyStub(self._channel).Store.future(requests(), metadata=metadata(self._token), timeout=SEND_S)
+        calling.set()
+        try:
+            call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as problem:
+            if given_up:
+                raise given_up[0] from None
+            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
+            raise SendError(f"the buddy at {self.address} did not take it: {details}") from None
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._channel.close()
+
+
+class Receiver(rpc.BuddyServicer):
+    """Takes copies of ranks of other hosts.
+
+    Args:
+        bind: address to listen on; empty: every address.
+        token: shared secret of the job; may be empty.
+        run_id: the job.
+
+    Raises:
+        RuntimeError: no port can be had.
+    """
+
+    def __init__(self, bind: str, token: str, run_id: str) -> None:
+        self._token, self._run_id = token.encode(), run_id
+        self.store: CopyStore | None = None
+        """Where copies go; None: this rank has not joined yet."""
+        self.rank = NOBODY
+        """Who takes them: its own are not to be written from outside."""
+        self.frozen = False
+        """What is kept is being looked at: nothing comes, nothing goes."""
+        options = [(k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"]
+        self._server = grpc.server(
+            concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttp-buddy-take"),
+            options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
+        )
+        rpc.add_BuddyServicer_to_server(self, self._server)
+        self.port = self._server.add_insecure_port(f"[{bind}]:0" if ":" in bind else f"{bind or '[::]'}:0")
+        if self.port == 0:
+            raise RuntimeError(f"no port can be had at {bind or 'this host'}")
+        self._server.start()
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        self._server.stop(grace=None).wait(CLOSE_S)
+
+    def Store(  # noqa: N802 - as the proto calls it
+        self, request_iterator: Iterator[pb.StoreRequest], context: Any
+    ) -> pb.StoreResponse:
+        """See the proto."""
+        given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
+        if not hmac.compare_digest(str(given).encode(), self._token):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the request does not carry this job's token")
+        try:
+            self._take(request_iterator)
+        except NoRoomError as problem:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        except (CheckpointError, OSError) as problem:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
+        return pb.StoreResponse()
+
+    def _take(self, requests: Iterator[pb.StoreRequest]) -> None:
+        first = next(requests, None)
+        if first is None or first.WhichOneof("part") != "begin":
+            raise CheckpointError("a copy begins with what it is of")
+        begin, store = first.begin, self.store
+        if store is None or (begin.run_id, begin.incarnation) != (self._run_id, store.incarnation):
+            raise CheckpointError("it is of another job or another launch of it, or this rank has not joined yet")
+        self._check_frozen()
+        rank, version = Rank(begin.of), Version(begin.version)
+        if rank == self.rank:
+            raise CheckpointError(f"rank {rank} keeps its own copies itself")
+        store.drop_others(rank, set(begin.keep))
+        store.check_room(begin.size)
+        draft = store.begin(rank, version)
+        try:
+            found = self._receive(requests, draft, begin.size)
+            _verify(store, draft, rank, version, found)
+            self._check_frozen()
+            store.publish(draft, rank, version)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _receive(self, requests: Iterator[pb.StoreRequest], draft: Path, size: int) -> dict[str, tuple[int, str]]:
+        """Write the files; returns size and digest of each."""
+        found: dict[str, tuple[int, str]] = {}
+        writer: HashingFile | None = None
+        left = size
+        try:
+            for request in requests:
+                if request.WhichOneof("part") == "file":
+                    if writer is not None:
+                        found[writer.path.name] = writer.sync_and_close()
+                    writer = _open(draft, request.file.name, len(found))
+                    self._check_frozen()
+                elif writer is not None and len(request.data) <= left:
+                    left -= writer.write(request.data)
+                else:
+                    raise CheckpointError("more bytes than were promised")
+            if writer is not None:
+                found[writer.path.name] = writer.sync_and_close()
+        finally:
+            if writer is not None:
+                with contextlib.suppress(OSError):
+                    writer.close()
+        return found
+
+    def _check_frozen(self) -> None:
+        if self.frozen:
+            raise CheckpointError("the job is frozen")
+
+
+def _open(draft: Path, name: str, count: int) -> HashingFile:
+    if not plain_name(name) or (draft / name).exists() or count >= FILES_MAX:
+        raise CheckpointError(f"{name!r:.80} cannot be a file of a copy")
+    return HashingFile(draft / name)
+
+
+def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: dict[str, tuple[int, str]]) -> None:
+    promised = {piece.file: (piece.size, piece.digest) for piece in store.described(draft, rank, version)}
+    arrived = {name: what for name, what in found.items() if name != INDEX}
+    if promised != arrived:
+        wrong = sorted(promised.items() ^ arrived.items())
+        raise CheckpointError(f"{wrong[0][0]!r:.80} is not what its index says")
