@@ -101,13 +101,9 @@ def write(target: Path, what: Plan, progress: Progress) -> dict[str, str]:
         CheckpointError: a tensor cannot be read, or the header would be too long.
         OSError: the disk refused.
     """
-    digests: dict[str, str] = {}
     with HashingFile(target, progress) as file:
         file.write(_header(what))
-        for name, entry in what.tensors.items():
-            tensor = entry.read()
-            digests[name] = digest_of(tensor)
-            file.write(bytes_of(tensor))
+        digests = {name: _append(file, entry) for name, entry in what.tensors.items()}
         file.sync_and_close()
     return digests
 
@@ -129,6 +125,13 @@ def read_back(path: Path, what: Plan, digests: Mapping[str, str], progress: Prog
                 progress(tensor.nbytes)
     except (OSError, require().SafetensorError) as problem:
         raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
+
+
+def _append(file: HashingFile, entry: Entry) -> str:
+    """Write one tensor, of which nothing is left in memory afterwards; its digest."""
+    tensor = entry.read()
+    file.write(bytes_of(tensor))
+    return digest_of(tensor)
 
 
 def _weights(contents: Contents) -> tuple[dict[str, Entry], tuple[str, ...]]:
