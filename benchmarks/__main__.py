@@ -13,12 +13,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import controller_load, core, detect, rescue, save, steady, zero
+from benchmarks import controller_load, core, detect, layouts, rescue, save, steady, zero
 from benchmarks.result import Result
 
 GROUPS = {
     "core": core.run,
     "steady": steady.run,
+    "layouts": layouts.run,
     "zero": zero.run,
     "save": save.run,
     "detect": detect.run,
