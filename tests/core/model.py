@@ -26,6 +26,7 @@ from tests.core.machines import GONE, Machines
 from tests.core.oracle import best
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
+from ttp.core.buddies import keepers
 from ttp.core.controller_events import ConnectionId, Patience, Received, Record, Send, StreamEnded, Tick
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.decide import Answer, How
@@ -129,6 +130,7 @@ class Model:
         rival: there is a second controller, which stands by.
         gradients: ranks at the closed gate, or frozen in the barrier, can make the update on request.
         preimages: ranks that have made the update can go back.
+        kept: every rank can read a copy of the first version of every shard.
         late: whoever has to connect again may take longer than the grace.
         eager: orders arrive at once; reports still interleave.
         stripes: into how many parts shards are cut.
@@ -147,6 +149,7 @@ class Model:
         rival: bool = False,
         gradients: bool = False,
         preimages: bool = False,
+        kept: bool = False,
         late: bool = False,
         eager: bool = False,
         stripes: int = 0,
@@ -156,6 +159,8 @@ class Model:
         self.layout, self.kills, self.hanging, self.eager = layout, kills, hanging, eager
         self.breaks, self.takeovers, self.repeats, self.late = breaks, takeovers, repeats, late
         self.rival, self.gradients, self.preimages = rival, gradients, preimages
+        self.copies = tuple(m.KeptCopy(r, BASE) for r in sorted(keepers(layout))) if kept else ()
+        self.kept = tuple((shard, BASE) for shard in layout.groups) if kept else ()
         self.world = layout.world_size
         self.outcomes: set[tuple[int | None, ...]] = set()
         self.hows: set[str] = set()
@@ -369,6 +374,9 @@ class Model:
         if isinstance(order, m.Save):
             version = order.version if order.order.how is How.UNDO else state.gates[r].version
             files = frozenset((f"{order.draft}/{s}_{order.generation}", s, version) for s in order.order.shards)
+            if order.order.kept and (not self.kept or order.version != BASE):
+                raise Broken(f"I1: a copy of version {order.version} is wanted {_story(path)}")
+            files |= {(f"{order.draft}/{s}_{order.generation}", s, BASE) for s in order.order.kept}
             if {f for f, _, _ in files} & {f for f, _, _ in state.durable}:
                 raise Broken(f"I4: a file is written twice {_story(path)}")
             cut = "uneven" if r == self.uneven else ""
@@ -466,7 +474,9 @@ class Model:
         """What is seen under the closed gate."""
         gate = state.gates[r]
         back = self.preimages and gate.version == NEXT and not gate.updating
-        return pm.Quiet(gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back)
+        return pm.Quiet(
+            gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back, kept=self.copies
+        )
 
     def _gone(self, state: State, r: int, code: int | None, *, keep: bool) -> State:
         return replace(
@@ -504,7 +514,7 @@ class Model:
     def _possible(self, state: State, live: set[Rank], incident: Incident) -> int | None:
         """The largest version; made or unmade by request only if somebody has finished it and it is not whole."""
         alive = [r for r in sorted(live) if state.ranks[r] and not state.gates[r].updating]
-        copies = [Answer(r, state.gates[r].version) for r in alive]
+        copies = [Answer(r, state.gates[r].version, kept=self.kept) for r in alive]
         plain = best(self.layout, copies)
         if plain is not None and plain >= max(a.version for a in copies):
             return plain

@@ -62,6 +62,14 @@ def test_three_replicas_one_kill(hanging: frozenset[int]) -> None:
     assert always_saved(explore(1, 3, 1, hanging))
 
 
+def test_without_replicas_copies_are_the_way_back() -> None:
+    model = explore(2, 1, 1, kept=True)
+    assert model.outcomes == {(LOST, 75), (75, LOST)}
+    assert "kept" in model.hows
+    assert explore(2, 1, 0, breaks=1, kept=True).outcomes == {(None, None)}
+    assert explore(2, 1, 1, frozenset({0}), kept=True, takeovers=1).outcomes == {(LOST, 75), (75, LOST)}
+
+
 def test_three_replicas_two_kills() -> None:
     assert always_saved(explore(1, 3, 2, eager=True))
 
