@@ -13,12 +13,13 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import controller_load, core, detect, layouts, rescue, save, steady, zero
+from benchmarks import buddy, controller_load, core, detect, layouts, rescue, save, steady, zero
 from benchmarks.result import Result
 
 GROUPS = {
     "core": core.run,
     "steady": steady.run,
+    "buddy": buddy.run,
     "layouts": layouts.run,
     "zero": zero.run,
     "save": save.run,
