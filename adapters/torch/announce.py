@@ -89,6 +89,10 @@ Key = Ranks | str
 """What the entries of one shard of this rank have in common: how they are cut, or the shard of an explicit layout."""
 
 
+UNNAMED: Key = ()
+"""What is cut in no way; beside an explicit layout, what no shard of it names: buffers, which go with all."""
+
+
 def held(parts: Parts, rank: int) -> dict[Key, list[Entry]]:
     """The entries of this rank, by what will be its shards.
 
@@ -102,6 +106,7 @@ def held(parts: Parts, rank: int) -> dict[Key, list[Entry]]:
     else:
         for entry in _parameters(parts):
             found[label_of(parts, entry.name.removeprefix("model."), rank)].append(entry)
+        found[UNNAMED] = list(_others(parts))
     return found
 
 

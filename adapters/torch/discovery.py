@@ -102,9 +102,9 @@ def discover(parts: Parts) -> FoundSharding:
         layout, names = named(shards, parts.world_size)
     else:
         layout = parts.layout
-        names = explicit(shards, layout)
+        names = explicit({i: ranks for i, ranks in shards.items() if i[-1] in layout.groups}, layout)
     elsewhere = _names_elsewhere(views, mine, me)
-    found = {key: names[identity] for key, identity in zip(mine, _identities(views, me), strict=True)}
+    found = {key: names[i] for key, i in zip(mine, _identities(views, me), strict=True) if i in names}
     flat = len({view.groups for view in views}) > 1
     if me == 0 and layout.unreplicated():
         log.warning("%s", _alone(layout))

@@ -23,7 +23,7 @@ Bits = list[set[str]]
 
 SCRIPT = Path(__file__).with_name("sharded_job.py")
 STEPS = 9
-TIMEOUT_S = 500
+TIMEOUT_S = 1200
 
 KINDS = {"hsdp": ((0, 2), (1, 3)), "tp": ((0, 2), (1, 3)), "pp": ((0, 1), (2, 3))}
 """The replica groups of each kind."""

@@ -23,8 +23,9 @@ from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.core.decide import How
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, SaverOrder
+from ttp.errors import ConfigError
 
 WORLD = 4
 Made = tuple[nn.Module, Any]
@@ -54,8 +55,9 @@ def net() -> Net:
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    decayed = [p for p in model.parameters() if p.dim() > 1]
-    others = [p for p in model.parameters() if p.dim() <= 1]
+    named = list(model.named_parameters())  # FSDP1 leaves one dimension: not what tells them apart
+    decayed = [p for name, p in named if name.endswith("weight") and "norm" not in name]
+    others = [p for name, p in named if not (name.endswith("weight") and "norm" not in name)]
     return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
 
 
@@ -171,7 +173,25 @@ def layouts(directory: Path, rank: int) -> dict[str, Any]:
     for name in KINDS:
         model = made(name, rank)
         told[name] = described(sharding(model), model, rank)
-    return told
+    return told | said_by_hand(rank)
+
+
+def said_by_hand(rank: int) -> dict[str, Any]:
+    """A layout that the user names, and stages that call different things by the same names."""
+    groups = {"dense": (0, 1, 2, 3), "inner-0": (0, 2), "inner-1": (1, 3)}
+    layout = Layout(WORLD, {Shard(s): tuple(map(Rank, ranks)) for s, ranks in groups.items()})
+    model: Any = net()
+    model.inner = nn.ModuleDict({f"expert{rank % 2}": model.inner})  # two experts, two copies of each
+    found = sharding(model, layout, lambda name: f"inner-{rank % 2}" if name.startswith("inner.") else "dense")
+    written = {shard: sorted(found.parameters_of(shard)) for shard in found.layout.groups}
+    told = {"explicit": {"written": written, "elsewhere": sorted(found.elsewhere())}}
+    mesh = mesh_of(2, 2)
+    stage = DistributedDataParallel(nn.Linear(2, 2), process_group=mesh["b"].get_group())
+    try:
+        sharding(stage)
+    except ConfigError as problem:
+        return told | {"clash": str(problem)}
+    return told | {"clash": ""}
 
 
 # ------------------------------------------------------------------------------------------------- saving and restoring
@@ -248,8 +268,24 @@ def held(job: Job) -> dict[str, Tensor]:
             f"model.{name.replace('_fsdp_wrapped_module.', '')}": parameter.detach().clone()
             for name, parameter in job.model.named_parameters(remove_duplicate=False)
         }
-    state = FullyShardedDataParallel.full_optim_state_dict(job.model, job.optimizer, rank0_only=False)["state"]
-    return found | {f"optim.{name}.{key}": value for name, values in state.items() for key, value in values.items()}
+    # On the CPU what torch gathers first is overwritten by what it gathers last: each in its turn is the last.
+    for name, values in gathered(job).items():
+        found |= {f"optim.{name}.{key}": values[key].clone() for key in ("step", "exp_avg_sq")}
+    swap(job.optimizer)
+    for name, values in gathered(job).items():
+        found[f"optim.{name}.exp_avg"] = values["exp_avg_sq"].clone()
+    swap(job.optimizer)
+    return found
+
+
+def gathered(job: Job) -> dict[str, dict[str, Tensor]]:
+    found = FullyShardedDataParallel.full_optim_state_dict(job.model, job.optimizer, rank0_only=False)
+    return dict(found["state"])
+
+
+def swap(optimizer: torch.optim.Optimizer) -> None:
+    for values in optimizer.state.values():
+        values["exp_avg"], values["exp_avg_sq"] = values["exp_avg_sq"], values["exp_avg"]
 
 
 def save_all(directory: Path, rank: int) -> None:

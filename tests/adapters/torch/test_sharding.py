@@ -68,6 +68,20 @@ def test_every_parameter_is_in_one_shard_of_a_rank(told: list[dict[str, Any]], k
     assert everything == set(told[0]["by hand"]["written"]["model"])
 
 
+def test_a_layout_that_the_user_names(told: list[dict[str, Any]]) -> None:
+    for rank, said in enumerate(told):
+        here, there = f"inner-{rank % 2}", f"inner-{1 - rank % 2}"
+        written = said["explicit"]["written"]
+        assert written[here] == [f"inner.expert{rank % 2}.{key}" for key in ("bias", "weight")]
+        assert written[there] == [] and "embed.weight" in written["dense"]
+        assert said["explicit"]["elsewhere"] == [f"inner.expert{1 - rank % 2}.{key}" for key in ("bias", "weight")]
+
+
+def test_stages_that_call_different_things_by_one_name(told: list[dict[str, Any]]) -> None:
+    for said in told:
+        assert "rank 0 and rank 2 hold parameters of the same names" in said["clash"]
+
+
 # ------------------------------------------------------------------------------------------------- saving and restoring
 
 
@@ -113,6 +127,7 @@ def test_a_larger_world(saved: Path, world: int, targets: list[str]) -> None:
     restored(saved, [(source, target) for source in SOURCES for target in targets], world=world)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_stock_torch_reads_it_in_a_plain_process(saved: Path, kind: str) -> None:
     from tests.adapters.torch.shard_worker import adamw, net

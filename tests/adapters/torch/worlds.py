@@ -7,13 +7,14 @@ import json
 import multiprocessing
 import os
 import traceback
+import uuid
 from collections.abc import Mapping
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-TIMEOUT_S = 180
+TIMEOUT_S = 500
 
 _server = multiprocessing.get_context("forkserver")
 
@@ -27,6 +28,9 @@ def run_world(
         AssertionError: a rank failed; its traceback is in the text.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    for left in (*directory.glob("failed*"), *directory.glob("told*.json")):
+        left.unlink()
+    env = {**env, "WORLD_STORE": str(directory / f"store.{uuid.uuid4().hex}")}  # never one that was used before
     _server.set_forkserver_preload(["torch", "torch.distributed.fsdp", "ttp.adapters.torch.adapter"])
     ranks = [
         _server.Process(target=_rank, args=(directory, module, function, rank, size, dict(env)), daemon=True)
@@ -57,7 +61,7 @@ def _rank(directory: Path, module: str, function: str, rank: int, size: int, env
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), **env}
     try:
-        store = f"file://{directory}/store.{function}"
+        store = f"file://{env['WORLD_STORE']}"
         dist.init_process_group("gloo", init_method=store, rank=rank, world_size=size)
         told = getattr(importlib.import_module(module), function)(directory, rank)
         (directory / f"told{rank}.json").write_text(json.dumps(told))
