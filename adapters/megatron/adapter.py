@@ -103,6 +103,10 @@ class MegatronAdapter(TorchAdapter):
             )  # fmt: skip
         return layout
 
+    def sharding(self, world_size: int) -> Any:
+        """All that this rank holds; found when the objects were registered."""
+        return self._held
+
     def attach(self, processor: Processor) -> None:
         """Hook into the inner optimizers; report to ``processor``."""
         self._processor, source = processor, self._source
@@ -188,6 +192,10 @@ class MegatronAdapter(TorchAdapter):
             scheduler.step(increment=increment)
         self._source.increment = increment
         return []
+
+    def _number(self, rank: int, world_size: int) -> int:
+        """Nothing: Megatron's own seeds tell apart the ranks that may differ."""
+        return 0
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
         return world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)

@@ -17,6 +17,7 @@ def protect(
     save_dir: str | Path = "checkpoints",
     extra_state: Any = None,
     undo: str | None = None,
+    buddy: bool = False,
 ) -> None:
     """Register what Megatron trains, and protect it when ttp is switched on (``TTP_PORT``).
 
@@ -32,6 +33,7 @@ def protect(
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: see ``ttp.wrap_optimizer``.
         undo: see ``ttp.wrap_optimizer``.
+        buddy: see ``ttp.wrap_optimizer``; for state that one rank holds alone, where there is one instance only.
 
     Raises:
         ConfigError: the settings, the save_dir, or the kind of optimizer cannot be used; the text says what can.
@@ -43,4 +45,4 @@ def protect(
     adapter = MegatronAdapter(
         optimizer, model=model, scheduler=opt_param_scheduler, args=args, extra_state=extra_state, undo=undo
     )
-    register(adapter, save_dir)
+    register(adapter, save_dir, buddy=buddy)

@@ -7,7 +7,7 @@ model computes with are never read: after the update they are brought together b
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,6 +29,7 @@ from ttp.adapters.torch.local_piece import Pages
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
 from ttp.adapters.torch.source import TorchSource
+from ttp.adapters.torch.table import Path as ItemPath
 from ttp.core.layout import Layout, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
@@ -89,7 +90,6 @@ class MegatronSource(TorchSource):
     """
 
     framework = "megatron"
-    writes_parts = False
 
     def __init__(
         self,
@@ -165,6 +165,11 @@ class MegatronSource(TorchSource):
                 memory = captured.get(id(described.tensor), described.tensor).detach().contiguous().view(-1)
                 for part in described.whole:
                     yield part.key, part.chunk(memory, 0)
+
+    def _agreed(self) -> Callable[[ItemPath], bool]:
+        """All but buffers, in which healthy replicas may differ."""
+        apart = {part.key for d in self.held.fixed() if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
+        return lambda path: path[0] not in apart
 
     def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
         return [list(_leaves_of(inner)) if (inner := self.held.inner_of(shard)) else [] for shard in shards]

@@ -37,14 +37,12 @@ def test_another_layout(
 ) -> None:
     job, unhurt = killed(nursery, tmp_path, source)
     assert_equal(unhurt, job.state("other", target, ranks, ttp_from=str(job.save_dir)))
-    assert_equal(unhurt, job.state("stock", target, ranks, stock_from=str(job.checkpoint)))
+    if source.get("ep", 1) == target.get("ep", 1):  # else Megatron has one optimizer here and two there, and refuses
+        assert_equal(unhurt, job.state("stock", target, ranks, stock_from=str(job.checkpoint)))
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_another_kind_of_optimizer(nursery: Nursery, tmp_path: Path, bf16: bool) -> None:
     job, unhurt = killed(nursery, tmp_path, {"instances": 2, "bf16": bf16})
     plain = job.state("plain", {"distributed": False, "bf16": bf16}, ttp_from=str(job.save_dir))
-    renamed = {key.replace(".fp32_param.", ".param."): value for key, value in plain.items()}
-    assert renamed.keys() <= unhurt.keys()
-    for key, value in renamed.items():
-        assert torch.equal(value, unhurt[key]), key
+    assert_equal(unhurt, plain)

@@ -9,7 +9,9 @@ import runpy
 import signal
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -217,18 +219,71 @@ def _described(training: Training, metadata: Any, *, is_loading: bool) -> dict[s
     return described
 
 
-def _boxes(training: Training) -> list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]:
-    """Key, global shape, offset and elements of everything Megatron would save."""
+Boxes = list[tuple[str, tuple[int, ...], tuple[int, ...], torch.Tensor]]
+
+
+def _boxes(training: Training) -> Boxes:
+    """Key, global shape, offset and elements of all weights and moments, brought together without ttp.
+
+    Megatron's own ``fully_reshardable`` state is not used: of a model of several buckets it leaves out elements.
+    """
     from megatron.core.dist_checkpointing.dict_utils import nested_values
     from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
 
-    described = _described(training, {"distrib_optim_sharding_type": "fully_reshardable"}, is_loading=False)
+    model = {f"model{number}": chunk.sharded_state_dict() for number, chunk in enumerate(_plain(training))}
+    by_parameter = {id(one.data): one for one in nested_values(model)}
+    described: dict[str, Any] = dict(model)
+    for number, optimizer in enumerate(training.optimizer.chained_optimizers):
+        found = _states(optimizer)
+        described[f"optimizer{number}"] = [
+            replace(of, key=f"optimizer.state.{name}.{of.key}", data=value, **_dtype_of(of, value))
+            for parameter, values in found
+            for name, value in values.items()
+            for of in [by_parameter[id(parameter)]]
+        ]
     apply_factories(described)
     return [
         (one.key, tuple(one.global_shape), tuple(one.global_offset), one.data.detach().clone())
         for one in nested_values(described)
         if isinstance(one, ShardedTensor)
     ]
+
+
+def _dtype_of(entry: Any, value: torch.Tensor) -> dict[str, Any]:
+    return {"dtype": value.dtype} if hasattr(entry, "dtype") else {}
+
+
+def _states(optimizer: Any) -> list[tuple[Any, dict[str, torch.Tensor]]]:
+    """Parameter, and its fp32 copy and moments, whole."""
+    if hasattr(optimizer, "_get_model_param_range_map"):
+        return [(parameter, _gathered(optimizer, parameter)) for parameter in _buffered(optimizer)]
+    plain = optimizer.optimizer
+    pairs = [(p, p) for group in plain.param_groups for p in group["params"]]
+    if hasattr(optimizer, "float16_groups"):
+        halves = chain(*optimizer.float16_groups), chain(*optimizer.fp32_from_float16_groups)
+        pairs = [*zip(*halves, strict=True), *((p, p) for p in chain(*optimizer.fp32_from_fp32_groups))]
+    moments = ("exp_avg", "exp_avg_sq")
+    return [
+        (parameter, {"param": main.detach().clone(), **{name: plain.state[main][name] for name in moments}})
+        for parameter, main in pairs
+    ]
+
+
+def _buffered(optimizer: Any) -> list[Any]:
+    return [parameter for buffer in optimizer.buffers for parameter in buffer.param_index_map]
+
+
+def _gathered(optimizer: Any, parameter: Any) -> dict[str, torch.Tensor]:
+    """Of the stretches of all ranks of one instance."""
+    whole = {name: torch.zeros(parameter.numel()) for name in ("param", "exp_avg", "exp_avg_sq")}
+    if parameter in optimizer.model_param_gbuf_map:
+        stretch = optimizer._get_model_param_range_map(parameter)["param"]
+        mine = optimizer._get_main_param_and_optimizer_states(parameter)
+        for name, target in whole.items():
+            target[stretch.start : stretch.end] = mine[name].detach()
+    for target in whole.values():
+        dist.all_reduce(target, group=optimizer.data_parallel_group)
+    return {name: target.view(parameter.shape) for name, target in whole.items()}
 
 
 def example(arguments: list[str]) -> None:
