@@ -33,7 +33,7 @@ def is_distributed(tensor: Any) -> bool:
 
 def local(tensor: Any) -> Tensor:
     """The memory of this rank."""
-    return tensor._local_tensor.detach() if is_distributed(tensor) else tensor  # type: ignore[no-any-return]
+    return tensor._local_tensor.detach() if is_distributed(tensor) else tensor
 
 
 def cut_among(tensor: Any) -> Ranks:
@@ -67,7 +67,7 @@ def mesh_ranks(tensor: Any) -> Ranks:
 def stored(tensor: Any) -> Stored:
     """What of it is here; see ``Sharding.stored``."""
     if not is_distributed(tensor):
-        return tensor  # type: ignore[no-any-return]
+        return tensor
     if not cut_among(tensor):
         return local(tensor)
     shape = tuple(tensor.shape)

@@ -45,9 +45,9 @@ class FlatPiece:
 
     def of(self, tensor: Tensor) -> Tensor:
         """The elements that are here, of the parameter itself or of a tensor that goes with it."""
-        memory = getattr(self.owner, "_local_shard", None)  # absent before the first forward pass
+        memory: Tensor | None = getattr(self.owner, "_local_shard", None)  # absent before the first forward pass
         if tensor is self.parameter and memory is not None:
-            return memory.detach()[self.offset : self.offset + self.count]  # type: ignore[no-any-return]
+            return memory.detach()[self.offset : self.offset + self.count]
         return tensor.detach()
 
 
@@ -83,8 +83,9 @@ def _pieces(handle: Any) -> Iterator[FlatPiece]:
     flat = handle.flat_param
     ranks = tuple(sorted(dist.get_process_group_ranks(handle.process_group)))
     for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
-        place = (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0, 0)
-        yield FlatPiece(parameter, flat, tuple(shape), *place, ranks)
+        here = (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0, 0)
+        start, offset, count = here
+        yield FlatPiece(parameter, flat, tuple(shape), start, offset, count, ranks)
 
 
 def _wrapped(model: nn.Module) -> Iterator[Any]:
