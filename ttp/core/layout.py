@@ -8,7 +8,6 @@ new kind of parallelism is a new way of making a ``Layout`` and nothing else.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice, pairwise
@@ -24,10 +23,8 @@ Version = NewType("Version", int)
 WORLD_SIZE_MAX = 1 << 20
 """Ranks of the largest world that is believed: ten times what ttp is made for."""
 
-PART_NAME = r"(.*)#([1-9][0-9]{0,3})/([1-9][0-9]{0,3})"
-"""What a part of a shard is called, see ``ttp.core.stripes``: no shard may be."""
-
 _SHOWN_MAX = 100
+_DIGITS_MAX = 4
 
 REPLICATED = Shard("model")
 """The only shard of plain data parallelism: every rank holds all of it."""
@@ -77,6 +74,19 @@ class Layout:
         return tuple(s for s, ranks in self.groups.items() if len(ranks) == 1)
 
 
+def part_name(name: str) -> tuple[Shard, int, int] | None:
+    """Shard, number and count in the name of a part, such as ``model#2/4`` (``ttp.core.stripes``); None: it is none."""
+    shard, sign, suffix = name.rpartition("#")
+    index, _, count = suffix.partition("/")
+    if not (sign and _counts(index) and _counts(count)):
+        return None
+    return Shard(shard), int(index), int(count)
+
+
+def _counts(digits: str) -> bool:
+    return digits.isascii() and digits.isdigit() and len(digits) <= _DIGITS_MAX and digits[0] != "0"
+
+
 def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
     if world_size < 1:
         raise ConfigError(f"world size {world_size} is not a number of ranks; it must be at least 1")
@@ -86,7 +96,7 @@ def _check(world_size: int, groups: Mapping[Shard, tuple[Rank, ...]]) -> None:
         raise ConfigError("a layout needs at least one shard")
     held: set[Rank] = set()
     for shard, ranks in groups.items():
-        if re.fullmatch(PART_NAME, shard, re.ASCII | re.DOTALL):
+        if part_name(shard):
             raise ConfigError(f"{shard!r} is what ttp calls a part of a shard (2 of 4): give the shard another name")
         if not ranks:
             raise ConfigError(f"shard {shard!r} has an empty replica group")

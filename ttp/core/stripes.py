@@ -10,11 +10,10 @@ so many parts, and only parts that nobody has written are given out.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from ttp.core.layout import PART_NAME, Shard, Version
+from ttp.core.layout import Shard, Version, part_name
 
 WHOLE, AUTO = 0, -1
 """Values of ``TTP_STRIPES`` beside a number of parts: never cut, and cut where it helps."""
@@ -31,8 +30,6 @@ PART_BYTES_MIN = 64 << 20
 _WORTH = 10
 """Percent. Fewer parts are taken unless more make the save faster by so much."""
 
-_PART = re.compile(PART_NAME, re.ASCII | re.DOTALL)
-
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -45,10 +42,8 @@ class Part:
 
 def parse(name: Shard) -> Part:
     """What ``name`` means; a name without a suffix is a whole shard."""
-    match = _PART.fullmatch(name) if "#" in name else None
-    if match is None or not 1 <= int(match[2]) <= int(match[3]):
-        return Part(name, 1, 1)
-    return Part(Shard(match[1]), int(match[2]), int(match[3]))
+    found = part_name(name) if "#" in name else None
+    return Part(*found) if found and found[1] <= found[2] else Part(name, 1, 1)
 
 
 def base_of(name: Shard) -> Shard:
