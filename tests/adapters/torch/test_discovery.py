@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch")
 from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.optim import Optimizer  # noqa: E402
 
 from ttp.adapters.torch import cuts  # noqa: E402
 from ttp.adapters.torch.announce import Said, View, label_of  # noqa: E402
@@ -151,10 +152,13 @@ class TestCuts:
 
 
 class TestParamGroups:
-    SAVED = ({"lr": 1.0, "params": ["0.weight", "1.weight"]}, {"lr": 2.0, "params": ["0.bias", "1.bias"]})
+    SAVED: tuple[dict[str, Any], ...] = (
+        {"lr": 1.0, "params": ["0.weight", "1.weight"]},
+        {"lr": 2.0, "params": ["0.bias", "1.bias"]},
+    )
 
     @staticmethod
-    def stage(*layers: str) -> tuple[ModelNames, torch.optim.Optimizer]:
+    def stage(*layers: str) -> tuple[ModelNames, Optimizer]:
         model = nn.ModuleDict({layer: nn.Linear(2, 2) for layer in layers})
         weights, biases = ([getattr(m, key) for m in model.values()] for key in ("weight", "bias"))
         optimizer = torch.optim.SGD([{"params": weights}, {"params": biases}])
