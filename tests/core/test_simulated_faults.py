@@ -221,3 +221,15 @@ def test_updates_that_some_have_made_are_made_by_others_too() -> None:
 def test_updates_that_others_cannot_make_are_unmade() -> None:
     traces = mixed_versions(undo=True)
     assert any("'undo'" in trace and "] committed" in trace for trace in traces)
+
+
+@pytest.mark.parametrize("kind", ["kill", "host"])
+def test_a_shard_without_replicas_comes_back_from_its_second_copy(kind: str) -> None:
+    for seed in range(3):
+        fault = Fault(kind, 6, Rank(1), "in forward")
+        exits, trace = run(grid(2, 1), fault, steps=8, hosts=("h0", "h1"), seed=seed, buddy=True)
+        assert exits == [[75, None], [0, 0]]
+        assert "from kept copies of s0, s1: " in trace
+        assert "] nothing_new" not in trace
+    without, _ = run(grid(2, 1), fault, steps=8, hosts=("h0", "h1"), seed=seed)
+    assert without[0] == [70, None]

@@ -13,10 +13,11 @@ I7    the resumed run equals the run without faults, bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
+from ttp.core.buddies import keepers
 from ttp.core.controller_events import Action, Record
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.incident import Incident
@@ -30,13 +31,18 @@ if TYPE_CHECKING:
 
 
 def largest_version(
-    layout: Layout, copies: Mapping[Rank, set[Version]], written: Mapping[Shard, Version]
+    layout: Layout,
+    copies: Mapping[Rank, set[Version]],
+    written: Mapping[Shard, Version],
+    kept: Collection[tuple[Shard, Version]] = (),
 ) -> Version | None:
-    """Statement 1, read naively: the largest n that for every shard some rank holds, or has written."""
-    everything = {v for versions in copies.values() for v in versions} | set(written.values())
+    """Statement 1, read naively: the largest n that for every shard some rank holds, has written or can bring."""
+    everything = {v for versions in copies.values() for v in versions} | {*written.values(), *(v for _, v in kept)}
     for version in sorted(everything, reverse=True):
         if all(
-            written.get(shard) == version or any(version in copies.get(r, ()) for r in ranks)
+            written.get(shard) == version
+            or (shard, version) in kept
+            or any(version in copies.get(r, ()) for r in ranks)
             for shard, ranks in layout.groups.items()
         ):
             return version
@@ -121,6 +127,7 @@ class Judge:
         """
         plain: dict[Rank, set[Version]] = {}
         offered: dict[Rank, set[Version]] = {}
+        kept: set[tuple[Shard, Version]] = set()
         for rank in machine.job.live - incident.failures.keys() - _silent(incident):
             process = self._world.ranks[rank]
             stream = process.stream
@@ -132,13 +139,15 @@ class Judge:
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
             if whole:
                 plain[rank] = {version}
-            offered[rank] = plain.get(rank, set()) | _offers(incident.answers.get(rank), version, whole)
+            answer = incident.answers.get(rank)
+            offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
+            kept |= _kept(self._world.layout, answer)
         layout, written = self._world.layout, incident.written()
-        best = largest_version(layout, plain, written)
+        best = largest_version(layout, plain, written, kept)
         newest = max((v for versions in plain.values() for v in versions), default=None)
         if best is not None and newest is not None and best >= newest:
             return best
-        full = largest_version(layout, offered, written)
+        full = largest_version(layout, offered, written, kept)
         return full if best is None else max(best, best if full is None else full)
 
     def committed(self, version: Version) -> None:
@@ -196,6 +205,14 @@ class Judge:
 
 def _silent(incident: Incident) -> set[Rank]:
     return {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
+
+
+def _kept(layout: Layout, answer: m.Frozen | None) -> set[tuple[Shard, Version]]:
+    """Second copies that a rank has said that it can bring."""
+    if answer is None or not (answer.final and answer.kept):
+        return set()
+    mine = keepers(layout)
+    return {(shard, copy.version) for copy in answer.kept for shard in mine.get(copy.of, ())}
 
 
 def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:

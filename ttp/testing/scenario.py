@@ -123,6 +123,7 @@ class Scenario:
         fallback: there is a second directory for checkpoints.
         mirror: rank-local pages are kept on another host too.
         watched: hangs are looked for.
+        buddy: second copies are kept.
         stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
         uneven: this rank deals its shards out in another way than its replicas.
     """
@@ -138,6 +139,7 @@ class Scenario:
     fallback: bool = False
     mirror: bool = False
     watched: bool = False
+    buddy: bool = False
     stripes: int = WHOLE
     uneven: Rank | None = None
 
@@ -189,6 +191,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         watched=watched,
         stripes=rng.choice((WHOLE, AUTO, AUTO, 2, 3)),
         uneven=Rank(rng.randrange(world)) if rng.random() < 0.1 else None,
+        buddy=bool(layout.unreplicated()) and rng.random() < 0.5,
     )
 
 

@@ -116,6 +116,7 @@ class Faults:
     def _host_dies(self, host: str) -> None:
         self._world.trace(host, "loses power")
         self._world.pages(host).clear()
+        self._world.copies(host).clear()
         for rank in self._ranks.values():
             if rank.host == host:
                 rank.exit(None)

@@ -19,6 +19,7 @@ from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED
 from ttp.processor.gate import GateState
 from ttp.testing.network import Stream
+from ttp.testing.sim_copies import SimCopies
 from ttp.testing.sim_saver import Saver
 from ttp.testing.sim_trainer import Trainer
 from ttp.testing.toy import SLOTS, InvariantBroken
@@ -54,8 +55,8 @@ class SimRank:
 
     __slots__ = (
         "_closure", "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
-        "acked", "alive", "exit_code", "hello", "host", "machine", "mood", "name", "rank", "saver", "stream", "trainer",
-        "world",
+        "acked", "alive", "copies", "exit_code", "hello", "host", "machine", "mood", "name", "rank", "saver", "stream",
+        "trainer", "world",
     )  # fmt: skip
 
     def __init__(self, world: Simulation, hello: m.Hello, manners: pm.Manners) -> None:
@@ -64,6 +65,7 @@ class SimRank:
         self.machine = pm.ProcessorMachine(hello, manners, world.now)
         self.trainer = Trainer(self)
         self.saver = Saver(self)
+        self.copies = SimCopies(self)
         self.alive = True
         self.acked = False
         self.exit_code: int | None = None
@@ -190,6 +192,7 @@ class SimRank:
             case pm.OpenGate():
                 self._closure += 1
                 self.acked = False
+                self.copies.thaw()
                 self.trainer.gate.open()
             case pm.Redo(version):
                 self._redo(version)
@@ -211,6 +214,10 @@ class SimRank:
                 self.exit(code)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
                 self._serve(action)
+            case pm.NameBuddy(order):
+                self.copies.named(order)
+            case pm.SettleCopy():
+                self.copies.settle(action)
             case _:
                 pass  # leases and pages are the edges' business
 
@@ -264,6 +271,7 @@ class SimRank:
             settled=self.trainer.settled,
             has_gradient=state.parked,
             has_preimage=self.trainer.has_preimage(),
+            kept=self.copies.held(),
             digests=tuple(m.ShardDigest(s, "", SHARD_BYTES) for s in self.world.layout.shards_of(self.rank)),
         )
         self.put(_Look(closure, quiet))

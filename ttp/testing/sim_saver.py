@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core import stripes
+from ttp.core.layout import Rank
 from ttp.testing.toy import SLOTS, dealt, digest
 
 if TYPE_CHECKING:
@@ -77,6 +78,14 @@ class Saver:
             content = dealt((first, second), part, uneven=uneven)
             pieces.append(self._durable(order, file, "shard", shard, content, f"{part.count}{uneven}"))
             self.written += 8
+        for shard in order.order.kept:
+            file = f"{shard}_kept_{order.generation}"
+            world.storage.begin(_draft(order), file, rank.rank)
+            yield rank.takes(0.004) + world.disk_extra_s(rank)
+            if cancelled[0]:
+                return
+            content = dealt(rank.copies.shard(shard, order.version), stripes.parse(shard))
+            pieces.append(self._durable(order, file, "shard", shard, content))
         if order.order.pages:
             file = f"pages_{rank.rank}_{order.generation}"
             world.storage.begin(_draft(order), file, rank.rank)
@@ -88,8 +97,14 @@ class Saver:
 
     def _pages(self, order: m.Save) -> tuple[object, ...]:
         pages = self._world.pages(self._rank.host)
-        slots = ((r, pages.get((r, order.version % SLOTS))) for r in order.order.pages)
-        return tuple((r, slot[1]) for r, slot in slots if slot is not None and slot[0] == order.version)
+        found: list[tuple[Rank, int]] = []
+        for r in order.order.pages:
+            slot, kept = pages.get((r, order.version % SLOTS)), self._rank.copies.page(r, order.version)
+            if slot is not None and slot[0] == order.version:
+                found.append((r, slot[1]))
+            elif kept is not None:
+                found.append((r, kept))
+        return tuple(found)
 
     def _durable(
         self, order: m.Save, file: str, kind: str, shard: str, content: tuple[object, ...], cut: str = ""

@@ -226,6 +226,7 @@ class Trainer:
         self._write_page(Version(self.gate.version + 1))
         self._redoing = False
         self.gate.end_update()
+        rank.copies.updated(self.gate.version)
         world.trace(rank.name, f"finished {self.gate.version}")
         self.mark = 0
         world.reached("update ended", rank)

@@ -30,6 +30,7 @@ from ttp.testing.network import Stream
 from ttp.testing.scenario import Scenario, random_scenario
 from ttp.testing.sim_collectives import Collectives
 from ttp.testing.sim_controller import SimController
+from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
 from ttp.testing.sim_rank import Killed, SimRank
 from ttp.testing.sim_roads import Roads
@@ -121,6 +122,7 @@ class Simulation(Clock):
         self._faults = Faults(self, ())
         self._groups = tuple(m.ShardGroup(s, ranks) for s, ranks in self.layout.groups.items())
         self._hosts: dict[str, Pages] = {}
+        self._copies: dict[str, Copies] = {}
         self.barrier = len(self.layout.groups) > 1 and not scenario.undo
         """Whether an update waits until every rank holds its gradient; see ``ttp.adapters.torch.barrier``."""
         self._requests = 0
@@ -163,7 +165,7 @@ class Simulation(Clock):
         newest = self.storage.newest
         start = self.state_at(newest.version if newest else Version(0))
         self.judge.begin(start)
-        self._hosts, self._somebody_died = {}, False
+        self._hosts, self._copies, self._somebody_died = {}, {}, False
         self.trace("launcher", f"starts incarnation {launch} at version {start.version}")
         world_size = self.layout.world_size
         self.ranks = {Rank(r): SimRank(self, self._hello(Rank(r), launch), self.manners) for r in range(world_size)}
@@ -201,6 +203,7 @@ class Simulation(Clock):
             resume=False,
             address=self.scenario.hosts[rank],
             fallback_dir="/fallback" if self.scenario.fallback else "",
+            copies_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.buddy else "",
         )
 
     # -------------------------------------------------------------------------------------------- the launcher, people
@@ -297,6 +300,10 @@ class Simulation(Clock):
     def pages(self, host: str) -> Pages:
         """The shared memory of a host."""
         return self._hosts.setdefault(host, {})
+
+    def copies(self, host: str) -> Copies:
+        """Second copies in the memory of a host."""
+        return self._copies.setdefault(host, {})
 
     def commit(self, order: m.Commit) -> None:
         """Rename a draft."""

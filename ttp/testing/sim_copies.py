@@ -1,0 +1,104 @@
+"""Second copies of a simulated rank: what ``ttp.processor.copying`` does with threads, in virtual time.
+
+The state is taken at once; how long it takes to arrive in the host's memory, and at the buddy, is drawn.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.buddies import NOBODY, Generations, keepers
+from ttp.core.layout import Rank, Shard, Version
+from ttp.testing.toy import Words
+
+if TYPE_CHECKING:
+    from ttp.testing.sim_rank import SimRank
+
+EVERY = 2
+"""Updates from one copy to the next."""
+
+Copy = tuple[dict[Shard, Words], int]
+"""Shards and random stream of a rank."""
+Copies = dict[tuple[Rank, Version], Copy]
+"""In the memory of a host: of which rank, of which version."""
+
+
+class SimCopies:
+    """See the module.
+
+    Args:
+        rank: whose copies these are.
+    """
+
+    __slots__ = ("_buddy", "_deferred", "_generations", "_rank", "_world")
+
+    def __init__(self, rank: SimRank) -> None:
+        self._rank, self._world = rank, rank.world
+        self._generations = Generations()
+        self._buddy: Rank | None = None
+        self._deferred: list[pm.SettleCopy] = []
+
+    def named(self, order: m.CopyTo) -> None:
+        """Copies go there from now on."""
+        self._buddy = order.buddy
+
+    def updated(self, version: Version) -> None:
+        """An update is finished."""
+        if self._buddy is None or version % EVERY:
+            return
+        if not self._generations.begin(version):
+            self._rank.put(pm.CopySkipped(version))
+            return
+        mine = keepers(self._world.layout).get(self._rank.rank, ())
+        trainer = self._rank.trainer
+        copy = ({shard: trainer.shards[shard] for shard in mine}, trainer.random)
+        self._world.after(self._rank.takes(0.005), self._rank.run, self._stored, version, copy)
+
+    def _stored(self, version: Version, copy: Copy) -> None:
+        self._world.copies(self._rank.host)[self._rank.rank, version] = copy
+        self._world.after(self._rank.takes(0.01), self._rank.run, self._sent, version, copy)
+
+    def _sent(self, version: Version, copy: Copy) -> None:
+        buddy = None if self._buddy in (None, NOBODY) else self._world.ranks[Rank(self._buddy or 0)]
+        if buddy is None:
+            self._rank.put(pm.CopyMade(version, True))
+        elif not buddy.alive or buddy.stopped or buddy.machine.incident or self._world.rng.random() < 0.1:
+            self._rank.put(pm.CopyMade(version, False, "the buddy did not take it"))
+        else:
+            there = self._world.copies(buddy.host)
+            for of, old in list(there):
+                if of == self._rank.rank and old != self._generations.whole:
+                    del there[of, old]
+            there[self._rank.rank, version] = copy
+            self._rank.put(pm.CopyMade(version, True))
+
+    def settle(self, action: pm.SettleCopy) -> None:
+        """The fate of a version is known."""
+        if self._rank.machine.incident:
+            self._deferred.append(action)
+            return
+        gone = self._generations.settle(action.version, whole=action.whole)
+        if gone is not None:
+            self._world.copies(self._rank.host).pop((self._rank.rank, gone), None)
+
+    def thaw(self) -> None:
+        """Training goes on."""
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            self.settle(action)
+
+    def held(self) -> tuple[m.KeptCopy, ...]:
+        """What can be brought."""
+        return tuple(m.KeptCopy(of, version) for of, version in sorted(self._world.copies(self._rank.host)))
+
+    def shard(self, shard: Shard, version: Version) -> Words:
+        """Of a kept copy."""
+        keeper = next(rank for rank, shards in keepers(self._world.layout).items() if shard in shards)
+        return self._world.copies(self._rank.host)[keeper, version][0][shard]
+
+    def page(self, of: Rank, version: Version) -> int | None:
+        """Of a kept copy, if there is one."""
+        found = self._world.copies(self._rank.host).get((of, version))
+        return None if found is None else found[1]
