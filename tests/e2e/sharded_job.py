@@ -6,6 +6,7 @@ update and may or may not have let others out of it, and ``passed``, when it has
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import sys
@@ -23,9 +24,8 @@ from torch.nn.functional import cross_entropy
 import ttp
 import ttp.session
 
-sys.path.insert(0, str(Path(__file__).parent))
-import job
-from job import JOB_DIR, RANK, STEPS, Faulty, FaultySchedule, InnerFault, Losses, digest, injector, note
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.e2e.job import JOB_DIR, RANK, STEPS, Faulty, FaultySchedule, InnerFault, Losses, digest, injector, note
 
 KIND = os.environ["JOB_KIND"]
 Step = Any
@@ -65,7 +65,7 @@ def batch(step: int, number: int) -> tuple[Tensor, Tensor]:
     return torch.randn(8, 16, generator=generator), torch.randint(0, 5, (8,), generator=generator)
 
 
-def fsdp(model: Whole) -> nn.Module:
+def fsdp(model: Whole) -> Any:
     from torch.distributed.fsdp import fully_shard
 
     shape, names = ((4,), ("shard",)) if KIND == "fsdp" else ((2, 2), ("copies", "shard"))
@@ -75,7 +75,7 @@ def fsdp(model: Whole) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def tensor_parallel(model: Whole) -> nn.Module:
+def tensor_parallel(model: Whole) -> Any:
     from torch.distributed._composable.replicate_with_fsdp import replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -106,7 +106,7 @@ def pipeline(model: Whole) -> tuple[nn.Module, Step]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
     number = mesh["pp"].get_local_rank()
     delattr(model, ("back", "front")[number])
-    stage_model = replicate(model, mesh=mesh["dp"])
+    stage_model: Any = replicate(model, mesh=mesh["dp"])
     stage = PipelineStage(stage_model, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, 2, loss_fn=cross_entropy)
 
@@ -183,7 +183,7 @@ def show_bits(version: int, model: nn.Module, optimizer: Any) -> None:
 def finish(model: nn.Module, scheduler: Any) -> None:
     buffers = digest(*(memory(b) for _, b in sorted(model.named_buffers())))
     result = {"buffers": buffers, "schedule": repr(scheduler.get_last_lr())}
-    (JOB_DIR / f"result{RANK}.json").write_text(job.json.dumps(result, sort_keys=True))
+    (JOB_DIR / f"result{RANK}.json").write_text(json.dumps(result, sort_keys=True))
 
 
 def reference(directory: Any, rank: int) -> None:

@@ -58,14 +58,15 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     named = list(model.named_parameters())  # FSDP1 leaves one dimension: not what tells them apart
     decayed = [p for name, p in named if name.endswith("weight") and "norm" not in name]
     others = [p for name, p in named if not (name.endswith("weight") and "norm" not in name)]
-    return torch.optim.AdamW([{"params": decayed}, {"params": others, "weight_decay": 0.0}], lr=1e-2)
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2)
 
 
 def mesh_of(*shape: int) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("a", "b", "c")[: len(shape)])
 
 
-def fsdp(mesh: DeviceMesh, **settings: Any) -> nn.Module:
+def fsdp(mesh: DeviceMesh, **settings: Any) -> Any:
     model = net()
     fully_shard(model.inner, mesh=mesh, **settings)
     return fully_shard(model, mesh=mesh, **settings)
@@ -79,6 +80,13 @@ def tensor_parallel(mesh: DeviceMesh) -> nn.Module:
 
 class Stage(nn.Module):
     """One half of the model, under the names that it has in the whole."""
+
+    embed: Any
+    inner: Any
+    norm: Any
+    head: Any
+    outer: Any
+    scale: Any
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -140,11 +148,11 @@ def made(name: str, rank: int) -> nn.Module:
     return makers[name]()
 
 
-def tensor_and_data_parallel(mesh: DeviceMesh) -> nn.Module:
+def tensor_and_data_parallel(mesh: DeviceMesh) -> Any:
     return replicate(tensor_parallel(mesh["b"]), mesh=mesh["a"])
 
 
-def tensor_parallel_and_hsdp(mesh: DeviceMesh) -> nn.Module:
+def tensor_parallel_and_hsdp(mesh: DeviceMesh) -> Any:
     return fully_shard(tensor_parallel(mesh["c"]), mesh=mesh["a", "b"])
 
 
@@ -234,8 +242,8 @@ class Job:
         path = self.processor.save_dir / f"tft_saved_checkpoints-step_{version}"
         if self.rank == 0:
             found = tuple(piece for pieces in everyone for piece in pieces)
-            order = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
-            path = Path(self.source.commit(order)[0])
+            last = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
+            path = Path(self.source.commit(last)[0])
         dist.barrier()
         return path
 
@@ -322,6 +330,13 @@ def restore_all(directory: Path, rank: int) -> list[Any]:
         )
         job.close()
     return told
+
+
+def everything(directory: Path, rank: int) -> dict[str, Any]:
+    """All of it in one world: processes are what costs."""
+    told = layouts(directory, rank)
+    save_all(directory, rank)
+    return {"layouts": told, "restored": restore_all(directory, rank)}
 
 
 SAVED = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]

@@ -225,7 +225,8 @@ class TestSource:
         replica = Replica(1)
         adapter = TorchAdapter(replica.optimizer, model=replica.model, scheduler=None, extra_state=None, scaler=None)
         processor: Any = StubProcessor(tmp_path, layout=layout, **settings)
-        adapter._source.connect(processor, None, Halves(adapter, processor.layout))
+        attachment: Any = None
+        adapter._source.connect(processor, attachment, Halves(adapter, processor.layout))
         return adapter
 
     def test_one_digest_for_the_shard(self, tmp_path: Path) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 torch = pytest.importorskip("torch")
-import torch.distributed.checkpoint as dcp  # noqa: E402
 from torch.distributed.checkpoint.state_dict import (  # noqa: E402
     StateDictOptions,
     get_state_dict,
     set_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load  # noqa: E402
 
 from tests.adapters.torch.worlds import run_world  # noqa: E402
 
@@ -27,9 +27,25 @@ SINGLE = {f"model-{rank}": [rank] for rank in ALL}
 pytestmark = [pytest.mark.xdist_group("worlds"), pytest.mark.timeout(600)]
 
 
+SOURCES = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]
+TARGETS = ["ddp", "fsdp", "hsdp", "tp", "tp+dp", "tp+hsdp", "pp+dp", "mixed", "fsdp1"]
+SPAN = [("ddp", "fsdp1"), ("hsdp", "pp+dp"), ("tp+dp", "ddp"), ("pp+dp", "tp+hsdp"), ("fsdp1", "hsdp")]
+
+
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    return run_world(tmp_path_factory.mktemp("world"), WORKER, "layouts")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("saved")
+
+
+@pytest.fixture(scope="module")
+def world(saved: Path) -> list[dict[str, Any]]:
+    (saved / "pairs.json").write_text(json.dumps(SPAN))
+    return run_world(saved, WORKER, "everything")
+
+
+@pytest.fixture(scope="module")
+def told(world: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [rank["layouts"] for rank in world]
 
 
 @pytest.mark.parametrize(
@@ -85,48 +101,44 @@ def test_stages_that_call_different_things_by_one_name(told: list[dict[str, Any]
 # ------------------------------------------------------------------------------------------------- saving and restoring
 
 
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("saved")
-    run_world(directory, WORKER, "save_all")
-    return directory
+def assert_equal(found: list[list[dict[str, Any]]], pairs: list[tuple[str, str]]) -> None:
+    for rank in found:
+        assert [tuple(told["pair"]) for told in rank] == pairs
+        assert {str(told["pair"]): told["wrong"] for told in rank if told["wrong"]} == {}
+        assert all(told["count"] > 4 and told["rates"] == [1e-2, 3e-3] for told in rank)
 
 
 def restored(saved: Path, pairs: list[tuple[str, str]], world: int) -> None:
     (saved / "pairs.json").write_text(json.dumps(pairs))
-    for rank in run_world(saved, WORKER, "restore_all", size=world):
-        assert [tuple(found["pair"]) for found in rank] == pairs
-        assert {str(found["pair"]): found["wrong"] for found in rank if found["wrong"]} == {}
-        assert all(found["count"] > 4 and found["rates"] == [1e-2, 3e-3] for found in rank)
+    assert_equal(run_world(saved, WORKER, "restore_all", size=world), pairs)
 
 
-SOURCES = ["ddp", "hsdp", "tp+dp", "pp+dp", "fsdp1"]
-TARGETS = ["ddp", "fsdp", "hsdp", "tp", "tp+dp", "tp+hsdp", "pp+dp", "mixed", "fsdp1"]
-SPAN = [("ddp", "fsdp1"), ("hsdp", "pp+dp"), ("tp+dp", "ddp"), ("pp+dp", "tp+hsdp"), ("fsdp1", "hsdp")]
+def test_a_job_of_another_kind(world: list[dict[str, Any]]) -> None:
+    assert_equal([rank["restored"] for rank in world], SPAN)
 
 
-def test_a_job_of_another_kind(saved: Path) -> None:
-    restored(saved, SPAN, world=4)
-
-
+@pytest.mark.usefixtures("world")
 def test_a_smaller_world(saved: Path) -> None:
     restored(saved, [("hsdp", "ddp"), ("ddp", "fsdp"), ("tp+dp", "fsdp")], world=2)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("world")
 def test_every_kind_into_every_kind(saved: Path) -> None:
     restored(saved, [(source, target) for source in SOURCES for target in TARGETS], world=4)
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("world")
 @pytest.mark.parametrize(
-    ("world", "targets"), [(6, ["ddp", "hsdp", "fsdp", "fsdp1"]), (8, ["hsdp", "tp+hsdp", "tp+dp", "pp+dp", "fsdp1"])]
+    ("size", "targets"), [(6, ["ddp", "hsdp", "fsdp", "fsdp1"]), (8, ["hsdp", "tp+hsdp", "tp+dp", "pp+dp", "fsdp1"])]
 )
-def test_a_larger_world(saved: Path, world: int, targets: list[str]) -> None:
+def test_a_larger_world(saved: Path, size: int, targets: list[str]) -> None:
     """Some shards are empty there."""
-    restored(saved, [(source, target) for source in SOURCES for target in targets], world=world)
+    restored(saved, [(source, target) for source in SOURCES for target in targets], world=size)
 
 
+@pytest.mark.usefixtures("world")
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("kind", SOURCES)
 def test_stock_torch_reads_it_in_a_plain_process(saved: Path, kind: str) -> None:
@@ -142,8 +154,8 @@ def test_stock_torch_reads_it_in_a_plain_process(saved: Path, kind: str) -> None
     optimizer.step()
     flat = StateDictOptions(flatten_optimizer_state_dict=kind == "pp+dp")
     weights, moments = get_state_dict(model, optimizer, options=flat)
-    state = {"model": weights, "optim": moments}
-    dcp.load(state, checkpoint_id=saved / kind / "tft_saved_checkpoints-step_2", no_dist=True)
+    state: dict[str, Any] = {"model": weights, "optim": moments}
+    load(state, checkpoint_id=saved / kind / "tft_saved_checkpoints-step_2", no_dist=True)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state["optim"], options=flat)
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, whole[f"model.{name}"])
