@@ -25,7 +25,7 @@ def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
 
     All ranks call it at the same point of their programs.
     """
-    mine = [[_name(inner), _digest(inner)] for inner in inners if inner.holdings]
+    mine = [[_name(inner), _digest(inner)] for inner in inners if not inner.empty]
     everyone = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode())]
     held: dict[tuple[str, str], list[Rank]] = {}
     for rank, announced in enumerate(everyone):
@@ -35,7 +35,7 @@ def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
     groups = {shards[key]: tuple(ranks) for key, ranks in held.items()}
     if any(not announced for announced in everyone):
         groups[IDLE] = tuple(Rank(rank) for rank in range(len(everyone)))
-    names = [shards[_name(inner), _digest(inner)] if inner.holdings else IDLE for inner in inners]
+    names = [IDLE if inner.empty else shards[_name(inner), _digest(inner)] for inner in inners]
     return Layout(len(everyone), groups), names
 
 
@@ -74,6 +74,8 @@ def _digest(inner: Inner) -> str:
     seen = hashlib.sha256(inner.main_key.encode())
     for holding in inner.holdings:
         seen.update(repr([_identity(part) for part in holding.parts] + [holding.described.first]).encode())
+    for described in inner.fixed:
+        seen.update(repr([_identity(part) for part in described.whole]).encode())
     return seen.hexdigest()[:16]
 
 

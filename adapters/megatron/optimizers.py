@@ -9,7 +9,7 @@ replicated over different groups of ranks.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
@@ -51,6 +51,7 @@ class Inner:
         holdings: of its parameters.
         part: which of ``parts`` equal stretches of every buffer is this rank's.
         parts: 1 unless the state is distributed.
+        fixed: what no optimizer updates (frozen parameters, buffers) and this rank writes beside the holdings.
     """
 
     megatron: Any
@@ -60,6 +61,12 @@ class Inner:
     holdings: tuple[Holding, ...]
     part: int
     parts: int
+    fixed: tuple[Described, ...] = ()
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to write: all that fell to this rank is padding."""
+        return not (self.holdings or self.fixed)
 
     @property
     def expert(self) -> bool:
@@ -70,10 +77,23 @@ class Inner:
 def inner_optimizers(optimizer: Any, geometry: Geometry) -> list[Inner]:
     """The plain optimizers below ``optimizer``, in the order in which they step; stubs without parameters left out.
 
+    The first also gets what is not trained, dealt out to the ranks over which its state is distributed.
+
     Raises:
-        ConfigError: one is of a kind that cannot be saved.
+        ConfigError: one is of a kind that cannot be saved, or there is none on this rank.
     """
-    return [_inner(each, geometry) for each in unchained(optimizer) if each.optimizer is not None]
+    inners = [_inner(each, geometry) for each in unchained(optimizer) if each.optimizer is not None]
+    if not inners:
+        raise ConfigError("a rank without parameters that are trained cannot be protected: train at least one of them")
+    return [replace(inners[0], fixed=_dealt(inners, geometry)), *inners[1:]]
+
+
+def _dealt(inners: Sequence[Inner], geometry: Geometry) -> tuple[Described, ...]:
+    updated = {id(holding.described.tensor) for inner in inners for holding in inner.holdings}
+    # What is trained and not updated here lies in the stretches of other ranks.
+    fixed = [d for key, d in geometry.tensors.items() if key not in updated and not d.tensor.requires_grad]
+    first = inners[0]
+    return tuple(d for number, d in enumerate(fixed) if d.first and number % first.parts == first.part)
 
 
 def unchained(optimizer: Any) -> Iterator[Any]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.megatron.geometry import Described, Geometry, Part
+from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.capture import LocalCapture
@@ -63,16 +62,6 @@ class Held:
     def inner_of(self, shard: Shard) -> Inner | None:
         """What is saved as ``shard``; None: it is empty."""
         return next((inner for inner, name in zip(self.inners, self.shards, strict=True) if name == shard), None)
-
-    def fixed(self) -> list[Described]:
-        """What no optimizer updates: frozen parameters, buffers."""
-        updated = {id(holding.described.tensor) for inner in self.inners for holding in inner.holdings}
-        return [d for key, d in self.geometry.tensors.items() if key not in updated and not self._stretched(d)]
-
-    def _stretched(self, described: Described) -> bool:
-        """Whether it is updated, but by other ranks: their stretches of a buffer cover it."""
-        parameter = described.tensor
-        return isinstance(parameter, nn.Parameter) and parameter.requires_grad
 
 
 class MegatronSource(TorchSource):
@@ -158,17 +147,17 @@ class MegatronSource(TorchSource):
         return result | {key: tuple(chunks) for key, chunks in found.items()}
 
     def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:
-        """What is not trained, dealt out to the ranks over which the state is distributed."""
+        """What is not trained; buffers as they were when the version was finished."""
         captured = {id(live): buffers[name] for name, live in self._model.named_buffers() if name in buffers}
-        for number, described in enumerate(self.held.fixed()):
-            if described.first and number % inner.parts == inner.part:
-                memory = captured.get(id(described.tensor), described.tensor).detach().contiguous().view(-1)
-                for part in described.whole:
-                    yield part.key, part.chunk(memory, 0)
+        for described in inner.fixed:
+            memory = captured.get(id(described.tensor), described.tensor).detach().contiguous().view(-1)
+            for part in described.whole:
+                yield part.key, part.chunk(memory, 0)
 
     def _agreed(self) -> Callable[[ItemPath], bool]:
         """All but buffers, in which healthy replicas may differ."""
-        apart = {part.key for d in self.held.fixed() if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
+        fixed = self.held.inners[0].fixed
+        apart = {part.key for d in fixed if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
         return lambda path: path[0] not in apart
 
     def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
@@ -213,8 +202,3 @@ def _leaves_of(inner: Inner) -> Iterator[Leaf]:
 
 def _class_of(inner: Inner) -> str:
     return f"{type(inner.optimizer).__module__}.{type(inner.optimizer).__qualname__}"
-
-
-def volume(parts: Sequence[Part]) -> int:
-    """Elements of these parts together."""
-    return sum(prod(part.sizes) for part in parts)

@@ -33,6 +33,7 @@ class Shape:
     layers: int = 2
     torch_adam: bool = False
     overflows: tuple[int, ...] = ()
+    frozen: bool = False
 
 
 class Training:
@@ -176,6 +177,9 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
         share_embeddings_and_output_weights=shape.tied,
         **virtual,
     )
+    if shape.frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("linear_fc" not in name)
     ddp = DistributedDataParallelConfig(
         use_distributed_optimizer=shape.distributed,
         overlap_grad_reduce=shape.overlap,

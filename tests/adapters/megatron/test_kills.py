@@ -36,6 +36,7 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
         pytest.param({**TP2_DP2, "fp16_scaler": True}, [1], "reduced", 3, id="dynamic-loss-scale"),
         pytest.param({**DP4, "fp16_scaler": True, "overflows": [2, 4]}, [1], "reduced", 3, id="skipped-updates"),
         pytest.param({"distributed": False, "tp": 2, "torch_adam": True}, [1], "reduced", 3, id="torch-adam"),
+        pytest.param({**TP2_DP2, "frozen": True}, [1], "reduced", 3, id="frozen-layers"),
         pytest.param({**DP4, "overlap": True}, [2], "reduced", 3, id="overlapped-gather"),
         pytest.param({**EP2_DP2, "tied": False, "bf16": True}, [2], "begin", 3, id="experts-bf16-untied"),
     ],

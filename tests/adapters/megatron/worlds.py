@@ -58,7 +58,7 @@ def job(
         through: ``protect``, or ``install`` into something like Megatron-LM's training module.
     """
     _join(f"job{life}", Shape(**shape))
-    training = Training(Shape(**shape))
+    training = Training(Shape(**shape), seed=123 + life)  # nothing may be right by chance
     run = partial(_iterate, training, steps, life, _hurt(training, fault or {}))
     if through == "install":
         _pretrain(training, run)
