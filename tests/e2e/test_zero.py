@@ -81,11 +81,8 @@ def test_both_copies_of_a_shard(make_job: MakeJob) -> None:
 
 
 @pytest.mark.slow
-def test_torchs_own_has_no_copies_trains_on_and_is_refused_with_the_reason(
-    make_job: MakeJob, unbroken: Unbroken
-) -> None:
-    """Without a fault it trains to its end, with a checkpoint on request on the way."""
-    job = make_job(steps=16, max_restarts=0, env={"JOB_OPTIMIZER": "zero"})
+def test_torchs_own_trains_on_and_is_saved_on_request(make_job: MakeJob, unbroken: Unbroken) -> None:
+    job = make_job(steps=16, max_restarts=0, env={"JOB_OPTIMIZER": "zero", "JOB_STEP_S": "1"})
     job.start()
     job.wait_for_version(3, timeout_s=TIMEOUT_S / 2)
     asked = job.ttp("save")
@@ -94,7 +91,11 @@ def test_torchs_own_has_no_copies_trains_on_and_is_refused_with_the_reason(
     plain = unbroken(job)
     assert [r["weights"] for r in job.results()] == [r["weights"] for r in plain]
     assert job.log.read_text().count("use ttp.adapters.torch.ReplicatedOptimizer") == 1
+    assert len(job.committed()) == 1 and job.starts() == [0]
 
+
+@pytest.mark.slow
+def test_torchs_own_has_no_copies_and_a_kill_is_refused_with_the_reason(make_job: MakeJob) -> None:
     hurt = make_job(steps=16, max_restarts=0, env={"JOB_OPTIMIZER": "zero"}, faults=[kill(4, "backward", 2)])
     assert hurt.run(TIMEOUT_S - 30) == 70, hurt.story()
     (incident,) = hurt.incidents()
