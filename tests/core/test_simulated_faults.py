@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from ttp.core.layout import Layout, Rank
@@ -13,7 +15,7 @@ HOSTS = ("h0", "h0", "h1", "h1")
 
 
 def run(
-    layout: Layout, *faults: Fault, steps: int = 4, hosts: tuple[str, ...] = (), seed: int = 1, **more: bool
+    layout: Layout, *faults: Fault, steps: int = 4, hosts: tuple[str, ...] = (), seed: int = 1, **more: Any
 ) -> tuple[list[list[int | None]], str]:
     """Exit codes of every incarnation, and the trace."""
     hosts = hosts or ("h",) * layout.world_size
