@@ -270,6 +270,12 @@ def test_numbers_that_could_mean_anything_are_refused_unless_nobody_wants_them(t
     with pytest.raises(CheckpointError, match="nobody can tell which is which"):
         converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
     assert not converted(tmp_path / "f.pt", tmp_path / "new", "dcp", optimizer=False).optimizer
+    other = plain_net()
+    turned = torch.optim.SGD(list(other.parameters())[::-1], lr=0.1, momentum=0.9)
+    train(other, turned, None, 1)
+    torch.save({"model": other.state_dict(), "optimizer": turned.state_dict()}, tmp_path / "turned.pt")
+    with pytest.raises(CheckpointError, match="nobody can tell which is which"):
+        converted(tmp_path / "turned.pt", tmp_path / "turned", "dcp")
 
 
 class _Evil:
