@@ -118,7 +118,7 @@ def check(job: Buddies, victims: set[int]) -> None:
     assert "derived from its seed" not in job.story()
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(320)
 def test_a_whole_host_is_lost(job: Callable[..., Buddies]) -> None:
     check(job("ab", "1:10:host"), {1})
 
