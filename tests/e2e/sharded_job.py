@@ -50,13 +50,15 @@ class Whole(nn.Module):
         self.front = nn.ModuleDict(
             {"lower": nn.Linear(16, 33), "norm": nn.BatchNorm1d(33), "fault": Faulty(), "drop": nn.Dropout(0.2)}
         )
-        self.back = nn.ModuleDict({"up": nn.Linear(33, 34), "drop": nn.Dropout(0.2), "head": nn.Linear(34, 5)})
+        self.back = nn.ModuleDict(
+            {"fault": Faulty(), "up": nn.Linear(33, 34), "drop": nn.Dropout(0.2), "head": nn.Linear(34, 5)}
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if hasattr(self, "front"):
             x = self.front["drop"](self.front["fault"](self.front["norm"](self.front["lower"](x)).relu()))
         if hasattr(self, "back"):
-            x = self.back["head"](self.back["drop"](self.back["up"](x).relu()))
+            x = self.back["head"](self.back["drop"](self.back["up"](self.back["fault"](x)).relu()))
         return x
 
 
