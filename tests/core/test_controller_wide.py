@@ -362,16 +362,26 @@ def fallback_world(**patience: Any) -> Wide:
     return talk
 
 
+def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
+    """Whoever is asked fails. Returns the orders before the last answer and what was said to that."""
+    ordered: list[m.Save] = []
+    for _ in range(6):
+        pending = talk.machine.incident.pending  # type: ignore[union-attr]
+        rank = min(pending)
+        said = talk.save_failed(rank, pending[rank].generation)
+        if "fallback" in said or "Release" in said:
+            return ordered, said
+        ordered += talk.orders(m.Save)
+    raise AssertionError("six ranks have failed, and it goes on")
+
+
 def test_when_nobody_can_write_everything_goes_to_the_fallback() -> None:
     talk = fallback_world()
     talk.fault(5)
     talk.frozen_all()
-    for rank in range(5):
-        generation = talk.machine.incident.generation  # type: ignore[union-attr]
-        said = talk.save_failed(rank, generation)
-    for order in talk.orders(m.Save):
-        assert order.directory == ""
-    said = talk.save_failed(5, talk.machine.incident.generation)  # type: ignore[union-attr]
+    before, said = nobody_can_write(talk)
+    assert before
+    assert {order.directory for order in before} == {""}
     assert "[fallback] [plan] Save" in said
     orders = talk.orders(m.Save)
     assert orders[0].directory == "/spare"
@@ -386,10 +396,8 @@ def test_the_fallback_is_tried_once() -> None:
     talk = fallback_world()
     talk.fault(5)
     talk.frozen_all()
-    for _ in range(2):
-        for rank in (0, 1, 2, 3, 4, 5):
-            generation = talk.machine.incident.generation  # type: ignore[union-attr]
-            said = talk.save_failed(rank, generation)
+    nobody_can_write(talk)
+    _, said = nobody_can_write(talk)
     assert "Release(70)" in said
     assert "disk full" in talk.orders(m.Release)[0].text
 
@@ -398,8 +406,7 @@ def test_without_a_fallback_it_is_said() -> None:
     talk = Wide()
     talk.fault(5)
     talk.frozen_all()
-    for rank in range(6):
-        said = talk.save_failed(rank, talk.machine.incident.generation)  # type: ignore[union-attr]
+    _, said = nobody_can_write(talk)
     assert "Release(70)" in said
 
 
