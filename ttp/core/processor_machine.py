@@ -281,7 +281,7 @@ class ProcessorMachine:
         if not self._route.standbys:
             return None
         if self._route.takeover or self._down_since is None:
-            return m_.connect_s * 2**self._route.rounds
+            return float(m_.connect_s * 2**self._route.rounds)
         return max(m_.retry_min_s, self._down_since + m_.failover_s - now)
 
     # --------------------------------------------------------------------------------------------------------- stream
