@@ -28,6 +28,7 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
         pytest.param(VIRTUAL, [1], "reduced", 3, id="interleaved"),
         pytest.param(EP2_DP2, [0], "reduced", 3, id="experts-reduced"),
         pytest.param(EP2_DP2, [1], "post_step0", 4, id="experts-between-two-optimizers"),
+        pytest.param(EP2_DP2, [1, 2], "post_step0", 4, id="experts-one-per-instance-between"),
         pytest.param(EP2_DP2, [2], "post_step1", 4, id="experts-updated"),
         pytest.param({"distributed": False}, [1], "reduced", 4, id="fp32-optimizer-needs-no-barrier"),
         pytest.param({"distributed": False, "tp": 2}, [1], "reduced", 3, id="fp32-optimizer-tp2"),

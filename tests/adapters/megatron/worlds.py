@@ -8,6 +8,7 @@ import os
 import runpy
 import signal
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -120,6 +121,9 @@ def _hurt(training: Training, fault: dict[str, Any]) -> dict[str, Any]:
 
     def at(phase: str) -> None:
         if fault and _rank() in fault["ranks"] and (state["step"], phase) == (fault["step"], fault["phase"]):
+            (_directory() / f"dying.{_rank()}").touch()
+            while len(list(_directory().glob("dying.*"))) < len(fault["ranks"]):
+                time.sleep(0.001)  # all of them get as far as this
             os.kill(os.getpid(), signal.SIGKILL)
 
     state["at"] = at
