@@ -13,7 +13,7 @@ I7    the resumed run equals the run without faults, bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
@@ -180,9 +180,9 @@ class Judge:
                 f"I6: rank {rank.rank} does not move, and nobody noticed; patience {patience_s:.3f} s"
             )
 
-    def needed_the_launcher(self, ranks: Mapping[Rank, SimRank]) -> None:
+    def needed_the_launcher(self, ranks: Sequence[SimRank]) -> None:
         """Ranks are left long after the first death: only where nothing had been trained yet, or if they do nothing."""
-        left = {r.rank: r.truth for r in ranks.values() if r.alive and not r.stopped}
+        left = {r.rank: r.truth for r in ranks if r.alive and not r.stopped}
         if any(version > self.base.version for version, _ in left.values()):
             raise InvariantBroken(f"I6: ranks {left} are never released")
 

@@ -64,11 +64,15 @@ class Roads:
         alive = [c for c in self._at.values() if c.alive and not c.stopped]
         return max(alive, key=lambda c: len(c.machine.job.live), default=None)
 
-    @property
-    def home_is_lost(self) -> bool:
-        """Nobody is left who could start a controller, and none is there."""
-        ranks = self._world.ranks.values()
-        return self.controller is None and not any(r.alive and not r.stopped and r.host == self._home for r in ranks)
+    def nobody_to_ask(self, rank: SimRank) -> bool:
+        """Every controller that this rank has heard of is gone, and nobody at home could start one.
+
+        It may have been cut off when others were announced; then its launcher ends it with the rest of the job.
+        """
+        known = (self._at.get(address) for address in (HOME, *rank.machine._route.standbys))
+        if any(controller is not None and controller.alive and not controller.stopped for controller in known):
+            return False
+        return not any(r.alive and not r.stopped and r.host == self._home for r in self._world.ranks.values())
 
     def start_standby(self, host: str) -> str:
         """Where a controller stands by on ``host``; empty: it could not be started."""

@@ -243,8 +243,7 @@ class Simulation(Clock):
 
     def end_by_hand(self) -> None:
         """Nobody waits any longer."""
-        if not self.roads.home_is_lost:
-            self.judge.needed_the_launcher(self.ranks)
+        self.judge.needed_the_launcher([r for r in self.ranks.values() if not self.roads.nobody_to_ask(r)])
         for rank in self.ranks.values():
             rank.exit(None)
 
