@@ -215,8 +215,9 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
         int_keys = [position - len(_STATE) for position in item.int_keys]
         put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
     kept.state.clear()
-    for name, values in loaded.items():
-        kept.state[owners[name][0] if name in owners else name] = values  # type: ignore[index]
+    order = {name: number for number, name in enumerate(owners)}  # as the optimizer itself would have made it
+    for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
+        kept.state[owners[name][0] if name in owners else name] = loaded[name]  # type: ignore[index]
     for group, other in pairs:
         _load_group(group, other)
 
