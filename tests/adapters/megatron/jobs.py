@@ -61,11 +61,15 @@ class Job:
         self, name: str, shape: dict[str, Any] | None = None, ranks: int = 4, **how: Any
     ) -> dict[str, torch.Tensor]:
         """Global tensors by name of a job without ttp; see ``worlds.state``."""
+        self.run_state(name, shape, ranks, **how)
+        return dict(assembled(self.directory / f"{name}.{rank}.pt" for rank in range(ranks)))
+
+    def run_state(self, name: str, shape: dict[str, Any] | None = None, ranks: int = 4, **how: Any) -> None:
+        """The same, without looking at it: of weights that are yet to be gathered ranks have different ones."""
         codes = self.nursery.run(
             self.directory, "state", ranks=ranks, name=name, shape=self.shape if shape is None else shape, **how
         )
         assert codes == [0] * ranks, self.story()
-        return dict(assembled(self.directory / f"{name}.{rank}.pt" for rank in range(ranks)))
 
     def unhurt(self) -> dict[str, torch.Tensor]:
         """The state that the checkpoint should hold; the job went on to its end and left its summaries."""

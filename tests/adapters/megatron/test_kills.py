@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, TP2_DP2, VIRTUAL, Job
+from tests.adapters.megatron.jobs import DP4, EP2_DP2, KILLED_AT, PP2_DP2, TP2_DP2, VIRTUAL, Job
 from tests.adapters.megatron.nursery import Nursery
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
@@ -49,7 +49,7 @@ def test_every_layout_loses_no_step(
     job.kill(dead, phase)
     assert job.versions() == [f"tft_saved_checkpoints-step_{saved}"]
     assert job.live(1) == [0] * 4, job.story()
-    job.unhurt()
+    job.run_state("unhurt", steps=KILLED_AT)
     job.assert_resumed_as_unhurt()
 
 
@@ -74,5 +74,5 @@ def test_updates_can_be_undone(nursery: Nursery, tmp_path: Path, shape: dict[str
     job.kill([1], phase, undo="preimage")
     assert job.versions() in (["tft_saved_checkpoints-step_3"], ["tft_saved_checkpoints-step_4"])
     assert job.live(1, undo="preimage") == [0] * 4, job.story()
-    job.unhurt()
+    job.run_state("unhurt", steps=KILLED_AT)
     job.assert_resumed_as_unhurt()
