@@ -174,6 +174,8 @@ class Judge:
         heard = any(r.alive and not r.stopped for r in self._world.ranks.values())
         if controller is None or controller.machine.stage != "training" or not heard:
             return
+        if any(member.done for member in controller.machine.job.members.values()):
+            return  # who has left its loop may wait for another one's last evaluation: no hang is looked for any more
         patience_s = controller.machine._hangs.patience_s
         if patience_s is not None:
             raise InvariantBroken(
