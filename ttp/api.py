@@ -150,7 +150,7 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
-    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of)
+    adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of, buddy)
     register(adapter, save_dir, layout, buddy=buddy)
     return optimizer
 
@@ -179,6 +179,7 @@ def _adapter_for(
     undo: str | None,
     layout: Layout | None,
     shard_of: Callable[[str], str] | None,
+    buddy: bool,
 ) -> session.Adapter:
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
@@ -198,6 +199,7 @@ def _adapter_for(
             undo=undo,
             layout=layout,
             shard_of=shard_of,
+            buddy=buddy,
         )
     if "megatron" in families:
         from ttp.adapters.megatron.adapter import MegatronAdapter

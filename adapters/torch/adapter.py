@@ -56,6 +56,7 @@ class TorchAdapter:
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
         layout: the replica groups, where the user says them.
         shard_of: the shard of a parameter in ``layout``, by its name; None: every rank holds one shard.
+        buddy: see ``ttp.wrap_optimizer``.
 
     Raises:
         ConfigError: the optimizer holds parameters that the model does not name.
@@ -73,9 +74,10 @@ class TorchAdapter:
         undo: str | None = None,
         layout: Layout | None = None,
         shard_of: Callable[[str], str] | None = None,
+        buddy: bool = False,
     ) -> None:
         self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
-        self._undo, self._layout, self._shard_of = undo, layout, shard_of
+        self._undo, self._layout, self._shard_of, self._buddy = undo, layout, shard_of, buddy
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
@@ -104,7 +106,7 @@ class TorchAdapter:
         """
         if self._sharding is None:
             modules = self._extra.modules
-            given = self._layout, self._shard_of
+            given = self._layout, self._shard_of, self._buddy
             parts = Parts(self._model, self._optimizer, self._names, world_size, modules, *given)
             self._sharding = sharding_of(parts)
         return self._sharding

@@ -106,7 +106,7 @@ def discover(parts: Parts) -> FoundSharding:
     elsewhere = _names_elsewhere(views, mine, me)
     found = {key: names[i] for key, i in zip(mine, _identities(views, me), strict=True) if i in names}
     flat = len({view.groups for view in views}) > 1
-    if me == 0 and layout.unreplicated():
+    if me == 0 and layout.unreplicated() and not parts.buddy:
         log.warning("%s", _alone(layout))
     return FoundSharding(parts, layout, found, flat, elsewhere)
 

@@ -81,6 +81,7 @@ class Parts:
         world_size: ranks of the job.
         layout: given by the user; None: to be found.
         shard_of: the shard of a parameter in that layout, by its name; None: every rank holds one shard.
+        buddy: shards of one copy get a second one in another host's memory, so there is nothing to warn of.
     """
 
     model: nn.Module
@@ -90,6 +91,7 @@ class Parts:
     modules: Mapping[str, nn.Module] = field(default_factory=dict)
     layout: Layout | None = None
     shard_of: Callable[[str], str] | None = None
+    buddy: bool = False
 
     @cached_property
     def cutter(self) -> Cutter:

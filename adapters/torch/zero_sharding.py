@@ -59,7 +59,8 @@ class ZeroSharding:
         self._inner = inner_of(parts.optimizer)
         self.stepping: Sequence[Optimizer] = (self._inner,)
         self.layout, self._mine = partitions(gather_bytes(self._described()), dist.get_rank())
-        if dist.get_rank() == 0 and parts.world_size > 1 and self.layout.unreplicated():
+        alone = parts.world_size > 1 and self.layout.unreplicated() and not parts.buddy
+        if alone and dist.get_rank() == 0:
             log.warning("%s", _alone(self.layout, parts.optimizer))
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
