@@ -153,6 +153,20 @@ def test_a_lost_rank_comes_back_from_the_copies() -> None:
     assert incident is not None and incident.outcome == "saved version 10 from kept copies; 7 finished steps are lost"
 
 
+@pytest.mark.parametrize("first", [0, 1], ids=["seen before it was dropped", "said before"])
+def test_a_copy_that_its_owner_has_dropped_is_not_asked_for(first: int) -> None:
+    talk = Hosts()
+    talk.accuse(3, m.FaultKind.EXITED)
+    answers = {
+        0: lambda: talk.keeps(0, (0, 10), (1, 10), (3, 10), (0, 20), (1, 20), (3, 20)),
+        1: lambda: talk.keeps(1, (0, 20), (1, 20), (3, 20)),
+    }
+    answers[first]()
+    answers[1 - first]()
+    assert "Release(70)" in talk.keeps(2, (2, 10))
+    assert "s0 [10, 20], s1 [20], s2 [10]" in talk.orders(m.Release)[0].text
+
+
 def test_a_lost_host_comes_back_from_its_buddies() -> None:
     talk = Hosts()
     for rank in (2, 3):

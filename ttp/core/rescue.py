@@ -322,11 +322,21 @@ class Rescue:
             sizes={d.shard: d.size for d in frozen.digests} if frozen.digests else NO_SIZES,
         )
 
-    @staticmethod
-    def _kept(incident: Incident, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
-        if frozen.kept and not incident.keepers:
+    def _kept(self, incident: Incident, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
+        if not frozen.kept:
+            return ()
+        if not incident.keepers:
             incident.keepers = keepers(incident.layout)
-        return tuple((shard, copy.version) for copy in frozen.kept for shard in incident.keepers.get(copy.of, ()))
+        copies = [copy for copy in frozen.kept if self._still_there(incident, frozen.rank, copy)]
+        return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
+
+    def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
+        """A rank may drop old copies of its own until it is frozen, when others of its host have seen them already."""
+        owner = incident.answers.get(copy.of)
+        if owner is None or not owner.final or copy in owner.kept:
+            return True
+        members = self._job.members
+        return members[copy.of].hello.host != members[witness].hello.host
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:
         last_commit = self.saving.last_commit

@@ -141,7 +141,7 @@ class Judge:
                 plain[rank] = {version}
             answer = incident.answers.get(rank)
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
-            kept |= _kept(self._world.layout, answer)
+            kept |= _kept(self._world.layout, answer, self._world.copies(process.host))
         layout, written = self._world.layout, incident.written()
         best = largest_version(layout, plain, written, kept)
         newest = max((v for versions in plain.values() for v in versions), default=None)
@@ -209,12 +209,15 @@ def _silent(incident: Incident) -> set[Rank]:
     return {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
 
 
-def _kept(layout: Layout, answer: m.Frozen | None) -> set[tuple[Shard, Version]]:
-    """Second copies that a rank has said that it can bring."""
+def _kept(
+    layout: Layout, answer: m.Frozen | None, there: Collection[tuple[Rank, Version]]
+) -> set[tuple[Shard, Version]]:
+    """Second copies that a rank has said that it can bring, and that are still ``there``."""
     if answer is None or not (answer.final and answer.kept):
         return set()
     mine = keepers(layout)
-    return {(shard, copy.version) for copy in answer.kept for shard in mine.get(copy.of, ())}
+    found = (copy for copy in answer.kept if (copy.of, copy.version) in there)
+    return {(shard, copy.version) for copy in found for shard in mine.get(copy.of, ())}
 
 
 def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:

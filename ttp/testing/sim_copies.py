@@ -93,10 +93,11 @@ class SimCopies:
         """What can be brought."""
         return tuple(m.KeptCopy(of, version) for of, version in sorted(self._world.copies(self._rank.host)))
 
-    def shard(self, shard: Shard, version: Version) -> Words:
-        """Of a kept copy."""
+    def shard(self, shard: Shard, version: Version) -> Words | None:
+        """Of a kept copy, if it is still there."""
         keeper = next(rank for rank, shards in keepers(self._world.layout).items() if shard in shards)
-        return self._world.copies(self._rank.host)[keeper, version][0][shard]
+        copy = self._world.copies(self._rank.host).get((keeper, version))
+        return None if copy is None else copy[0][shard]
 
     def page(self, of: Rank, version: Version) -> int | None:
         """Of a kept copy, if there is one."""

@@ -84,7 +84,11 @@ class Saver:
             yield rank.takes(0.004) + world.disk_extra_s(rank)
             if cancelled[0]:
                 return
-            content = dealt(rank.copies.shard(shard, order.version), stripes.parse(shard))
+            copy = rank.copies.shard(shard, order.version)
+            if copy is None:
+                rank.put(pm.WriteFailed(order.incident, order.generation, f"the copy of {shard} is not there any more"))
+                return
+            content = dealt(copy, stripes.parse(shard))
             pieces.append(self._durable(order, file, "shard", shard, content))
         if order.order.pages:
             file = f"pages_{rank.rank}_{order.generation}"
