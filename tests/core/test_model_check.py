@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import pytest
@@ -204,9 +204,11 @@ def test_a_broken_stream_and_a_dead_controller() -> None:
 
 
 def test_the_model_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    def oldest(layout: Layout, said: Iterable[Answer], written: Mapping[Shard, Version]) -> Plan | NoPlan:
+    def oldest(
+        layout: Layout, said: Iterable[Answer], written: Mapping[Shard, Version], uncut: Collection[Shard]
+    ) -> Plan | NoPlan:
         listed = list(said)
-        return decide(layout, [a for a in listed if a.version == min(b.version for b in listed)], written)
+        return decide(layout, [a for a in listed if a.version == min(b.version for b in listed)], written, uncut)
 
     monkeypatch.setattr(rescue, "decide", oldest)
     with pytest.raises(Broken, match=r"I2: .* while 2 was possible after: "):

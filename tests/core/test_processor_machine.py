@@ -95,7 +95,7 @@ def test_a_lost_controller_gets_no_more_than_its_respite() -> None:
                 tries.append((round(rank.now, 3), action.address, action.within_s))
                 rank.now += action.within_s or 0.0  # a host that is gone refuses nothing: time passes, no more
                 rank.machine.on_event(pm.StreamDown("gone"), rank.now)
-    assert tries == [(0.05, "", pytest.approx(0.45)), (0.55, "h1:1", 1.0), (1.6, "h2:1", 1.0)], "where all ranks go"
+    assert tries == [(0.05, "", pytest.approx(0.95)), (1.05, "h1:1", 1.0), (2.1, "h2:1", 1.0)], "where all ranks go"
 
 
 def test_joining() -> None:

@@ -169,6 +169,10 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "standby": lambda f: f"a controller stands by on {f.get('host')} ({f.get('address')})",
     "no_standby": lambda f: f"no controller can stand by on {f.get('host')}",
     "abdicated": lambda f: "another controller leads this job: what this one knew is forgotten",
+    "buddies": lambda f: "every rank keeps second copies in the memory of another host",
+    "no_buddies": lambda f: f"no second copies are kept: {f.get('text')}",
+    "copied": lambda f: f"every rank has stored a second copy of version {f.get('version')}",
+    "not_copied": lambda f: f"no second copy of version {f.get('version')} on rank {f.get('rank')}: {f.get('text')}",
     "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
 }
 """How each kind is told; the kinds are those that ``ttp.core.controller_machine`` records."""

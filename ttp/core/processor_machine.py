@@ -282,7 +282,8 @@ class ProcessorMachine:
             return None
         if self._route.takeover or self._down_since is None:
             return float(m_.connect_s * 2**self._route.rounds)
-        return max(m_.retry_min_s, self._down_since + m_.failover_s - now)
+        respite_s = max(m_.failover_s, m_.connect_s)  # a host that is cut off for a moment answers again
+        return max(m_.retry_min_s, self._down_since + respite_s - now)
 
     # --------------------------------------------------------------------------------------------------------- stream
 
