@@ -167,6 +167,18 @@ def test_a_copy_that_its_owner_has_dropped_is_not_asked_for(first: int) -> None:
     assert "s0 [10, 20], s1 [20], s2 [10]" in talk.orders(m.Release)[0].text
 
 
+def test_who_was_told_to_go_on_is_not_taken_for_the_version_that_it_leaves() -> None:
+    talk = Hosts(grid(2, 1))
+    talk.fault(0)
+    talk.keeps(0, (0, 17), version=18)
+    copies = (m.KeptCopy(Rank(0), Version(17)),)
+    assert "Save:0,1" in talk.frozen(1, 17, has_gradient=True, kept=copies)
+    assert {o.rank: o.order.how for o in talk.orders(m.Save)}[Rank(1)] is How.REDO
+    assert "Save" not in talk.save_failed(0), "version 17 of shard 1 may be gone at any moment"
+    assert "Save" not in talk.frozen(1, 17, has_gradient=True, kept=copies), "said before it was told"
+    assert "Release(70)" in talk.frozen(1, 18, kept=copies)
+
+
 def test_a_lost_host_comes_back_from_its_buddies() -> None:
     talk = Hosts()
     for rank in (2, 3):

@@ -83,6 +83,18 @@ def _word(action: pm.Action) -> str:
 # --------------------------------------------------------------------------------------------------------------- stream
 
 
+def test_who_is_on_its_way_to_the_next_version_saves_none_before_it_is_there() -> None:
+    rank = Rank1()
+    rank.freeze()
+    rank.quiet(7)
+    redo = m.SaverOrder(ME, (Shard("s0"),), How.REDO, (ME,), True)
+    assert "Redo" in rank.order(m.Save(ME, 1, "a", 0, Version(8), "draft", redo))
+    assert rank.save(7, generation=1) == "CancelSave >SaveFailed"
+    assert "on its way to 8" in rank.sent(m.SaveFailed).text
+    rank.quiet(8)
+    assert rank.save(8, generation=2) == "StartSave"
+
+
 def test_a_lost_controller_gets_no_more_than_its_respite() -> None:
     rank = Rank1(failover_s=0.5, connect_s=1.0, retry_min_s=0.05)
     rank.order(m.Standbys(ME, 1, ("h1:1", "h2:1")))

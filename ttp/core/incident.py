@@ -81,6 +81,8 @@ class Incident:
     layout: Layout
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
+    redoing: set[Rank] = field(default_factory=set)
+    """Ranks that were told to make one more update and have not said what came of it: nobody knows where they are."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
     """The shards that each rank keeps copies of; looked up once there are such copies."""
     reign: str = ""
@@ -182,6 +184,9 @@ class Incident:
 
     def accept(self, answer: m.Frozen) -> None:
         """Take an answer; a later answer of the same rank replaces the earlier one."""
+        known = self.answers.get(answer.rank)
+        if known is None or (answer.version, answer.phase) != (known.version, known.phase):
+            self.redoing.discard(answer.rank)  # it may have said the same before it was told to
         self.forget(answer.rank)
         self.answers[answer.rank] = answer
         if not answer.final:

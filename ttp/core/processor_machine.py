@@ -181,6 +181,7 @@ class ProcessorMachine:
         self._observed = Observed(hello.version, hello.phase)
         self._preimage = False
         self._redo_until: float | None = None
+        self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
         self._route = Route(manners.failover_s)
         self._copy: m.Copied | None = None
         self._unsettled = False
@@ -204,6 +205,7 @@ class ProcessorMachine:
             case Quiet():
                 self._quiet(event, now)
             case NotRedone(text):
+                self._redoing = None
                 self._redo_failed(text)
             case PiecesWritten() | WriteFailed() | CommitDone() | CommitBroken():
                 self._worked(event)
@@ -410,6 +412,8 @@ class ProcessorMachine:
 
     def _quiet(self, quiet: Quiet, now: float) -> None:
         self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
+        if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
+            self._redoing = None
         if not self.incident:
             return
         if self._redo_until is not None and not self._redone(quiet):
@@ -445,14 +449,17 @@ class ProcessorMachine:
         elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
             self._do(StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
-            self._redo_until = now + self.manners.redo_s
+            self._redo_until, self._redoing = now + self.manners.redo_s, order.version
             self._do(Redo(order.version))
         else:
-            text = f"asked for version {order.version}, holds {self._version} ({self._phase.value})"
+            state = self._phase.value if self._redoing is None else f"on its way to {self._redoing}"
+            text = f"asked for version {order.version}, holds {self._version} ({state})"
             self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
 
     def _holds(self, order: m.Save) -> bool:
         """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""
+        if self._redoing is not None:
+            return False  # an order that came before this one has let the training thread go
         torn = self._phase is m.Phase.TORN
         if order.order.how is How.UNDO and self._preimage:
             return order.version == (self._version if torn else self._version - 1)
@@ -505,7 +512,7 @@ class ProcessorMachine:
 
     def _thaw(self) -> None:
         self._cancel()
-        self.incident, self._snapshot = "", False
+        self.incident, self._snapshot, self._redoing = "", False, None
         self._do(OpenGate())
         self._do(DropLease())
 

@@ -275,7 +275,12 @@ class Rescue:
                 self._give_up(incident, verdict.reason, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
-        """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment."""
+        """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
+
+        Or may say what came of an update that it was told to make.
+        """
+        if any(incident.able(rank) for rank in incident.redoing):
+            return True
         idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
         newest = max((a.version for a in idle), default=Version(0))
         if all(a.version == newest or a.has_gradient for a in idle):
@@ -302,13 +307,13 @@ class Rescue:
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 
     def _answer(self, incident: Incident, frozen: m.Frozen, with_offers: bool) -> Answer:
-        member = self._job.members[frozen.rank]
+        member, redoing = self._job.members[frozen.rank], frozen.rank in incident.redoing
         return Answer(
             rank=frozen.rank,
             version=frozen.version,
-            torn=frozen.phase is m.Phase.TORN,
+            torn=frozen.phase is m.Phase.TORN or redoing,
             has_gradient=frozen.has_gradient and with_offers,
-            has_preimage=frozen.has_preimage and with_offers,
+            has_preimage=frozen.has_preimage and with_offers and not redoing,
             stuck=frozen.stuck or bool(member.broken),
             settled=frozen.settled,
             host=member.hello.host,

@@ -171,6 +171,8 @@ class Saving:
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
         assert plan is not None
+        if task.order.how is How.REDO and incident.answers[rank].version < plan.version:
+            incident.redoing.add(rank)
         self._outbox.send_to(
             rank,
             m.Save(

@@ -137,9 +137,11 @@ class Judge:
                 continue
             version, phase = process.truth
             whole = phase in (m.Phase.IDLE, m.Phase.DONE)
+            answer = incident.answers.get(rank)
+            if rank in incident.redoing and answer is not None and answer.version == version:
+                continue  # it was told to leave that version
             if whole:
                 plain[rank] = {version}
-            answer = incident.answers.get(rank)
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
             kept |= _kept(self._world.layout, answer, self._world.copies(process.host))
         layout, written = self._world.layout, incident.written()
