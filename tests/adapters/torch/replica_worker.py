@@ -50,7 +50,7 @@ class Rank:
         torch.manual_seed(50 + rank)
         self.model: Any = ddp(model, broadcast_buffers=False)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        parts = {"scheduler": None, "extra_state": None, "scaler": None}
+        parts: dict[str, Any] = {"scheduler": None, "extra_state": None, "scaler": None}
         self.adapter = TorchAdapter(self.optimizer, model=self.model, undo=undo, **parts)
         self.processor = StubProcessor(directory, rank=rank, layout=layout)
 
