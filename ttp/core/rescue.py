@@ -106,9 +106,11 @@ class Rescue:
             facts = {"rank": evidence.subject, "evidence": evidence.kind.value, "text": evidence.text}
             self._outbox.record("evidence", **facts, detail=detail, witness=witness)
 
-    def _retract(self, incident: Incident, rank: Rank, kind: m.FaultKind) -> None:
-        if incident.retract(rank, kind):
+    def _retract(self, incident: Incident, rank: Rank, kind: m.FaultKind) -> bool:
+        retracted = incident.retract(rank, kind)
+        if retracted:
             self._outbox.record("retracted", rank=rank, evidence=kind.value)
+        return retracted
 
     # -------------------------------------------------------------------------------------------------------- members
 
@@ -171,7 +173,10 @@ class Rescue:
         if incident.answered(answer.rank) and not answer.final:
             return  # said again: it stands still since its final answer
         incident.accept(answer)
-        self._retract(incident, answer.rank, m.FaultKind.SILENT)
+        spoke = self._retract(incident, answer.rank, m.FaultKind.SILENT)
+        if spoke and not answer.final and now < incident.frozen_at.get(answer.rank, now) + self._patience.freeze_s:
+            incident.waiting.add(answer.rank)  # it is in an update: its answer was late, or this controller was
+            incident.expire_check_at = now
         self._outbox.record(
             "answer" if answer.final else "acknowledged",
             rank=answer.rank,
