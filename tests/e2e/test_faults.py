@@ -55,7 +55,7 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
     ("launcher", "phases"),
     [
         pytest.param("ttp", PHASES, marks=pytest.mark.xdist_group("ttp"), id="ttp"),
-        pytest.param("torchrun", PHASES[1::3], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
+        pytest.param("torchrun", PHASES[1::6], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
         pytest.param(
             "torchrun", PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
         ),

@@ -106,6 +106,7 @@ def test_other_kinds_of_data_parallel_jobs_too(tmp_path: Path, kind: dict[str, A
     Runs(tmp_path, kind, (version,)).check(version)
 
 
+@pytest.mark.slow
 def test_a_static_graph_is_exact_from_its_second_version_on_and_restore_says_so(tmp_path: Path) -> None:
     runs = Runs(tmp_path, STATIC, (1, 2))
     runs.check(2)
