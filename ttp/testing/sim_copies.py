@@ -57,6 +57,9 @@ class SimCopies:
         self._world.after(self._rank.takes(0.005), self._rank.run, self._stored, version, copy)
 
     def _stored(self, version: Version, copy: Copy) -> None:
+        if self._rank.machine.incident:
+            self._rank.put(pm.CopyMade(version, False, "the job is frozen"))
+            return
         self._world.copies(self._rank.host)[self._rank.rank, version] = copy
         self._world.after(self._rank.takes(0.01), self._rank.run, self._sent, version, copy)
 
