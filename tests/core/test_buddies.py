@@ -179,6 +179,18 @@ def test_who_was_told_to_go_on_is_not_taken_for_the_version_that_it_leaves() -> 
     assert "Release(70)" in talk.frozen(1, 18, kept=copies)
 
 
+def test_who_was_told_to_go_on_and_comes_back_on_another_stream_is_told_again() -> None:
+    talk = Hosts(grid(2, 1))
+    talk.fault(0)
+    talk.frozen(0, 18)
+    talk.frozen(1, 17, has_gradient=True)
+    assert "Freeze:1" in (said := talk.back(1, host="h0", copies_at="h0:7001")) and "Save:1" in said
+    talk.saved(0)
+    talk.frozen(1, 17, has_gradient=True)
+    talk.frozen(1, 18)
+    assert "Commit" in talk.saved(1)
+
+
 def test_a_lost_host_comes_back_from_its_buddies() -> None:
     talk = Hosts()
     for rank in (2, 3):

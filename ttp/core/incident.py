@@ -81,8 +81,8 @@ class Incident:
     layout: Layout
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
-    redoing: set[Rank] = field(default_factory=set)
-    """Ranks that were told to make one more update and have not said what came of it: nobody knows where they are."""
+    redoing: dict[Rank, Version] = field(default_factory=dict)
+    """Ranks that were told to go on to a version and have not said what came of it: nobody knows where they are."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
     """The shards that each rank keeps copies of; looked up once there are such copies."""
     reign: str = ""
@@ -184,11 +184,11 @@ class Incident:
 
     def accept(self, answer: m.Frozen) -> None:
         """Take an answer; a later answer of the same rank replaces the earlier one."""
-        known = self.answers.get(answer.rank)
-        if known is None or (answer.version, answer.phase) != (known.version, known.phase):
-            self.redoing.discard(answer.rank)  # it may have said the same before it was told to
+        target = self.redoing.get(answer.rank)
         self.forget(answer.rank)
         self.answers[answer.rank] = answer
+        if target is not None and answer.version < target and answer.phase is not m.Phase.TORN:
+            self.redoing[answer.rank] = target  # said before it was told, or on its way
         if not answer.final:
             return
         self.waiting.discard(answer.rank)
@@ -198,6 +198,7 @@ class Incident:
     def forget(self, rank: Rank) -> None:
         """The rank is gone, or is asked again."""
         self.answers.pop(rank, None)
+        self.redoing.pop(rank, None)
         self._discount(rank)
 
     def fail(self, rank: Rank, text: str) -> None:

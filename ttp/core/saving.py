@@ -171,8 +171,9 @@ class Saving:
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
         assert plan is not None
-        if task.order.how is How.REDO and incident.answers[rank].version < plan.version:
-            incident.redoing.add(rank)
+        answer = incident.answers.get(rank)  # none: it has come back, and is asked again
+        if task.order.how is How.REDO and (answer is None or answer.version < plan.version):
+            incident.redoing[rank] = plan.version
         self._outbox.send_to(
             rank,
             m.Save(
