@@ -184,7 +184,7 @@ def test_who_was_told_to_go_on_and_comes_back_on_another_stream_is_told_again() 
     talk.fault(0)
     talk.frozen(0, 18)
     talk.frozen(1, 17, has_gradient=True)
-    assert "Freeze:1" in (said := talk.back(1, host="h0", copies_at="h0:7001")) and "Save:1" in said
+    assert "Save:1" in talk.back(1, host="h0", copies_at="h0:7001", incident=talk.id)
     talk.saved(0)
     talk.frozen(1, 17, has_gradient=True)
     talk.frozen(1, 18)
