@@ -9,6 +9,7 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,20 +93,21 @@ def _measure(save_dir: str, address: str, megabytes: int, blocks: int) -> list[R
 def _watch(copying: Copying) -> list[float]:
     """Milliseconds from each turn to the whole copy."""
     arrived: list[float] = []
-    tell, updated = copying._tell, copying.updated
+    watched: Any = copying
+    tell, updated = watched._tell, watched.updated
     began = [0.0]
 
-    def turn(version: object) -> None:
-        if int(str(version)) % copying.every == 0 and copying._generations.pending is None:
+    def turn(version: int) -> None:
+        if version % copying.every == 0 and copying._generations.pending is None:
             began[0] = time.perf_counter()
-        updated(version)  # type: ignore[arg-type]
+        updated(version)
 
     def told(event: object) -> None:
         if isinstance(event, CopyMade) and event.stored:
             arrived.append((time.perf_counter() - began[0]) * 1e3)
-        tell(event)  # type: ignore[arg-type]
+        tell(event)
 
-    copying._tell, copying.updated = told, turn  # type: ignore[method-assign]
+    watched._tell, watched.updated = told, turn
     return arrived
 
 

@@ -42,7 +42,7 @@ class Job:
         begin = time.perf_counter()
         for _ in range(steps):
             loss: Tensor = self.model(self.data).square().mean()
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
         dist.barrier()

@@ -81,7 +81,7 @@ class MegatronAdapter(TorchAdapter):
         layout, shards = announce(inners)
         self._held = Held(geometry, tuple(inners), tuple(shards), layout)
         self._together: Any = Together(self._held)
-        names = ModelNames(modules, _NoParameters())  # type: ignore[arg-type]
+        names = ModelNames(modules, None)
         self._source = MegatronSource(
             modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
         )
@@ -131,7 +131,7 @@ class MegatronAdapter(TorchAdapter):
         )
         self._syncs.attach(self._held.stepping)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
-        source.connect(processor, self._attachment, self._held)  # type: ignore[arg-type]
+        source.connect(processor, self._attachment, self.sharding(processor.env.world_size))
         self._capture.capture(processor.gate.version, final=True)
 
     def detach(self) -> None:
@@ -216,10 +216,6 @@ class Together:
     def state(self) -> Mapping[Any, Any]:
         """Of all of them."""
         return {key: value for optimizer in self._held.stepping for key, value in list(optimizer.state.items())}
-
-
-class _NoParameters:
-    param_groups: Sequence[Mapping[str, Any]] = ()
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:

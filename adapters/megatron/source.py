@@ -29,7 +29,7 @@ from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
 from ttp.adapters.torch.source import TorchSource
 from ttp.adapters.torch.table import Path as ItemPath
-from ttp.core.layout import Layout, Shard, Version
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
 
@@ -128,7 +128,7 @@ class MegatronSource(TorchSource):
             raise CheckpointError(f"this rank holds version {self._processor.gate.version}, not {job.version}")
         buffers: Mapping[str, Tensor] = {}
         if pages.data:
-            own = pages.data.get(self._processor.env.rank, pages.data[min(pages.data)])  # type: ignore[call-overload]
+            own = pages.data.get(Rank(self._processor.env.rank), pages.data[min(pages.data)])
             buffers = LocalCapture.decode(own).buffers
         return {"image": image, "buffers": buffers}
 

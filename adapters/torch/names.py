@@ -28,13 +28,13 @@ class ModelNames:
 
     Args:
         model: the module that owns every parameter of the optimizer; wrapped or not.
-        optimizer: its ``param_groups`` are looked up by identity.
+        optimizer: its ``param_groups`` are looked up by identity; None: it holds none of these tensors itself.
 
     Raises:
         ConfigError: the optimizer holds parameters that the model does not name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None) -> None:
         self._model = model
         self.parameters: dict[str, Tensor] = {}
         """Every name, and the parameter behind it. Tied weights appear once per name."""
@@ -43,7 +43,8 @@ class ModelNames:
         self._canonical: dict[str, str] = {}
         self._by_identity: dict[int, str] = {}
         self._record()
-        self._check(optimizer)
+        if optimizer is not None:
+            self._check(optimizer)
 
     @property
     def buffers(self) -> dict[str, Tensor]:

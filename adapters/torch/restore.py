@@ -214,10 +214,11 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     for item in items:
         int_keys = [position - len(_STATE) for position in item.int_keys]
         put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
-    kept.state.clear()
+    state: dict[Any, Any] = kept.state  # keys that are no tensors are allowed too
+    state.clear()
     order = {name: number for number, name in enumerate(owners)}  # as the optimizer itself would have made it
     for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
-        kept.state[owners[name][0] if name in owners else name] = loaded[name]  # type: ignore[index]
+        state[owners[name][0] if name in owners else name] = loaded[name]
     for group, other in pairs:
         _load_group(group, other)
 

@@ -133,7 +133,7 @@ class _Section(io.RawIOBase):
     def tell(self) -> int:
         return self._position
 
-    def readinto(self, buffer: "memoryview", /) -> int:  # type: ignore[override]  # noqa: UP037
+    def readinto(self, buffer: Any, /) -> int:
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
         self._file.seek(self._start + self._position)
         count = self._file.readinto(view)

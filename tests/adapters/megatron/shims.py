@@ -95,7 +95,7 @@ class ApexLikeAdam(torch.optim.Optimizer):
         assert adam_w_mode
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         assert closure is None
         for group in self.param_groups:
             if not group["params"]:
