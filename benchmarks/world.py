@@ -52,18 +52,9 @@ def ranks(
     """Rank processes of ``benchmarks.rank``; the last one holds ``resident_gib`` more memory."""
     processes = {}
     for rank in range(world_size):
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "MASTER_ADDR": "127.0.0.1",
-            "TTP_PORT": str(port),
-            "TTP_RUN_DIR": str(directory / "run"),
-            "TTP_LOG": "ERROR",
+        env = _environment(rank, world_size, port, directory) | {
             "BENCH_STATE_MB": str(state_mb),
             "BENCH_RESIDENT_GIB": str(resident_gib if rank == world_size - 1 else 0),
-            "BENCH_SAVE_DIR": str(directory / "checkpoints"),
-            "OMP_NUM_THREADS": "1",
         }
         processes[rank] = subprocess.Popen([sys.executable, "-m", "benchmarks.rank"], env=env)
     try:
@@ -72,6 +63,45 @@ def ranks(
         for process in processes.values():
             process.kill()
             process.wait()
+
+
+def train(module: str, arguments: list[str], world_size: int, port: int, directory: Path) -> list[str]:
+    """Run a job of ``module`` with collectives to its end: the last line of every rank.
+
+    Raises:
+        RuntimeError: a rank has ended badly.
+    """
+    command = [sys.executable, "-m", module, *arguments]
+    common = {"MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            command, env=_environment(rank, world_size, port, directory) | common, stdout=subprocess.PIPE, text=True
+        )
+        for rank in range(world_size)
+    ]
+    try:
+        said = [process.communicate(timeout=1800)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    if any(process.returncode for process in processes):
+        raise RuntimeError(f"{command}: ranks ended with {[process.returncode for process in processes]}")
+    return [text.strip().splitlines()[-1] for text in said]
+
+
+def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:
+    return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "TTP_PORT": str(port),
+        "TTP_RUN_DIR": str(directory / "run"),
+        "TTP_LOG": "ERROR",
+        "BENCH_SAVE_DIR": str(directory / "checkpoints"),
+        "OMP_NUM_THREADS": "1",
+    }
 
 
 def wait_for(service: ControllerStub, version: int, timeout_s: float = 180) -> None:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 import statistics
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 from benchmarks.result import Result
-from benchmarks.world import controller, free_port, scratch
+from benchmarks.world import controller, scratch, train
 
 KINDS = {
     "ddp": "DDP, AdamW",
@@ -32,7 +28,8 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int) -> list
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
-            ranks = [json.loads(said) for said in _train(directory, port, [kind, str(blocks), str(steps), str(width)])]
+            arguments = [kind, str(blocks), str(steps), str(width)]
+            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, RANKS, port, directory)]
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
     shown = f"{blocks} blocks of {steps} steps by turns, {RANKS} ranks, {weights / 2**20:.0f} MiB of weights"
     bare = statistics.median(ranks[0]["plain"])
@@ -57,33 +54,3 @@ def _measure(kind: str, title: str, blocks: int, steps: int, width: int) -> list
 
 def _ratio(rank: dict[str, Any], one: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(rank[one], rank[other], strict=True))
-
-
-def _train(directory: Path, port: int, arguments: list[str]) -> list[str]:
-    """The last line of every rank."""
-    common = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-        "WORLD_SIZE": str(RANKS),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
-        "TTP_PORT": str(port),
-        "TTP_RUN_DIR": str(directory / "run"),
-        "TTP_LOG": "ERROR",
-        "BENCH_SAVE_DIR": str(directory / "checkpoints"),
-        "OMP_NUM_THREADS": "1",
-    }
-    command = [sys.executable, "-m", "benchmarks.zero_rank", *arguments]
-    ranks = [
-        subprocess.Popen(
-            command, env={**common, "RANK": str(r), "LOCAL_RANK": str(r)}, stdout=subprocess.PIPE, text=True
-        )
-        for r in range(RANKS)
-    ]
-    try:
-        said = [rank.communicate(timeout=1800)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
-    if any(rank.returncode for rank in ranks):
-        raise RuntimeError(f"{arguments[0]}: ranks ended with {[rank.returncode for rank in ranks]}")
-    return [text.strip().splitlines()[-1] for text in said]

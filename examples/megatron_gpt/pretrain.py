@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -209,9 +210,10 @@ def main() -> None:
         torch.set_num_threads(1)
     dist.init_process_group("nccl" if cuda else "gloo")
     if not cuda:
-        from on_cpu import pretend
+        sys.path.append(str(Path(__file__).parents[2]))  # what stands in for CUDA is test code, of the same checkout
+        from tests.adapters.megatron import shims
 
-        pretend()
+        shims.apply()
     result = train(args)
     print(f"rank {dist.get_rank()}  " + "  ".join(f"{name} {value}" for name, value in result.items()), flush=True)
     dist.barrier()

@@ -7,7 +7,7 @@ share its network and disk. More per host are taken only where a number of parts
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import cycle
@@ -106,15 +106,15 @@ class Work:
         least = min(filter(None, sizes.values()), default=1)
         self.sizes = {shard: size or least for shard, size in sizes.items()}
         self.total = sum(self.sizes.values())
-        self.of_rank: Counter[Rank] = Counter()
-        self.of_host: Counter[str] = Counter()
+        self.of_rank: defaultdict[Rank, float] = defaultdict(float)
+        self.of_host: defaultdict[str, float] = defaultdict(float)
         able = [holder for holder in holders if holder.can_save and holder.stripes]
         self.ranks, self.hosts = len(able), len({holder.host for holder in able})
 
     def give(self, holder: Holder, size: float) -> None:
         """One more thing to write."""
-        self.of_rank[holder.rank] += size  # type: ignore[assignment]
-        self.of_host[holder.host] += size  # type: ignore[assignment]
+        self.of_rank[holder.rank] += size
+        self.of_host[holder.host] += size
 
 
 def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work: Work) -> Iterator[tuple[Shard, Rank]]:

@@ -1,4 +1,5 @@
-"""What lets megatron-core train on a machine without an accelerator. For tests only: nothing of it is in ttp.
+"""What lets megatron-core train on a machine without an accelerator. For tests, and for trying
+`examples/megatron_gpt`: nothing of it is in ttp.
 
 Measured with megatron-core 0.16.1 and torch 2.13. ``apply()`` first, then import megatron.
 """

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,6 +11,7 @@ from hypothesis import strategies as st
 
 torch = pytest.importorskip("torch")
 
+from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
 from ttp.adapters.torch.partition import Placement, assign  # noqa: E402
 from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
@@ -25,32 +22,9 @@ WORKER = Path(__file__).with_name("zero_worlds.py")
 pytestmark = pytest.mark.xdist_group("zero")  # they share one run
 
 
-class Told:
-    """What each rank returned, by world and case."""
-
-    def __init__(self, directory: Path) -> None:
-        self._directory = directory
-
-    def __call__(self, case: str, world: int = 4) -> list[dict[str, Any]]:
-        files = sorted(self._directory.glob(f"{world} {case}.?.json"))
-        assert files, f"no rank has finished {case}"
-        return [json.loads(file.read_text()) for file in files]
-
-
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
-    directory = tmp_path_factory.mktemp("zero")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-    return Told(directory)
+    return run_worker(WORKER, tmp_path_factory.mktemp("zero"))
 
 
 @pytest.mark.parametrize(

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 torch = pytest.importorskip("torch")
 
+from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
 from ttp.adapters.torch.zero_sharding import partitions  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
@@ -28,28 +25,12 @@ PARAMETERS = {f"{layer}.{kind}" for layer in ("image", "wide", "middle", "exact"
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """What each rank returned, by world and case."""
-    directory = tmp_path_factory.mktemp("zero")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(WORKER), str(directory)],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
-
-    def ranks(world: int, case: str) -> list[dict[str, Any]]:
-        return [json.loads((directory / f"{world} {case}.{rank}.json").read_text()) for rank in range(world)]
-
-    return ranks
+def told(tmp_path_factory: pytest.TempPathFactory) -> Told:
+    return run_worker(WORKER, tmp_path_factory.mktemp("zero"))
 
 
-def test_a_partition_is_the_shard_of_the_ranks_that_have_it(told: Any) -> None:
-    ranks = told(4, "replicated")
+def test_a_partition_is_the_shard_of_the_ranks_that_have_it(told: Told) -> None:
+    ranks = told("replicated", 4)
     assert {json.dumps(rank["groups"]) for rank in ranks} == {
         json.dumps({"common": [0, 1, 2, 3], "model-0": [0, 2], "model-1": [1, 3]})
     }
@@ -59,30 +40,30 @@ def test_a_partition_is_the_shard_of_the_ranks_that_have_it(told: Any) -> None:
     assert len(ranks[0]["files"]) == 3
 
 
-def test_after_a_torn_exchange_every_element_comes_back_from_copies_in_different_columns(told: Any) -> None:
-    assert [rank["differences"] for rank in told(4, "replicated")] == [[]] * 4
+def test_after_a_torn_exchange_every_element_comes_back_from_copies_in_different_columns(told: Told) -> None:
+    assert [rank["differences"] for rank in told("replicated", 4)] == [[]] * 4
 
 
-def test_copies_look_alike_whatever_they_have_received_of_others(told: Any) -> None:
-    looks = [rank["looks"] for rank in told(4, "replicated")]
+def test_copies_look_alike_whatever_they_have_received_of_others(told: Told) -> None:
+    looks = [rank["looks"] for rank in told("replicated", 4)]
     assert looks[0] == looks[2] and looks[1] == looks[3] and all(map(all, (look.values() for look in looks)))
-    assert [rank["bad"] for rank in told(4, "replicated")] == [[]] * 4, "NaN in what others update is theirs"
+    assert [rank["bad"] for rank in told("replicated", 4)] == [[]] * 4, "NaN in what others update is theirs"
 
 
-def test_an_update_is_undone_from_the_own_partition_alone(told: Any) -> None:
-    assert told(4, "undone") == [{"differences": [], "kept": True, "ready": True}] * 4
+def test_an_update_is_undone_from_the_own_partition_alone(told: Told) -> None:
+    assert told("undone", 4) == [{"differences": [], "kept": True, "ready": True}] * 4
 
 
-def test_after_an_update_by_order_no_rank_enters_an_exchange_until_it_is_released(told: Any) -> None:
+def test_after_an_update_by_order_no_rank_enters_an_exchange_until_it_is_released(told: Told) -> None:
     by_order = {"ready": True, "admitted": True, "version": 4, "entered": False, "settled": True}
-    ranks = told(4, "redone")
+    ranks = told("redone", 4)
     assert [{**by_order, **rank} for rank in ranks[:2]] == ranks[:2] and ranks[0].items() >= by_order.items()
     assert [rank["version"] for rank in ranks] == [4, 4, 3, 3]
     assert [(rank["left"], rank["differences"]) for rank in ranks] == [(True, [])] * 4, "then all go on together"
 
 
-def test_torchs_own_is_saved_and_the_missing_copies_are_said_once(told: Any) -> None:
-    ranks = told(4, "torch")
+def test_torchs_own_is_saved_and_the_missing_copies_are_said_once(told: Told) -> None:
+    ranks = told("torch", 4)
     assert ranks[0]["groups"] == {"common": [0, 1, 2, 3], **{f"model-{rank}": [rank] for rank in range(4)}}
     assert [rank["differences"] for rank in ranks] == [[[], [], []]] * 4, "into itself, ReplicatedOptimizer, AdamW"
     assert [len(rank["said"]) for rank in ranks] == [1, 0, 0, 0]
@@ -93,15 +74,15 @@ def test_torchs_own_is_saved_and_the_missing_copies_are_said_once(told: Any) -> 
     ("world", "case"),
     [(4, "plain"), (3, "replicated"), (3, "plain"), (2, "replicated"), (2, "to plain"), (2, "one shard")],
 )
-def test_other_worlds_and_plain_optimizers_read_each_others_checkpoints(told: Any, world: int, case: str) -> None:
-    ranks = told(world, case)
+def test_other_worlds_and_plain_optimizers_read_each_others_checkpoints(told: Told, world: int, case: str) -> None:
+    ranks = told(case, world)
     assert [rank["differences"] for rank in ranks] == [[]] * world
     if "moments" in ranks[0]:
         assert {name for rank in ranks for name in rank["moments"]} == PARAMETERS
 
 
-def test_groups_of_ranks_are_copies_where_gradients_are_reduced_over_all(told: Any) -> None:
-    ranks = told(4, "refused")
+def test_groups_of_ranks_are_copies_where_gradients_are_reduced_over_all(told: Told) -> None:
+    ranks = told("refused", 4)
     assert ranks[3]["hosts"] == {"common": [0, 1, 2, 3], "model-0": [0, 2], "model-1": [1, 3]}
     for case, cure in {
         "unconnected": "use the group of all data-parallel ranks",
