@@ -88,6 +88,23 @@ def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
     assert talk.machine.job.incarnation == 1
 
 
+def test_a_launch_that_came_to_nothing_is_followed_by_the_next_incarnation() -> None:
+    """Everybody has gone before the job was whole, and may have trained elsewhere: pages of theirs are of the past."""
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" not in talk.hello(2), "somebody who has not been there goes on forming it"
+    talk.lost(2)
+    assert "[incarnation]" not in talk.hello(1, incarnation=1, resume=True), "and so does who was there"
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" in talk.hello(1, nonce="b", launch=1)
+    assert talk.machine.job.incarnation == 2
+
+
 def test_a_new_launch_opens_the_next_incarnation() -> None:
     talk = Talk()
     assert "Refused(fenced):0,1,2 [incarnation] Welcome:1" in talk.hello(1, nonce="b", launch=1)
@@ -266,6 +283,34 @@ def test_nobody_is_left_to_commit() -> None:
     talk.commit_failed(0)
     assert talk.commit_failed(2) == "[commit_failed] [released] Release(70):0,1,2"
     assert "rank 2: no rename; nobody is left to commit the checkpoint" in talk.orders(m.Release)[0].text
+
+
+def test_who_hangs_in_an_update_can_commit() -> None:
+    """All is durable and its writer dies: a commit touches files only, not the state that is half written."""
+    talk = Talk(grid(1, 2))
+    talk.ask()
+    talk.frozen(1, 6, m.Phase.UPDATING)
+    talk.frozen(0, 7)
+    assert "[plan] Save:0" in talk.after(31), "the update of rank 1 does not end"
+    talk.saved(0)
+    assert talk.lost(0) == "Freeze:1 [evidence] [commit] Commit:1"
+    assert talk.committed(1) == "[committed]"
+    assert "Release(75):1" in talk.after(1)
+
+
+def test_who_stands_still_commits_before_who_hangs_in_an_update() -> None:
+    talk = Talk()
+    talk.ask()
+    talk.frozen(0, 6, m.Phase.UPDATING)
+    talk.frozen(1, 7)
+    talk.frozen(2, 7)
+    talk.after(31)
+    talk.saved(1)
+    assert "[commit] Commit:2" in talk.lost(1)
+    assert "[commit] Commit:0" in talk.commit_failed(2)
+    talk.commit_failed(0)
+    talk.after(1)
+    assert "nobody is left to commit" in talk.orders(m.Release)[0].text
 
 
 def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
@@ -603,6 +648,35 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     assert talk.orders(m.RestoreDecision)[0].version == 7
     assert talk.machine.base_version == 7
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
+
+
+def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
+    """Its successor may find more: the first process is of a launch that was saved under another controller."""
+    talk = Talk(formed=False)
+    for rank in range(3):
+        talk.hello(rank)
+        talk.report(rank, view(rank))
+        talk.lost(rank)
+    assert talk.machine.stage == "forming"
+    for rank in range(3):
+        talk.streams[rank] += 10
+        talk.hello(rank, nonce=f"again {rank}", launch=1)
+    for rank in (0, 1):
+        assert talk.report(rank, view(rank, (9, "a"))) == ""
+    assert talk.report(2, view(2, (9, "a"))) == "[restore] RestoreDecision:0,1,2"
+    assert talk.orders(m.RestoreDecision)[0].version == 9
+
+
+def test_what_was_found_by_a_process_that_was_replaced_does_not_count() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.report(rank, view(rank))
+    talk.streams[1] += 10
+    talk.hello(1, nonce="again", launch=1)
+    talk.hello(2)
+    assert talk.report(2, view(2)) == ""
+    assert talk.report(1, view(1)) == "[restore] RestoreDecision:0,2,1"
 
 
 def test_ranks_that_see_different_storage_are_told() -> None:

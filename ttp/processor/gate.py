@@ -25,11 +25,14 @@ class GateState:
         version: finished updates.
         phase: IDLE, UPDATING, TORN or DONE.
         parked: the training thread stands at the closed gate.
+        closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
+            be said of them: under one closure nothing goes back to where it was.
     """
 
     version: Version
     phase: Phase
     parked: bool
+    closure: int = 0
 
 
 class Gate:
@@ -43,6 +46,7 @@ class Gate:
     __slots__ = (
         "_admitted",
         "_closed",
+        "_closure",
         "_done",
         "_lock",
         "_on_quiet",
@@ -60,6 +64,7 @@ class Gate:
         self._opened = threading.Event()
         self._on_quiet = on_quiet
         self._closed = False
+        self._closure = 0
         self._admitted = False
         self._updating = False
         self._torn = False
@@ -152,6 +157,7 @@ class Gate:
         """Let updates start again."""
         with self._lock:
             self._closed = self._admitted = False
+            self._closure += 1
             self._opened.set()
 
     def state(self) -> GateState:
@@ -162,8 +168,8 @@ class Gate:
     def _state(self) -> GateState:
         if self._torn:
             phase = Phase.TORN
-        elif self._updating:
+        elif self._updating or self._admitted:  # who is admitted may begin at any moment
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE
-        return GateState(self.version, phase, self._parked)
+        return GateState(self.version, phase, self._parked, self._closure)

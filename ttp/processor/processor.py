@@ -139,7 +139,6 @@ class Processor:
         self._saver = Lane("ttp-saver")
         self._looker = Lane("ttp-looker")
         self._keeper = Lane("ttp-keeper")
-        self._closure = 0
         self._look_s = 0.0
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
         self._cancel: threading.Event = threading.Event()
@@ -279,7 +278,7 @@ class Processor:
             try:
                 event = self._next_event()
                 if isinstance(event, _Look):
-                    if event.closure != self._closure:
+                    if event.closure != self.gate.state().closure:
                         continue  # the gate was open in between
                     event = event.quiet
                 for action in self._machine.on_event(event, time.monotonic()):
@@ -311,7 +310,6 @@ class Processor:
             case pm.CloseGate():
                 self._answer_freeze()
             case pm.OpenGate():
-                self._closure += 1
                 self._seen = None
                 if self._copying is not None:
                     self._copying.thaw()
@@ -368,15 +366,18 @@ class Processor:
             self._say_quiet(self.gate.state())
 
     def _say_quiet(self, state: GateState) -> None:
-        closure = self._closure
         updating = state.phase is m.Phase.UPDATING
         if updating or self.source.on_device or self._look_s > LOOK_S:  # the freeze is acknowledged, the answer follows
-            self._inbox.put(_Look(closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+            self._inbox.put(_Look(state.closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
         if not updating:
-            self._looker.submit(lambda: self._look(state, closure))
+            self._looker.submit(lambda: self._look(state))
 
-    def _look(self, state: GateState, closure: int) -> None:
-        """The host is quiet; say what there is, on the device too."""
+    def _look(self, state: GateState) -> None:
+        """The host is quiet; say what there is, on the device too.
+
+        All of it is of the moment of ``state``, or nothing is said: whoever comes to the gate with its gradient while
+        somebody looks must not be taken for one that hangs elsewhere.
+        """
         began = time.monotonic()
         version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
@@ -393,7 +394,11 @@ class Processor:
             kept=self._copying.held() if self._copying is not None else (),
         )
         self._look_s = time.monotonic() - began
-        self._inbox.put(_Look(closure, quiet))
+        now = self.gate.state()
+        if now == state:
+            self._inbox.put(_Look(state.closure, quiet))
+        elif now.closure == state.closure:
+            self._say_quiet(now)
 
     def _device_version(self, state: GateState) -> Version | None:
         if not self.source.on_device or state.phase is m.Phase.TORN:
