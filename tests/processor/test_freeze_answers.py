@@ -13,6 +13,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Version
 from ttp.core.processor_events import Quiet
+from ttp.processor import processor as module
 from ttp.processor.processor import Processor
 
 PATIENCE_S = 60.0
@@ -38,12 +39,18 @@ def source() -> SlowToLook:
     return SlowToLook()
 
 
-@pytest.fixture
-def processor(source: SlowToLook, tmp_path: Path) -> Processor:
-    """Frozen, and the look at its state has begun while the training thread was elsewhere."""
+def alone(source: SlowToLook, tmp_path: Path) -> Processor:
+    """Whose machine has an incident."""
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
     made._machine.incident = "i"
+    return made
+
+
+@pytest.fixture
+def processor(source: SlowToLook, tmp_path: Path) -> Processor:
+    """Frozen, and the look at its state has begun while the training thread was elsewhere."""
+    made = alone(source, tmp_path)
     made._answer_freeze()
     assert source.looking.wait(PATIENCE_S)
     return made
@@ -115,3 +122,55 @@ def test_what_nothing_disturbs_is_said_once(processor: Processor, source: SlowTo
     source.seen.set()
     (quiet,) = answers(processor)
     assert (quiet.version, quiet.phase, quiet.parked, quiet.has_gradient) == (0, m.Phase.IDLE, False, False)
+
+
+class Watched(threading.Event):
+    """Tells when somebody begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.awaited.set()
+        return super().wait(timeout)
+
+
+def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_gate(
+    source: SlowToLook, tmp_path: Path
+) -> None:
+    """It asks the gate all the time: said to hang, a version that it could make would be given up."""
+    source.seen.set()
+    made = alone(source, tmp_path)
+    made._came = came = Watched()
+    in_barrier, admitted = threading.Event(), []
+
+    def meet() -> None:
+        with made.gate.nearby():
+            in_barrier.set()
+            assert came.awaited.wait(PATIENCE_S)
+            admitted.append(made.gate.stand_aside())
+
+    training = threading.Thread(target=meet, daemon=True)
+    training.start()
+    assert in_barrier.wait(PATIENCE_S)
+    made._answer_freeze()
+    assert came.awaited.wait(PATIENCE_S), "it is waited for"
+    said = answers(made)
+    assert said
+    assert all(quiet.parked and quiet.has_gradient for quiet in said)
+    assert made.gate.admit()
+    training.join(PATIENCE_S)
+    assert admitted == [True]
+
+
+def test_who_hangs_there_is_answered_for_all_the_same(
+    source: SlowToLook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMES_S", 0.01)
+    source.seen.set()
+    made = alone(source, tmp_path)
+    with made.gate.nearby():
+        made._answer_freeze()
+        (quiet,) = answers(made)
+    assert not quiet.parked

@@ -9,8 +9,9 @@ allocation that grows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ttp.core.layout import Version
@@ -27,12 +28,14 @@ class GateState:
         parked: the training thread stands at the closed gate.
         closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
             be said of them: under one closure nothing goes back to where it was.
+        near: it is about to: it waits for its peers, looks at the gate all the time and stands aside once it is closed.
     """
 
     version: Version
     phase: Phase
     parked: bool
     closure: int = 0
+    near: bool = False
 
 
 class Gate:
@@ -49,6 +52,7 @@ class Gate:
         "_closure",
         "_done",
         "_lock",
+        "_near",
         "_on_quiet",
         "_opened",
         "_parked",
@@ -69,6 +73,7 @@ class Gate:
         self._updating = False
         self._torn = False
         self._parked = False
+        self._near = False
         self._done = False
         self.redone = False
         """Whether the running, or else the last, update was made by order, under a closed gate."""
@@ -104,6 +109,17 @@ class Gate:
             self._on_quiet()
             self._opened.wait()
             self._parked = False
+
+    @contextlib.contextmanager
+    def nearby(self) -> Iterator[None]:
+        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``."""
+        with self._lock:
+            self._near = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._near = False
 
     @property
     def closed(self) -> bool:
@@ -172,4 +188,4 @@ class Gate:
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE
-        return GateState(self.version, phase, self._parked, self._closure)
+        return GateState(self.version, phase, self._parked, self._closure, self._near)

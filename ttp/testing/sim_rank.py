@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 NEVER = float("inf")
+COMES_S = 0.05
+"""So long a training thread in a barrier may take to come to the gate once it is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
 """What a shard is said to have: enough to be cut."""
 
@@ -261,10 +263,13 @@ class SimRank:
             self._looked_at = max(self._looked_at, self.world.now) + self._rng.random() * 0.0002
             self.world.at(self._looked_at, self.run, self._look, state)
 
-    def _look(self, state: GateState) -> None:
+    def _look(self, state: GateState, waited: bool = False) -> None:
+        if state.near and not (state.parked or waited):
+            self.world.after(COMES_S, self.run, self._look, state, True)
+            return
         now = self.trainer.gate.state()
         if now != state:
-            if now.closure == state.closure:
+            if now.closure == state.closure and not waited:
                 self._say_quiet(now)
             return
         quiet = pm.Quiet(
