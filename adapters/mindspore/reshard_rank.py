@@ -8,19 +8,18 @@ What MindSpore got wrong is made again by our own conversion, and compared again
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ttp.adapters.mindspore.reshard_ckpt import CkptWriter, Tensor, index, read_bytes
 from ttp.adapters.mindspore.reshard_fit import Entry, Plan
+from ttp.adapters.mindspore.reshard_layout import Layout
 from ttp.adapters.mindspore.reshard_move import BLOCK, blocks, difference, touched
-from ttp.adapters.mindspore.reshard_strategy import Strategy, write_for_mindspore
-from ttp.errors import CheckpointError
+from ttp.adapters.mindspore.reshard_strategy import Strategy, mindspore, write_for_mindspore
+from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile, Progress
 
 COPIES = 4
@@ -121,15 +120,9 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, budget: int, told: 
     made: dict[str, Tensor] = {}
     try:
         for number, names in enumerate(division.mindspore):
-            work = scratch / str(number)
-            try:
-                made |= _by_mindspore(plan, rank, names, work)
-            except CheckpointError:
-                raise
-            except Exception as problem:  # whatever MindSpore raises: ours does it instead, and says so
-                if isinstance(problem, OSError):
-                    raise
-                own |= dict.fromkeys(names, f"MindSpore: {type(problem).__name__}: {_first_line(problem)}")
+            converted, failed = _ask_mindspore(plan, rank, names, scratch / str(number))
+            made |= converted
+            own |= failed
         own |= {name: "MindSpore left it out" for name in plan.of_rank(rank) if name not in made and name not in own}
         target = place / file
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -150,12 +143,35 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, budget: int, told: 
 # ------------------------------------------------------------------------------------------------ MindSpore's own part
 
 
+def _ask_mindspore(plan: Plan, rank: int, names: Sequence[str], work: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What MindSpore makes of some tensors, and why it fails for others. It fails for a layout, not for a tensor."""
+    try:
+        return _by_mindspore(plan, rank, names, work), {}
+    except (CheckpointError, ConfigError, OSError):
+        raise
+    except Exception as problem:  # it raises whatever comes; ours does it instead, and the reason is told
+        why = f"MindSpore: {type(problem).__name__}: {_first_line(problem)}"
+    alike: dict[tuple[Layout, Layout], list[str]] = {}
+    for name in names:
+        entry = plan.of_rank(rank)[name]
+        alike.setdefault((entry.source, entry.target), []).append(name)
+    if len(alike) == 1:
+        return {}, dict.fromkeys(names, why)
+    made: dict[str, Tensor] = {}
+    failed: dict[str, str] = {}
+    for number, group in enumerate(alike.values()):
+        converted, refused = _ask_mindspore(plan, rank, group, work / str(number))
+        made |= converted
+        failed |= refused
+    return made, failed
+
+
 def _by_mindspore(plan: Plan, rank: int, names: Sequence[str], work: Path) -> dict[str, Tensor]:
     """Let MindSpore convert some tensors; where they are then."""
     work.mkdir(parents=True)
     src = _strategy_file(work / "source.ckpt", plan.source, names)
     dst = _strategy_file(work / "target.ckpt", plan.target, names)
-    ms = _mindspore()
+    ms = mindspore()
     needed = [int(one) for one in ms.rank_list_for_transform(rank, src, dst)]
     files = {one: _stand_in(plan, rank, one, names, work / f"rank_{one}.ckpt") for one in needed}
     made = work / "made.ckpt"
@@ -193,13 +209,6 @@ def _stand_in(plan: Plan, rank: int, needed: int, names: Iterable[str], path: Pa
     finally:
         file.close()
     return path
-
-
-def _mindspore() -> Any:
-    os.environ.setdefault("GLOG_v", "3")  # its remarks on each conversion are no news
-    import mindspore
-
-    return mindspore
 
 
 # ------------------------------------------------------------------------------------------------------ the rank's file

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -205,11 +206,26 @@ def _stages_text(numbers: list[int]) -> str:
     return f"stage{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers))}"
 
 
-def _pb2() -> Any:
+def mindspore() -> Any:
+    """MindSpore itself, told to be quiet unless the user wants to hear it: what it cannot convert we do.
+
+    Raises:
+        ConfigError: it is not installed, or cannot be imported here.
+    """
+    os.environ.setdefault("GLOG_v", "4")
     try:
-        from mindspore.train import node_strategy_pb2
+        import mindspore as found
     except ModuleNotFoundError as problem:
         if problem.name != "mindspore":
             raise
         raise ConfigError("mindspore is not installed: pip install 'ttp-ft[mindspore]'") from None
+    except ImportError as problem:  # such as a protobuf that is too old for it
+        raise ConfigError(f"mindspore cannot be imported: {problem}") from problem
+    return found
+
+
+def _pb2() -> Any:
+    mindspore()
+    from mindspore.train import node_strategy_pb2
+
     return node_strategy_pb2
