@@ -76,7 +76,7 @@ def test_nobody_armed_is_stopped_at_once(start: Start, controller: Controller) -
     assert not psutil.pid_exists(scheduler(job)[0])
 
 
-@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64), (3, 1)])
+@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64)])
 def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, controller: Controller) -> None:
     restarts = ["--max-restarts", "2"] if code == 64 else []
     job = start(OF_MINDSPORE, [*TWO, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
@@ -86,12 +86,11 @@ def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, c
     assert not job.has("pid-0-1")
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_an_operators_signal_leaves_time_to_save(how: signal.Signals, start: Start, controller: Controller) -> None:
+def test_an_operators_signal_leaves_time_to_save(start: Start, controller: Controller) -> None:
     """SIGINT is passed on as SIGTERM: MindSpore's own handler of SIGINT ends the rank at once."""
     job = start(OF_MINDSPORE, [*TWO, "--max-restarts=3"], "fake_worker.py", plan(save_s=1, on_sigterm="save"))
     job.pids(2)
-    job.process.send_signal(how)
+    job.process.send_signal(signal.SIGINT)
     job.wait_for("saving-0-0")
     job.process.send_signal(signal.SIGTERM)  # schedulers repeat it
     assert job.finish() == 75

@@ -75,7 +75,7 @@ def _register(name: str, panel: str, command: Callable[..., None], **settings: A
 
 
 def _run(context: typer.Context) -> None:
-    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ..."""
+    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ... (or: ttp run --mindspore ...)"""
     raise typer.Exit(_launch(context.args))
 
 
