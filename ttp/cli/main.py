@@ -19,6 +19,8 @@ from ttp.cli import (
     incidents,
     inspection,
     listing,
+    recover,
+    redundancy,
     report_fault,
     save,
     simulate,
@@ -99,6 +101,8 @@ _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
 _register("convert", _SAVED, convert.convert)
+_register("recover", _SAVED, recover.recover)
+_register("redundancy", _SAVED, redundancy.redundancy)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)
