@@ -1,4 +1,4 @@
-"""``ttp recover`` and ``ttp redundancy`` on real files: what is lost is had from replicas, what is damaged is not used."""
+"""``ttp recover`` and ``ttp redundancy`` on real files: what is lost is had from replicas, damage is not used."""
 
 from __future__ import annotations
 
