@@ -26,7 +26,7 @@ from ttp.core import messages as m
 from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
-from ttp.wire import limits
+from ttp.wire import limits, tls
 from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
 from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
 from ttp.wire.v1 import controller_pb2 as pb
@@ -249,6 +249,7 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
 
     Raises:
         RuntimeError: the port cannot be bound.
+        ConfigError: TLS is asked for and cannot be had.
     """
     interceptors = [*([TokenInterceptor(token)] if token else []), RawReports()]
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
@@ -258,7 +259,7 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     for name in ("", SERVICE):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
-    if server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
+    if tls.add_port(server, f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
         raise RuntimeError(f"cannot bind {bind}:{port}")
     await server.start()
     return server

@@ -7,6 +7,7 @@ MindIO TTP; as there, functions return 0 when they worked and 1 when they did no
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import logging
 import os
@@ -78,7 +79,10 @@ class CallbackSource:
             raise UsageError("no save handler: call ttp_register_save_ckpt_handler() before training")
         four = _positional(self.save) >= 4
         given = (order.rank, version, [order.rank], self.args) if four else (order.rank, [order.rank], self.args)
-        _check(self.save(*given), "save")
+        named = {} if four or "step" not in inspect.signature(self.save).parameters else {"step": int(version)}
+        _check(self.save(*given, **named), "save")
+        with contextlib.suppress(OSError):
+            draft.rmdir()  # the handlers have places of their own
         return []
 
     def commit(self, order: Commit) -> tuple[str, int]:
@@ -105,11 +109,15 @@ def ttp_init_controller(rank: int, world_size: int, replica: int = 0, enable_loc
     return RET_OK if 0 <= rank < world_size else RET_ERROR
 
 
-def ttp_start_controller(bind_ip: str, port: int) -> int:
-    """Have a controller serve at ``bind_ip:port``, in a process of its own."""
+def ttp_start_controller(bind_ip: str | None, port: int) -> int:
+    """Have a controller serve at ``bind_ip:port``, in a process of its own.
+
+    Programs take the address from ``XDL_IP``; where nobody has set that, it is ``MASTER_ADDR``.
+    """
     try:
         config = Config.from_env()
-        ensure_controller(bind_ip, port, run_dir=config.resolved_run_dir(), token=config.token)
+        address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        ensure_controller(address, port, run_dir=config.resolved_run_dir(), token=config.token)
     except TtpError as problem:
         log.error("ttp_start_controller: %s", problem)
         return RET_ERROR
@@ -158,7 +166,11 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
 
 
 def ttp_register_save_ckpt_handler(handler: SaveHandler) -> None:
-    """``handler(save_rank, rank_list, args)`` writes this rank's part of the checkpoint under a temporary name."""
+    """``handler(save_rank, rank_list, args)`` writes this rank's part of the checkpoint under a temporary name.
+
+    One that takes four arguments gets ``(save_rank, step, rank_list, args)``; one that has a method ``note_args`` is shown
+    what ``ttp_set_ckpt_args`` is given.
+    """
     _source.save = handler
 
 
@@ -169,7 +181,14 @@ def ttp_register_rename_handler(handler: RenameHandler) -> None:
 
 def ttp_set_ckpt_args(args: Any) -> None:
     """What the handlers get; to be called with the state of the last finished step, once per iteration."""
+    note = getattr(_source.save, "note_args", None)
+    if note is not None:
+        note(args)
     _source.args = args
+
+
+ttp_set_fm_dump_callback = ttp_register_save_ckpt_handler
+ttp_set_fm_rename_callback = ttp_register_rename_handler
 
 
 def ttp_start_updating_os(backup_step: int = -1) -> int:

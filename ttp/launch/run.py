@@ -13,7 +13,7 @@ import traceback
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ttp.config import Config
+from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
 
@@ -42,6 +42,8 @@ def run(argv: list[str]) -> int:
         several_nodes = _several_nodes(arguments.nnodes)
         config = Config.from_env()
         _show_log(config)
+        if arguments.mindio or config.mindio:
+            _put_mindio_into_place(config)
         job = _settle(config, several_nodes)
         try:
             code = _Launch(job).run(arguments)
@@ -78,7 +80,19 @@ def _parse(argv: list[str]) -> Any:
         raise ConfigError(f"ttp run launches torch jobs, and torch is missing: {problem}") from None
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
+    parser.add_argument("--mindio", action="store_true", help="let programs written for mindio_ttp run on ttp")
     return parser.parse_args(argv)
+
+
+def _put_mindio_into_place(config: Config) -> None:
+    from ttp.compat.mindio.placing import find_original, tell_children
+
+    original = find_original()
+    if original is not None and config.mindio != MINDIO_FORCE:
+        logger.warning(
+            "the original mindio_ttp is installed and is used; %s=force puts ttp's in its place", MINDIO_SWITCH
+        )
+    tell_children(os.environ)
 
 
 def _several_nodes(nnodes: str) -> bool:

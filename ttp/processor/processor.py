@@ -44,6 +44,7 @@ from ttp.processor.sentinel import Sentinel
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
 from ttp.store.mounts import Mounts
+from ttp.wire import tls
 from ttp.wire.channel import target
 
 T = TypeVar("T")
@@ -517,7 +518,17 @@ class Processor:
         if reason.startswith("UNAUTHENTICATED") and not self._joined.is_set():
             self._problem = ConfigError(f"the controller at {self.env.master_addr}:{self.config.port}: {reason}")
             self._joined.set()
+        self._complain_of_encryption(reason)
         self._inbox.put(pm.StreamDown(reason))
+
+    def _complain_of_encryption(self, reason: str) -> None:
+        """Before the job has formed: one side that speaks TLS and one that does not will never understand each other."""
+        if self._joined.is_set() or self._closed or not reason.startswith("UNAVAILABLE"):
+            return
+        problem = tls.diagnose(self.env.master_addr, self.config.port or 0, reason)
+        if problem is not None:
+            self._problem = ConfigError(problem)
+            self._joined.set()
 
     # ------------------------------------------------------------------------------------------------------ for others
 

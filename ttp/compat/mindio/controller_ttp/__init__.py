@@ -1,0 +1,1 @@
+"""``mindio_ttp.controller_ttp``."""

@@ -1,0 +1,33 @@
+"""``mindio_ttp.framework_ttp``: what training programs import."""
+
+from __future__ import annotations
+
+from ttp.api import ttp_to_persist
+from ttp.legacy import (
+    ttp_end_updating_os,
+    ttp_init_controller,
+    ttp_init_processor,
+    ttp_register_rename_handler,
+    ttp_register_save_ckpt_handler,
+    ttp_set_ckpt_args,
+    ttp_set_fm_dump_callback,
+    ttp_set_fm_rename_callback,
+    ttp_start_controller,
+    ttp_start_processor,
+    ttp_start_updating_os,
+)
+
+__all__ = [
+    "ttp_end_updating_os",
+    "ttp_init_controller",
+    "ttp_init_processor",
+    "ttp_register_rename_handler",
+    "ttp_register_save_ckpt_handler",
+    "ttp_set_ckpt_args",
+    "ttp_set_fm_dump_callback",
+    "ttp_set_fm_rename_callback",
+    "ttp_start_controller",
+    "ttp_start_processor",
+    "ttp_start_updating_os",
+    "ttp_to_persist",
+]
