@@ -51,8 +51,8 @@ class CallbackSource:
         self.group: tuple[Rank, ...] = ()
 
     def gradient_ready(self) -> bool:
-        """Nothing is known of the program's gradients."""
-        return False
+        """Who stands in ``ttp_start_updating_os`` says that it would write next: it has all that the update needs."""
+        return True
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """Nothing is known of the program's state."""
@@ -168,8 +168,8 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
 def ttp_register_save_ckpt_handler(handler: SaveHandler) -> None:
     """``handler(save_rank, rank_list, args)`` writes this rank's part of the checkpoint under a temporary name.
 
-    One that takes four arguments gets ``(save_rank, step, rank_list, args)``; one that has a method ``note_args`` is shown
-    what ``ttp_set_ckpt_args`` is given.
+    One that takes four arguments gets ``(save_rank, step, rank_list, args)``; one that has a method ``note_args`` is
+    shown what ``ttp_set_ckpt_args`` is given.
     """
     _source.save = handler
 

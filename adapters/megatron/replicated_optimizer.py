@@ -1,4 +1,4 @@
-"""Megatron's ZeRO-1 with copies: ``dp // 2`` shards of the optimizer's state, each on two ranks of the data-parallel group.
+"""Megatron's ZeRO-1 with copies: ``dp // 2`` shards of the optimizer's state, each on two data-parallel ranks.
 
 For programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it is put where Megatron has its
 ``DistributedOptimizer``, and takes the same arguments. Gradients are reduced over the whole data-parallel group (let
@@ -6,8 +6,8 @@ For programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it is 
 make the same update, and the ranks of a block bring each other the parameters that they updated. Who holds what is
 ``ttp.adapters.torch.partition``; where the group is odd the rank that is left over joins the last block.
 
-A rank's update is finished when the inner optimizer's ``step()`` is; what the exchange after it writes are parameters of
-other shards, so a rank that dies in it leaves nobody torn.
+A rank's update is finished when the inner optimizer's ``step()`` is; what the exchange after it writes are parameters
+of other shards, so a rank that dies in it leaves nobody torn.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -106,7 +107,8 @@ def guarded(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> It
     with pytest.MonkeyPatch.context() as patch:
         for name, value in own.items():
             patch.setenv(name, value)
-        controller = Controller(tmp_path_factory.mktemp("guarded"), **own)
+        settings: dict[str, Any] = dict(own)
+        controller = Controller(tmp_path_factory.mktemp("guarded"), **settings)
     yield controller
     controller.close()
 

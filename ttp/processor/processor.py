@@ -522,7 +522,7 @@ class Processor:
         self._inbox.put(pm.StreamDown(reason))
 
     def _complain_of_encryption(self, reason: str) -> None:
-        """Before the job has formed: one side that speaks TLS and one that does not will never understand each other."""
+        """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""
         if self._joined.is_set() or self._closed or not reason.startswith("UNAVAILABLE"):
             return
         problem = tls.diagnose(self.env.master_addr, self.config.port or 0, reason)

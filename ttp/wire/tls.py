@@ -2,8 +2,8 @@
 
 Every process of a job may become its controller, so all have the same kind of identity: a certificate of the job's own
 authority, its key, and that authority. A server takes whoever shows a certificate of the authority. Who connects asks
-besides that the server's certificate bears the same name as its own (its first DNS name, else its common name): addresses
-of hosts change, the job's name does not.
+besides that the server's certificate bears the same name as its own (its first DNS name, else its common name):
+addresses of hosts change, the job's name does not.
 
 The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, so
 that a certificate that was renewed is used by the next one.

@@ -7,6 +7,7 @@ What the guide edits in Megatron's sources is put in from outside here: ``Replic
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import os
 import signal
@@ -32,9 +33,9 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
         life: how often it was started before.
         fault: ``{"rank", "step", "at"}`` of a rank that kills itself.
     """
-    import ttp.compat.mindio  # noqa: F401 - puts the package into place
-    from mindio_ttp import framework_ttp, megatron_ttp
-
+    importlib.import_module("ttp.compat.mindio")  # puts the package into place
+    framework_ttp: Any = importlib.import_module("mindio_ttp.framework_ttp")
+    megatron_ttp: Any = importlib.import_module("mindio_ttp.megatron_ttp")
     training, rank = _made(shape, life, megatron_ttp.ReplicatedOptimizer), int(os.environ["RANK"])
     (optimizer,) = training.optimizer.chained_optimizers
     update = 0
@@ -46,19 +47,18 @@ def gpt3(shape: dict[str, Any], steps: int, life: int = 0, fault: dict[str, Any]
     _patch_step(framework_ttp, optimizer, hurt)
     start = megatron_ttp.load_checkpoint(training.chunks, training.optimizer, training.scheduler)
 
-    @framework_ttp.ttp_to_persist
     def train(model: Any, optimizer: Any, opt_param_scheduler: Any) -> None:
         nonlocal update
         _join_the_job(framework_ttp, megatron_ttp)
         training.before_update = dist.barrier
         training.args.iteration, training.args.consumed_train_samples = start, start * training.batch
-        for update in range(start, steps):
+        for update in range(start, steps):  # noqa: B007 - told to hurt()
             hurt("begin")
             training.step()
             hurt("stepped")
             framework_ttp.ttp_set_ckpt_args((training.args.iteration, model, optimizer, opt_param_scheduler))
 
-    train(training.chunks, training.optimizer, training.scheduler)
+    framework_ttp.ttp_to_persist(train)(training.chunks, training.optimizer, training.scheduler)
     _leave_result(training, life, start)
     dist.barrier()
 
