@@ -146,7 +146,7 @@ class Ward:
             m.FaultKind.AILING in kinds
             and kinds.issubset(CURABLE)
             and everybody
-            and not self.job.broken
+            and not (self.job.broken or self.job.done)
             and all(rank in self.said and self.said[rank].retry for rank in self.job.members)
         )
 

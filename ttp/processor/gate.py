@@ -114,6 +114,11 @@ class Gate:
             self._parked = False
 
     @property
+    def updating(self) -> bool:
+        """Whether the training thread is in an update. Without the lock: for that thread itself."""
+        return self._updating
+
+    @property
     def closed(self) -> bool:
         """Whether updates may not start. Without the lock: for a training thread that will ask again."""
         return self._closed
