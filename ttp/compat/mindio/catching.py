@@ -14,9 +14,10 @@ from typing import Any, NoReturn
 
 from ttp.compat.mindio.rank import THIS
 from ttp.compat.mindio.update_times import tft_can_do_uce_repair
-from ttp.compat.mindio.values import RET_EXIT, ReportState
+from ttp.compat.mindio.values import ERROR_CODE_MAX, RET_EXIT, ReportState
 from ttp.errors import ConfigError
 from ttp.handlers import NextAction
+from ttp.processor.faults import describe
 from ttp.session import write_error_file
 
 log = logging.getLogger("ttp.compat.mindio")
@@ -128,8 +129,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
         except KeyboardInterrupt:
             raise
         except BaseException as problem:
-            write_error_file(problem)
-            THIS.report(ReportState.RS_UNKNOWN.value, "")
+            _report_unknown(problem)
             raise
         else:
             THIS.leave()
@@ -142,17 +142,23 @@ def _mend(problem: RuntimeError) -> None:
     state = TABLE.classify(text)
     log.warning("the training function raised %s: %s", state.name, text.splitlines()[0] if text else "")
     if state is ReportState.RS_UNKNOWN:
-        write_error_file(problem)
-        THIS.report(state.value, "")
+        _report_unknown(problem)
         raise problem
     code = _ERROR_CODE.search(text)
-    THIS.report(state.value, code[1][:15] if code else "")
+    THIS.report(state.value, code[1][:ERROR_CODE_MAX] if code else "", describe(problem))
     if state not in _AT_ONCE:
         if THIS.joined.wait_next_action() is NextAction.EXIT:
             _leave(problem)
         _empty_cache()
     if THIS.joined.wait_repair_action() is NextAction.EXIT:
         _leave(problem)
+
+
+def _report_unknown(problem: BaseException) -> None:
+    """The process ends in here, unless no controller comes: nobody else would ever show where it was."""
+    log.error("the training function raised %s", describe(problem), exc_info=problem)
+    write_error_file(problem)
+    THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
 
 
 def _leave(problem: RuntimeError) -> NoReturn:

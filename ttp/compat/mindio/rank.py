@@ -22,6 +22,7 @@ from ttp.compat.mindio.values import (
     for_mindspore,
 )
 from ttp.config import Config, RankEnv
+from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
 from ttp.handlers import HandlerKind, Participant, ReplicaSet
 
@@ -143,8 +144,8 @@ class ThisRank:
             self._updating = False
             self.joined.end_update(step)
 
-    def report(self, state: int, code: str) -> None:
-        """See ``tft_report_error``."""
+    def report(self, state: int, code: str = "", text: str = "") -> None:
+        """See ``tft_report_error``; ``text`` says more to people."""
         try:
             ailment = AILMENTS[ReportState(state)]
         except ValueError:
@@ -156,7 +157,7 @@ class ThisRank:
         if len(code) > ERROR_CODE_MAX:
             raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
         self._updating = False
-        self.joined.report_error(ailment, code)
+        self.joined.report_error(ailment, code, text)
 
     def leave(self) -> None:
         """Say goodbye; a second time does nothing."""
@@ -187,7 +188,7 @@ def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
     if copies == 0 or copies < -1 or copies > len(ranks):
         raise ConfigError(f"replica_cnt {copies} of {len(ranks)} ranks: 1 to {len(ranks)} is wanted, or -1 for all")
     shifted = os.environ.get("TTP_FRAMEWORK_TYPE") == "1"
-    return ReplicaSet(tuple(sorted(ranks)), copies, shift if shifted else 0)
+    return ReplicaSet(tuple(Rank(r) for r in sorted(ranks)), copies, shift if shifted else 0)
 
 
 def check_rank(rank: int, world_size: int, lowest: int) -> None:
