@@ -82,6 +82,7 @@ def hurt(step: int, place: str) -> None:
         say("fault", kind=fault["what"], step=step)
         match fault["what"]:
             case "kill":
+                put(f"dead-{RANK}", 1)
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory" | "memory_low":
                 if fault["what"] == "memory":
@@ -123,16 +124,19 @@ def save(call: Call) -> None:
     hurt(call.step, "save")
     put(f"part-{call.step}-{RANK}.tmp", {"value": state.value, "step": state.step})
     if OPTIONS.get("collective_save"):
-        for entry in call.lists:
-            for rank in entry.ranks:
-                until_saved(call.step, rank)
+        for rank in {rank for entry in call.lists for rank in entry.ranks}:
+            receive(f"part-{call.step}-{rank}.tmp", rank)
 
 
-def until_saved(step: int, rank: int) -> None:
-    deadline = time.monotonic() + 20
-    while not (DIR / f"part-{step}-{rank}.tmp").exists():
-        assert time.monotonic() < deadline, f"rank {rank} does not save"
+def receive(name: str, rank: int) -> Any:
+    """What another rank has put there; fails as a connection does when that rank has died."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not (DIR / name).exists():
+        if (DIR / f"dead-{rank}").exists():
+            raise ConnectionError(f"connection closed by rank {rank}")
+        assert time.monotonic() < deadline, f"rank {rank} does not send"
         time.sleep(0.002)
+    return json.loads((DIR / name).read_text())
 
 
 def rename(call: Call) -> None:
@@ -163,15 +167,10 @@ def repair(call: Call) -> None:
         return
     for kind, src, dst in zip(call.types, call.src, call.dst, strict=True):
         name = f"sent-{state.life}-{kind}-{src}-{dst}"
-        if RANK == src:
+        if src == RANK:
             put(name, state.value)
         else:
-            deadline = time.monotonic() + 20
-            while not (DIR / name).exists():
-                assert time.monotonic() < deadline, f"rank {src} does not send"
-                time.sleep(0.002)
-            state.value = json.loads((DIR / name).read_text())
-            state.step = call.step
+            state.value, state.step = receive(name, src), call.step
 
 
 def rollback(call: Call) -> None:

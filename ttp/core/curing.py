@@ -105,7 +105,7 @@ def _way(ward: Ward, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
         return RepairWay.SEND
     if not any(rank == t.dst for t in transfers):
         return RepairWay.MEMORY_LOW
-    return RepairWay.MEMORY_HIGH if _lost_memory(ward, rank) and rank not in ward.low else RepairWay.RECEIVE
+    return RepairWay.MEMORY_HIGH if _lost_memory(ward, rank) else RepairWay.RECEIVE
 
 
 def _load(ward: Ward, incident: Incident) -> Script:

@@ -313,10 +313,11 @@ class Rescue:
             return
         self._outbox.record("mended", outcome=ending.outcome.value, version=ending.version, text=ending.text)
         match ending:
-            case Ending(Outcome.RESUMED):
+            case Ending(Outcome.RESUMED, version, text):
+                mended = incident.faulty and version > 0
                 for subject, kind in list(incident.evidence):
                     self._retract(incident, subject, kind)
-                self._thaw(incident, ending.text)
+                self._thaw(incident, text, mended=mended)
             case Ending(Outcome.SAVED, version, text):
                 incident.stage, incident.saved, incident.outcome = Stage.SAVED, version, text
                 incident.path = "where the save handlers wrote it"
@@ -444,12 +445,13 @@ class Rescue:
             return False
         return incident.waits("second look", self._patience.second_look_s, now)
 
-    def _thaw(self, incident: Incident, reason: str) -> None:
-        self.false_alarms += not incident.snapshot
+    def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
+        false_alarm = not (incident.snapshot or mended)
+        self.false_alarms += false_alarm
         for rank in sorted(self._job.live):
             self._outbox.send_to(rank, m.Thaw(rank, self._job.term, incident.id, reason))
         incident.outcome = incident.outcome or reason
-        self._outbox.record("thawed", reason=reason, false_alarm=not incident.snapshot)
+        self._outbox.record("thawed", reason=reason, false_alarm=false_alarm)
         self.close()
         self.mending.over(resumed=True)
 
