@@ -1,9 +1,9 @@
 """MindSpore's own client of ``mindio_ttp``, unchanged: ``_tft_handler``, ``TrainFaultTolerance``, ``Model.train``.
 
-They refuse everything but Ascend, so what they call of the device is faked here: which device it is, its kernels and its
-collectives, which are files of ``JOB_DIR``. All that speaks to ``mindio_ttp`` is theirs.
+They refuse everything but Ascend, so what they call of the device is faked here: which device it is, its kernels and
+its collectives, which are files of ``JOB_DIR``. All that speaks to ``mindio_ttp`` is theirs.
 
-``python mindspore_client.py FAULT`` with ``FAULT`` one of ``kill``, ``uce``, ``none``: what happens to rank 1 in step 3.
+``python mindspore_client.py FAULT`` with ``FAULT`` one of ``kill``, ``uce``, ``none``: what befalls rank 1 in step 3.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def fake_the_device() -> None:
     client._stop_device, client.clean_tdt_channel, client.send_recv = stop_device, clean_tdt_channel, send_recv
     client.direct_copy_to_host = lambda parameter: parameter.asnumpy()[0]
     client._get_uce_process_strategy = lambda: "RS_UCE_HIGHLEVEL"
-    client.reset_params = lambda parameters: len(parameters)
+    client.reset_params = len
     client.CollectiveManager = SimpleNamespace(get_instance=lambda: SimpleNamespace(resume_hccl_comm=note("resume")))
     for name in ("_repair_device", "_get_uce_mem_info", "_tft_sem_enable", "_tft_sem_post", "_reset_opt_event_info"):
         setattr(client, name, note(name))

@@ -1,4 +1,4 @@
-"""A training program written for ``mindio_ttp``: it knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
+"""A training program written for ``mindio_ttp``: knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
 ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would). What it does is told by
@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -242,13 +241,13 @@ def mindspore_train() -> str:
 
 def main() -> None:
     tls: tuple[bool, str] = (True, JOB["tls"]) if "tls" in JOB else (False, "")
+    if JOB.get("decrypt"):
+        tft.tft_register_decrypt_handler(lambda cipher: cipher[::-1])
     if RANK == 0:
         if "manage" in JOB:
             manage()
         tft.tft_init_controller(RANK, WORLD, False)
         tft.tft_start_controller("127.0.0.1", PORT, *tls)
-    if JOB.get("decrypt"):
-        tft.tft_register_decrypt_handler(lambda cipher: cipher[::-1])
     tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True))
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}

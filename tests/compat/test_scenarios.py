@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.compat.jobs import Job, after
+from tests.wire.certificates import Authority
 from ttp.compat.mindio.values import RepairType
 
 Make = Callable[..., Job]
@@ -177,6 +179,17 @@ def test_a_wrong_loss_goes_back_to_a_checkpoint(job: Make) -> None:
     assert kinds <= {RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value} and len(this.of("repair")) == 4
 
 
+@pytest.mark.slow
+def test_over_tls_with_a_decrypted_password(job: Make, tmp_path: Path) -> None:
+    made = Authority(tmp_path).sign(password="open sesame")
+    (tmp_path / "cipher").write_text("emases nepo")
+    text = f"tlsCert: {made['TTP_TLS_CERT']}; tlsPk: {made['TTP_TLS_KEY']}; tlsCaFile: {made['TTP_TLS_CA']};"
+    options = {"tls": f"{text} tlsPkPwd: {tmp_path / 'cipher'}", "decrypt": True}
+    this = job(ranks=2, faults=[fault(0, 4, "kill")], options=options)
+    codes = this.run()
+    check_dumped(this, 3, [1], codes)
+
+
 # ----------------------------------------------------------------------------------------------------------- MindSpore
 
 MINDSPORE = {"MINDIO_FOR_MINDSPORE": "1"}
@@ -197,7 +210,7 @@ def test_lost_memory_in_the_dialect_of_mindspore(job: Make) -> None:
     check_repaired(this, this.run())
 
 
-# ------------------------------------------------------------------------------------------------- the cluster's manager
+# ------------------------------------------------------------------------------------------------ the cluster's manager
 
 
 def test_a_dump_on_demand_ends_nothing(job: Make) -> None:
