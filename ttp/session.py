@@ -255,9 +255,11 @@ def current() -> Session:
 
 
 def begin(config: Config) -> Session:
-    """A session with settings that the program has chosen itself."""
+    """A session with settings that the program has chosen itself; the one that is there unless it has joined a job."""
     global _session
-    _session = Session(config)
+    if _session is None or _session.processor is not None:
+        _session = Session(config)
+    _session.config = config
     return _session
 
 

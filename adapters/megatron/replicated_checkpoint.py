@@ -108,17 +108,19 @@ class SaveHandler:
 ttp_save_checkpoint = SaveHandler()
 
 
-def rename_save_result(args: Any) -> int:
+def rename_save_result(args: Any, *, step: int | None = None) -> int:
     """Give the checkpoint that all have written its name.
 
     Args:
         args: what ``ttp_set_ckpt_args`` was given, or the iteration.
+        step: finished updates of the state; None: as ``args`` say.
 
     Returns:
         0, or 1 when it is not whole; the log says what lacks.
     """
     root = save_directory()
-    step = args if isinstance(args, int) else replicated(args[2]).current_step
+    if step is None:
+        step = args if isinstance(args, int) else replicated(args[2]).current_step
     draft, final = _iteration_dir(root, step, draft=True), _iteration_dir(root, step)
     if final.exists() and not draft.exists():
         return 0  # asked again
