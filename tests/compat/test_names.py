@@ -110,7 +110,8 @@ def test_how_handlers_are_called(
 ) -> None:
     for dialect, wanted in (("0", torch), ("1", mindspore)):
         monkeypatch.setenv("MINDIO_FOR_MINDSPORE", dialect)
-        handlers, given = Handlers(), []
+        handlers = Handlers()
+        given: list[Any] = []
         handlers.args = "args"
         handlers.add(kind, lambda *what, given=given: given.append(what), "ctx")
         assert handlers.kinds() == ([] if wanted is None else [kind])
@@ -119,7 +120,8 @@ def test_how_handlers_are_called(
 
 
 def test_a_repair_is_described_as_the_original_does() -> None:
-    handlers, given = Handlers(), []
+    handlers = Handlers()
+    given: list[Any] = []
     handlers.add(HandlerKind.REPAIR, lambda *what: given.append(what), None)
     handlers.call(call(HandlerKind.REPAIR))
     info = {"type": [0], "repair_type": 0, "src": [3], "dst": [1], "rank_list": [1, 3]}
@@ -142,6 +144,7 @@ def test_replicas_that_make_no_sense(info: dict[str, Any], text: str) -> None:
 
 
 def test_calls_before_the_start() -> None:
+    nothing: Any = None
     with pytest.raises(UsageError, match="call tft_init_processor"):
         tft.tft_start_updating_os()
     with pytest.raises(ConfigError, match="no ReportState"):
@@ -151,7 +154,7 @@ def test_calls_before_the_start() -> None:
     with pytest.raises(ConfigError, match="MindSpeed-LLM is wanted"):
         tft.set_mindio_export_version("2.0")
     with pytest.raises(TypeError):
-        tft.tft_exception_handler(None)
+        tft.tft_exception_handler(nothing)
     assert tft.tft_exception_handler(lambda a, b=2: a + b)(1) == 3  # not switched on: nothing is caught
     assert controller.tft_notify_controller_stop_train({0: 1}) == controller.tft_notify_controller_dump() == 1
     assert controller.tft_register_mindx_callback("report_weather", print) == 1
