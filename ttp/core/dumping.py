@@ -56,7 +56,10 @@ def dump(ward: Ward, incident: Incident) -> Script:
         result = yield Round(RoundKind.SAVE, acts, together=True)
         if result.ok:
             problem = yield from _rename(ward, plan.version, lists)
-            return _not_saved(problem) if problem else Ending(Outcome.SAVED, plan.version, f"saved {plan.version}")
+            if problem:
+                return _not_saved(problem)
+            ward.saved = plan.version
+            return Ending(Outcome.SAVED, plan.version, f"saved version {plan.version}")
         if not result.lost and result.failed:
             first, text = next(iter(result.failed.items()))
             incident.fail(first, text)  # the others' failures follow from it

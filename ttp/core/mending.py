@@ -208,6 +208,7 @@ class Mending:
         """The incident is over: the world trains on, or has ended."""
         self._steering.give_up()
         self._desk.clear()
+        self._ward.saved = Version(0)
         if resumed:
             if not self._ward.halted:
                 self._ward.recovered()

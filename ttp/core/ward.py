@@ -62,6 +62,8 @@ class Ward:
         self.halted = False
         """Training threads may be out of their loops: without RESUME they do not go on."""
         self.cleaned = False
+        self.saved = Version(0)
+        """What was saved in the open incident, which need not be over yet."""
         self.job = job
         self.outbox = outbox
         self._judge = judge
@@ -158,7 +160,7 @@ class Ward:
 
     def on_disk(self) -> Version:
         """The newest version that is on disk."""
-        return self._judge.on_disk()
+        return max(self._judge.on_disk(), self.saved)
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 
