@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -96,13 +96,22 @@ class Session:
         self.adapter, self.save_dir = adapter, save_dir
 
     def start_processor(
-        self, env: RankEnv, layout: Layout, source: StateSource, save_dir: Path, *, buddy: bool = False
+        self,
+        env: RankEnv,
+        layout: Layout,
+        source: StateSource,
+        save_dir: Path,
+        prepare: Callable[[Processor], None] | None = None,
+        *,
+        buddy: bool = False,
     ) -> Processor:
-        """Join the job as ``env.rank``."""
+        """Join the job as ``env.rank``. ``prepare`` gets the processor before the controller can reach it."""
         from ttp.processor.processor import Processor
         from ttp.processor.signals import Preemption
 
         processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
+        if prepare is not None:
+            prepare(processor)
         processor.start()
         self.processor = processor
         self._preemption = Preemption(processor.report_preemption)
@@ -244,6 +253,15 @@ def current() -> Session:
     global _session
     if _session is None:
         _session = Session(Config.from_env())
+    return _session
+
+
+def begin(config: Config) -> Session:
+    """A session with settings that the program has chosen itself; the one that is there unless it has joined a job."""
+    global _session
+    if _session is None or _session.processor is not None:
+        _session = Session(config)
+    _session.config = config
     return _session
 
 
