@@ -6,9 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ttp.adapters.mindspore.newest import Loaded, load_newest
-
     from ttp.adapters.mindspore.group_info import write_group_info
+    from ttp.adapters.mindspore.newest import Loaded, load_newest
     from ttp.adapters.mindspore.replica_path import get_ckpt_path_with_strategy
 
 _HOME = {
