@@ -23,6 +23,9 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 OUTSIDER = Rank(-1)
 """The witness or subject that is no rank of the job."""
 
+AGAIN_S = 0.02
+"""Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
+
 
 class Rescue:
     """The incident that is open, if any, and the last one.
@@ -213,6 +216,8 @@ class Rescue:
         since = self.saving.stall_since(incident)
         if since is not None:
             yield since + p.stall_s
+        if incident.look_again_at:
+            yield incident.look_again_at
         yield from (until for until in incident.pauses.values() if until != OVER)
         if incident.waiting:
             yield incident.expire_check_at
@@ -225,6 +230,8 @@ class Rescue:
         if incident.waiting and now >= incident.expire_check_at:
             self._expire_answers(incident, now)
         incident.end_pauses(now)
+        if now >= incident.look_again_at:
+            incident.look_again_at = 0.0
         if self.saving.stalled(incident, p.stall_s, now):
             self._elsewhere(incident, now)  # another rank would wait as long for the same storage
         if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
@@ -268,16 +275,31 @@ class Rescue:
         if incident.recovered and job.complete and not (incident.faulty or job.broken or job.suspects):
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
-        if incident.waiting and not incident.newest_is_known():
+        if now < incident.look_again_at or (incident.waiting and not incident.newest_is_known()):
             return
         verdict = self._decide(incident)
         if isinstance(verdict, Plan) and not verdict.lost:
-            self._start(incident, verdict, now)
+            if self._falls_short(incident, verdict, now):
+                incident.look_again_at = now + AGAIN_S
+            else:
+                self._start(incident, verdict, now)
         elif not (job.suspects or self._hopes(incident, now)):  # a suspect that comes back may complete the picture
             if isinstance(verdict, Plan):
                 self._start(incident, verdict, now)
             else:
                 self._give_up(incident, verdict.reason, now)
+
+    def _falls_short(self, incident: Incident, plan: Plan, now: float) -> bool:
+        """Whether a newer version that a living rank has finished may become whole in a moment.
+
+        Who stands in the barrier before the update answers the freeze at once, and again from the gate.
+        """
+        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        newest = max((a.version for a in idle), default=plan.version)
+        if incident.snapshot or plan.version >= newest:
+            return False
+        late = any(a.stuck and not a.has_gradient and a.version < newest for a in idle)
+        return (late or bool(incident.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
         """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
