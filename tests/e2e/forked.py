@@ -37,7 +37,7 @@ _server = multiprocessing.get_context("forkserver")
 
 @dataclass
 class ForkedJob(Job):
-    """``module.main()`` on every rank, life after life, in one directory."""
+    """``module.main()`` on every rank, life after life, in one directory. ``hosts`` are by rank."""
 
     module: str = "tests.e2e.sharded_job"
     lives: list[list[int]] = field(default_factory=list)
@@ -79,8 +79,11 @@ class ForkedJob(Job):
                 "TTP_RUN_DIR": str(self.directory / f"run{life}"),
                 "TTP_OT": "60",
                 "TTP_STANDBYS": "0",
+                "TTP_TOKEN": "a secret",
                 "TORCHELASTIC_RESTART_COUNT": str(life),
             }
+        if self.protected and self.hosts:
+            env |= {"TTP_HOST": self.hosts[rank], "TTP_RUN_DIR": str(self.directory / f"run{life}" / self.hosts[rank])}
         return env | self.env
 
     def _said(self, rank: int) -> Path:
@@ -90,7 +93,7 @@ class ForkedJob(Job):
         """What ranks and controllers said."""
         files = [self._said(rank) for rank in range(self.ranks)]
         files += sorted(self.directory.glob("checkpoints/incidents/*.jsonl"))[-1:]
-        files.append(self.directory / f"run{len(self.lives) - 1}" / "controller.log")
+        files += (self.directory / f"run{len(self.lives) - 1}").rglob("controller.log")
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in files if path.exists())
 
 
@@ -108,7 +111,7 @@ def _ended(ranks: list[BaseProcess], timeout_s: float) -> list[int]:
 def _stop_controllers(run_dir: Path) -> None:
     """They would leave by themselves, a while after the last rank."""
     for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get("TTP_RUN_DIR") == str(run_dir):
+        if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
 

@@ -85,8 +85,11 @@ class Halfway:
 
     def at_barrier(self, work: Any) -> Any:
         """What the barrier looks like from this rank."""
+        if self._out:
+            return work
         if RANK not in self._dead:
-            return work if self._out else self
+            mark(f"left{injector.step}")
+            return self
         while not work.is_completed():
             time.sleep(0.001)
         self._die()
@@ -96,13 +99,17 @@ class Halfway:
         """The gradient is reduced."""
         if RANK in self._dead:
             self._die()
-        elif not self._out and self._fault["broken"]:
-            dist.recv(torch.zeros(1), src=self._dead[0])
         elif not self._out:
+            mark(f"left{injector.step}")
+            if self._fault["broken"]:
+                dist.recv(torch.zeros(1), src=self._dead[0])
             wait_for_ever()
 
     def _die(self) -> None:
-        while not marked(f"updated{injector.step}", self._fault["out"]):
+        """When the others are where they have to be."""
+        out = self._fault["out"]
+        left = [rank for rank in range(WORLD) if rank not in (*self._dead, *out)]
+        while not (marked(f"updated{injector.step}", out) and marked(f"left{injector.step}", left)):
             time.sleep(0.001)
         injector.at("halfway")
 
@@ -244,7 +251,13 @@ def train() -> None:
     np.random.seed(300 + seed)
     undo = os.environ.get("JOB_UNDO")
     ttp.wrap_optimizer(
-        optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints", extra_state=losses, undo=undo
+        optimizer,
+        model=model,
+        scheduler=scheduler,
+        save_dir=JOB_DIR / "checkpoints",
+        extra_state=losses,
+        undo=undo,
+        buddy="JOB_BUDDY" in os.environ,
     )
     inner.register_step_pre_hook(lambda *_: injector.at("passed"))  # behind those of ttp
     inner.register_step_post_hook(lambda *_: mark(f"updated{injector.step}"))  # behind those of ttp, too
@@ -281,7 +294,8 @@ def memory(tensor: Any) -> bytes:
 def show_bits(version: int, model: nn.Module, optimizer: Any) -> None:
     """Weights, moments and random streams of this rank, at each version: one line of ``bits<rank>.log``."""
     weights = (memory(p) for _, p in sorted(model.named_parameters()))
-    moments = (memory(v) for state in optimizer.state.values() for _, v in sorted(state.items()))
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = (memory(v) for p in trained for _, v in sorted(optimizer.state.get(p, {}).items()))
     streams = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode())
     with (JOB_DIR / f"bits{RANK}.log").open("a") as log:
         log.write(f"{version} {digest(*weights)} {digest(*moments)} {digest(*streams)}\n")

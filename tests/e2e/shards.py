@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.e2e.forked import ForkedJob
+from ttp.core.layout import compact_ranks
 
 Bits = list[set[str]]
 """For every rank, what it held at each version, in any of its lives: the version and digests."""
@@ -131,9 +132,8 @@ class Row:
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
-    def run(self, directory: Path, bits: Bits, hurts: list[dict[str, Any]] | None = None) -> Row:
+    def run(self, directory: Path, bits: Bits, hurts: list[dict[str, Any]]) -> Row:
         """Hurt it, life after life."""
-        hurts = faults_of(self.kind, self.who, self.undo) if hurts is None else hurts
         lost = bool(lost_shards(self.kind, set(victims(self.kind)[self.who])))
         chains = [[hurt] for hurt in hurts] if lost else [hurts]
         for number, chain in enumerate(chains):
@@ -184,7 +184,7 @@ class Row:
 
 
 def _refused(kind: str, hurt: dict[str, Any], events: list[dict[str, Any]]) -> str:
-    groups = [",".join(map(str, group)) for group in lost_shards(kind, set(hurt["ranks"]))]
+    groups = [compact_ranks(group) for group in lost_shards(kind, set(hurt["ranks"]))]
     texts = [e.get("text", "") for e in events]
     told = any(f"has no whole copy left: ranks {group} gave no answer" in text for group in groups for text in texts)
     assert told, f"the reason is not said: {texts}"

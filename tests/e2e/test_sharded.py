@@ -61,6 +61,7 @@ def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, undo: bo
 @pytest.mark.parametrize("undo", [False, True], ids=["redo", "undo"])
 def test_matrix(tmp_path: Path, kind: str, who: str, undo: bool) -> None:
     """All phases and all ways to be left half-way, in one job; see ``sharded_matrix`` for the table."""
-    steps = 2 * len(faults_of(kind, who, undo)) + 4
-    row = Row(kind, who, undo).run(tmp_path / "job", unbroken(tmp_path / "unbroken", kind, steps))
+    faults = faults_of(kind, who, undo)
+    bits = unbroken(tmp_path / "unbroken", kind, 2 * len(faults) + 4)
+    row = Row(kind, who, undo).run(tmp_path / "job", bits, faults)
     assert not row.problems, "\n".join(row.problems)
