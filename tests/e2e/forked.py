@@ -13,6 +13,7 @@ import os
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -97,7 +98,7 @@ class ForkedJob(Job):
         return "\n".join(f"--- {path.name}\n{path.read_text()[-4000:]}" for path in files if path.exists())
 
 
-def _ended(ranks: list[BaseProcess], timeout_s: float) -> list[int]:
+def _ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
     deadline = time.monotonic() + timeout_s
     for process in ranks:
         process.join(max(0.1, deadline - time.monotonic()))

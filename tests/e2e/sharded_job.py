@@ -221,7 +221,8 @@ def build() -> tuple[nn.Module, Step]:
     whole = Whole()
     if KIND == "pp":
         return pipeline(whole)
-    cut = {"tp": tensor_parallel, "replicated": DistributedDataParallel, "zero": DistributedDataParallel}
+    ddp = DistributedDataParallel
+    cut: dict[str, Any] = {"tp": tensor_parallel, "replicated": ddp, "zero": ddp}
     model = cut.get(KIND, fsdp)(whole)
     return model, stepper(model)
 

@@ -17,9 +17,9 @@ The bound: a copy is begun every k updates and takes r updates to become whole. 
 costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.
 A copy that takes longer skips the turns that come meanwhile, and the bound is k higher for each.
 
-Copies that come to nothing cost time all the same. After the second in a row only every second turn is tried, then every
-fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a turn
-that others tried) still meet. A rank that does not try says at once that it has no copy.
+Copies that come to nothing cost time all the same. After the second in a row only every second turn is tried, then
+every fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a
+turn that others tried) still meet. A rank that does not try says at once that it has no copy.
 
 After a takeover the new controller knows no fates. Ranks say again what they said last, with the newest version they
 know to be whole. Whoever reports about a later version has learned the fate of the earlier ones before: if it does not
