@@ -15,6 +15,7 @@
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+MINDSPORE ?= mindspore==2.10.0 'numpy>=1.26.4,<2'
 VENV ?= .venv
 ARGS ?=
 JOBS ?= 2
@@ -59,7 +60,12 @@ $(VENV)/.installed-demo: $(VENV)/.installed-torch pyproject.toml
 	$(PIP) install -e '.[torch,examples]'
 	@touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed-torch pyproject.toml
+# By far the largest of what the tests need.
+$(VENV)/.installed-frameworks: $(VENV)/.installed-torch
+	$(PIP) install $(MINDSPORE)
+	@touch $@
+
+$(VENV)/.installed-test: $(VENV)/.installed-frameworks pyproject.toml
 	$(PIP) install -e '.[torch,test,examples]'
 	@touch $@
 

@@ -13,6 +13,7 @@ from typing import Any
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
 from ttp.errors import ConfigError
+from ttp.launch.rank_names import in_torchruns_names
 
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
@@ -239,12 +240,13 @@ class RankEnv:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None) -> RankEnv:
-        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names.
+        """Read ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ``LOCAL_RANK`` and torchelastic's names; or those of msrun,
+        mpirun or a rank table, see ``ttp.launch.rank_names``.
 
         Raises:
             ConfigError: one is missing or not a number.
         """
-        environ = os.environ if environ is None else environ
+        environ = in_torchruns_names(os.environ if environ is None else environ)
         rank, world_size = _integer(environ, "RANK"), _integer(environ, "WORLD_SIZE")
         if world_size > WORLD_SIZE_MAX:
             raise ConfigError(f"WORLD_SIZE={world_size} is more than the {WORLD_SIZE_MAX} ranks that can be")
@@ -252,7 +254,10 @@ class RankEnv:
             raise ConfigError(f"RANK={rank} is not in 0..{world_size - 1} (WORLD_SIZE={world_size})")
         address = environ.get("MASTER_ADDR")
         if not address:
-            raise ConfigError("TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun")
+            raise ConfigError(
+                "TTP_PORT is set but MASTER_ADDR is not: start the job with `ttp run` or torchrun, or set it to the "
+                "address of rank 0's host"
+            )
         return cls(
             rank=rank,
             world_size=world_size,

@@ -18,6 +18,7 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, RestoreError, UsageError
+from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
 
@@ -217,7 +218,8 @@ class Session:
         """Rank and world size, as the launcher says them."""
         if self.processor is not None:
             return self.processor.env.rank, self.processor.env.world_size
-        return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        told = in_torchruns_names(os.environ)
+        return int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
 
     def _agree(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate:
         assert self.adapter is not None

@@ -24,7 +24,6 @@ from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.inspection import Leaf
 from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.local_piece import Pages
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
 from ttp.adapters.torch.source import TorchSource
@@ -32,6 +31,7 @@ from ttp.adapters.torch.table import Path as ItemPath
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
+from ttp.processor.local_piece import Pages
 
 log = logging.getLogger("ttp.adapters.megatron")
 

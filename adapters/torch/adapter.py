@@ -16,14 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
-from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
 from ttp.adapters.torch.inner import inner_of
-from ttp.adapters.torch.local_piece import read_local_state, why_lost
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
@@ -35,6 +34,7 @@ from ttp.adapters.torch.tail import Tail
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
+from ttp.processor.local_piece import why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
 

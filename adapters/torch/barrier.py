@@ -96,6 +96,10 @@ class UpdateBarrier:
             torch.cuda.current_stream(self._device).synchronize()
         self._reduced()
         gate = self._processor.gate
+        with gate.nearby():
+            self._meet(gate)
+
+    def _meet(self, gate: Gate) -> None:
         try:
             work = dist.barrier(group=self._group, async_op=True)
             while not work.is_completed():

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgpack
 from torch import Tensor, nn
@@ -20,7 +21,9 @@ from ttp.adapters.torch.device import CudaRuntime, Runtime
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.rng import RngState
 from ttp.adapters.torch.staging import ArrivalWriter, DeviceBuffers, Staged
+from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.processor.local_piece import read_local_image
 from ttp.processor.pages import Buffer, Kept, PageWriter
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -203,6 +206,16 @@ class LocalCapture:
             self._arrivals.close()
         if page is not None:
             page.close(unlink)
+
+
+def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
+    """What the checkpoint at ``path`` keeps of ``rank``; None if nothing.
+
+    Raises:
+        CheckpointError: a piece cannot be read.
+    """
+    image = read_local_image(path, pieces, rank)
+    return None if image is None else LocalCapture.decode(image)
 
 
 def _runtime_of(module: nn.Module) -> Runtime | None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -29,6 +29,7 @@ from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile, Progress
+from ttp.store.piece_file import piece_file
 
 _log = logging.getLogger("ttp.adapters.torch")
 
@@ -101,18 +102,11 @@ def write_shard(
         OSError: the disk refused.
     """
     entries, cut = deal(leaves(state))
-    target = HashingFile(draft / file, progress)
-    try:
+    with piece_file(draft / file, progress) as target:
         with _without_crc32():
             shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)
             shard_writer.write(entries)
         size, digest = target.sync_and_close()
-    except BaseException:
-        with suppress(OSError):
-            target.close()
-        with suppress(OSError):  # what was refused first says more
-            (draft / file).unlink(missing_ok=True)
-        raise
     for key in shard_writer.left_out:
         _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
     table = encode_table(shard_writer.items, shard_writer.left_out)

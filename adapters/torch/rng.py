@@ -1,48 +1,39 @@
 """The random streams of one process: python, numpy's global one, torch, the device.
 
-Taking them costs a few microseconds, because it happens twice per update: the 625 numbers of a Mersenne Twister are
-not built one by one but handed over as the memory they lie in. Where that memory is, is asked of a private generator
-at start and checked against the official functions; where the answer does not hold, those functions are used.
+Taking them costs a few microseconds: see ``ttp.processor.host_rng``.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
-import random
 import struct
-import sys
 from typing import Any
 
 import torch
 
 from ttp.errors import CheckpointError
+from ttp.processor.host_rng import HostStreams
 from ttp.processor.pages import Buffer
-from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.encoding import EncodingError
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_WORDS = 624
-_TWISTER_BYTES = 4 * (_WORDS + 1)
-_GAUSS = struct.Struct("<Bd")  # whether there is a spare normal number, and which
 _HEADER = struct.Struct("<4s6I")  # magic; bytes of: python, its gauss, numpy, its gauss, torch, device
 _MAGIC = b"RNG\x01"
 _cuda: Any = torch.cuda
-_NATIVE_ORDER = sys.byteorder == "little"
 
 
 class RngState:
     """Captures and restores all global random streams of this process."""
 
     def __init__(self) -> None:
-        self._python = _PythonStream()
-        self._numpy: _NumpyStream | None = None
+        self._host = HostStreams()
         self._torch: torch.Generator = torch.default_generator
 
     def capture(self) -> list[Buffer]:
         """The state of every stream now. Some parts are live memory: copy them before the next random number."""
-        python, python_gauss = self._python.capture()
-        numpy, numpy_gauss = self._capture_numpy()
+        python, python_gauss, numpy, numpy_gauss = self._host.capture()
         host = _tensor_bytes(self._torch.get_state())
         device = _capture_device()
         sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
@@ -57,22 +48,13 @@ class RngState:
         python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
         notes: list[str] = []
         try:
-            self._python.restore(python, python_gauss)
-            if numpy:
-                notes += _restore_numpy(numpy, numpy_gauss)
+            notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
             self._torch.set_state(torch.frombuffer(bytearray(host), dtype=torch.uint8))
             if device:
                 notes += _restore_device(device)
         except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
             raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
         return notes
-
-    def _capture_numpy(self) -> tuple[Buffer, bytes]:
-        if self._numpy is None:
-            if "numpy.random" not in sys.modules:
-                return b"", b""
-            self._numpy = _NumpyStream()
-        return self._numpy.capture()
 
 
 def _split(data: bytes) -> list[bytes]:
@@ -89,175 +71,8 @@ def _split(data: bytes) -> list[bytes]:
     return sections
 
 
-# --------------------------------------------------------------------------------------------------------------- memory
-
-
-def _memory(address: int, size: int) -> memoryview:
-    """Live memory as bytes. The caller keeps its owner alive."""
-    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
-
-
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
-
-
-# --------------------------------------------------------------------------------------------------------------- python
-
-
-class _PythonStream:
-    """State of module ``random``: position, then 624 words; the spare normal number apart."""
-
-    def __init__(self) -> None:
-        self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._live = _python_memory(self._random) if _NATIVE_ORDER and _python_layout_holds() else None
-
-    def capture(self) -> tuple[Buffer, bytes]:
-        if self._live is not None:
-            return self._live, _pack_gauss(self._random.gauss_next)
-        _, words, gauss = random.getstate()
-        return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]), _pack_gauss(gauss)
-
-    def restore(self, data: bytes, gauss: bytes) -> None:
-        position, *words = struct.unpack(f"<{_WORDS + 1}I", data)
-        random.setstate((3, (*words, position), _unpack_gauss(gauss)))
-
-
-def _pack_gauss(value: float | None) -> bytes:
-    return _GAUSS.pack(0, 0.0) if value is None else _GAUSS.pack(1, value)
-
-
-def _unpack_gauss(data: bytes) -> float | None:
-    there, value = _GAUSS.unpack(data)
-    return value if there else None
-
-
-def _python_memory(generator: random.Random) -> memoryview:
-    return _memory(id(generator) + object.__basicsize__, _TWISTER_BYTES)
-
-
-def _python_layout_holds() -> bool:
-    """Whether a generator's memory is what ``getstate`` says, at several positions."""
-    try:
-        if type(random.getstate.__self__) is not random.Random:  # type: ignore[attr-defined]
-            return False
-        probe = random.Random(20_11)
-        if type(probe).__mro__[1].__basicsize__ < object.__basicsize__ + _TWISTER_BYTES:
-            return False
-        for draws in (0, 1, 700):
-            for _ in range(draws):
-                probe.random()
-            words = probe.getstate()[1]
-            if bytes(_python_memory(probe)) != struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]):
-                return False
-    except Exception:  # another interpreter
-        return False
-    return True
-
-
-# ---------------------------------------------------------------------------------------------------------------- numpy
-
-
-class _NumpyStream:
-    """State of numpy's global generator: 624 words, then the position; the spare normal number apart.
-
-    The words are found by the documented ``ctypes.state_address`` of the bit generator. The spare normal number has no
-    such address and ``get_state()`` takes 30 us; so its place in the object is looked for at start.
-    """
-
-    def __init__(self) -> None:
-        import numpy
-
-        streams: Any = numpy.random
-        self._get_state: Any = streams.get_state
-        self._owner: Any = self._get_state.__self__
-        self._gauss_at = _numpy_gauss_offset(type(self._owner)) if _NATIVE_ORDER else None
-        self._known: Any = None  # the bit generator that ``_words`` belongs to; ``set_bit_generator`` replaces it
-        self._words: memoryview | None = None
-        if self._gauss_at is not None:
-            address = id(self._owner) + self._gauss_at
-            self._there, self._spare = _memory(address - 8, 4), _memory(address, 8)
-
-    def capture(self) -> tuple[Buffer, bytes]:
-        generator = self._owner._bit_generator
-        if generator is not self._known:
-            self._known = generator
-            self._words = _numpy_words(generator, self._get_state) if self._gauss_at is not None else None
-        if self._words is not None:
-            return self._words, b"\1" + self._spare if self._there[0] else _NO_GAUSS
-        state = self._get_state(legacy=False)
-        return encode(state, "numpy's random state"), b""
-
-
-_NO_GAUSS = _GAUSS.pack(0, 0.0)
-
-
-def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
-    try:
-        import numpy.random
-    except ImportError:
-        return ["numpy is not installed: its random stream was not put back"]
-    streams: Any = numpy.random
-    if gauss:
-        words = numpy.frombuffer(data, dtype="<u4", count=_WORDS)
-        (position,) = struct.unpack_from("<i", data, 4 * _WORDS)
-        spare = _unpack_gauss(gauss)
-        state: Any = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
-        state |= {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
-    else:
-        state = decode(data)
-    wanted = state["bit_generator"]
-    if type(streams.get_bit_generator()).__name__ != wanted:
-        if wanted not in _NUMPY_GENERATORS:
-            return [f"numpy's global random stream was a {wanted}, this process has another: it was not put back"]
-        streams.set_bit_generator(getattr(streams, wanted)())
-    streams.set_state(state)
-    return []
-
-
-_NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
-
-
-def _numpy_words(generator: Any, get_state: Any) -> memoryview | None:
-    """The live words of a bit generator; None when it is no Mersenne Twister or its memory says otherwise."""
-    if type(generator).__name__ != "MT19937":
-        return None
-    memory = _memory(generator.ctypes.state_address, _TWISTER_BYTES)
-    state = get_state(legacy=False)["state"]
-    expected = state["key"].astype("<u4").tobytes() + struct.pack("<i", int(state["pos"]))
-    return memory if bytes(memory) == expected else None
-
-
-def _numpy_gauss_offset(kind: Any) -> int | None:
-    """Where in a ``RandomState`` the spare normal number lies; the flag that says so lies 8 bytes before it.
-
-    Found on a private generator by a number that occurs nowhere else, then checked on numbers really drawn.
-    """
-    try:
-        probe = kind(20_11)
-        _set_gauss(probe, 1, 1.2345e-67)
-        raw = ctypes.string_at(id(probe), kind.__basicsize__)
-        needle = struct.pack("<d", 1.2345e-67)
-        at = raw.find(needle)
-        if at < 16 or raw.count(needle) != 1:
-            return None
-        for _ in range(5):
-            probe.standard_normal()  # odd calls leave a spare, even ones use it up
-            state = probe.get_state(legacy=False)
-            raw = ctypes.string_at(id(probe), kind.__basicsize__)
-            if struct.unpack_from("<id", raw[at - 8 : at - 4] + raw[at : at + 8]) != (
-                state["has_gauss"],
-                state["gauss"],
-            ):
-                return None
-    except Exception:  # another numpy
-        return None
-    return int(at)
-
-
-def _set_gauss(generator: Any, there: int, value: float) -> None:
-    state = generator.get_state(legacy=False)
-    state["has_gauss"], state["gauss"] = there, value
-    generator.set_state(state)
 
 
 # --------------------------------------------------------------------------------------------------------------- device

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,6 @@ from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
 from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
-from ttp.adapters.torch.local_piece import Pages, collect, not_kept, write_local_piece
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
@@ -36,12 +34,12 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
+from ttp.processor.committing import commit_order
+from ttp.processor.local_piece import Pages, collect, write_local_piece
 from ttp.processor.pages import PageWriter
 from ttp.processor.source import Cancelled
-from ttp.store.commit import commit
-from ttp.store.digest import digest_bytes
-from ttp.store.disk import Disk
-from ttp.store.durable import sync_directory, write_durably
+from ttp.store.durable import sync_directory
+from ttp.store.piece_file import write_piece
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -194,26 +192,20 @@ class TorchSource:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, pages, order.rank))
         if order.job_state:
-            pieces.append(_write_job(draft, f"job_{generation}.msgpack", job, order.rank))
+            pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
         sync_directory(draft)
         return pieces
 
     def commit(self, order: Commit) -> tuple[str, int]:
         """See ``StateSource``."""
-        processor = self._processor
-        assert processor is not None
-        order = replace(order, missing_pages=not_kept(order.pieces, processor.env.world_size))
-        path, size = commit(
-            processor.directory(order),
+        assert self._processor is not None
+        return commit_order(
+            self._processor,
             order,
-            run_id=processor.env.run_id,
-            world_size=processor.env.world_size,
-            groups=processor.layout.groups,
             framework=self.framework,
             finalise=lambda draft: self._finalise(draft, order),
-            disk=Disk(self._wrote),
+            progress=self._wrote,
         )
-        return str(path), size
 
     def close(self) -> None:
         """See ``StateSource``."""
@@ -363,12 +355,6 @@ def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
     if image is None:
         return module.state_dict()
     return {key: image.of(value) for key, value in module.state_dict(keep_vars=True).items()}
-
-
-def _write_job(draft: Path, file: str, job: JobState, writer: Rank) -> Piece:
-    data = job.encode()
-    write_durably(draft / file, data)
-    return Piece(file, len(data), digest_bytes(data), JOB_KIND, "", writer)
 
 
 def runtime_of(device: torch.device) -> Any:

@@ -17,7 +17,7 @@ ROOT = HERE.parent.parent
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
-RESTORING = "ttp.core.restoring"
+RESTORING, DRIVER = "ttp.core.restoring", "ttp.processor.processor"
 BUDDIES = "ttp.core.buddies"
 STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.spread"
 JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
@@ -39,7 +39,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a replan keeps its generation": (SAVING, "incident.generation + 1, ", "incident.generation, "),
     "lost savers are waited for": (SAVING, "            incident.dropped.append(rank)\n", ""),
     "one piece may be missing": (SAVING, "elif not (incident.pending or", "elif not (len(incident.pending) > 1 or"),
-    "the committer is never replaced": (SAVING, "if not incident.able(incident.committer):", "if False:"),
+    "the committer is never replaced": (SAVING, "if not incident.can_commit(incident.committer):", "if False:"),
     "any stale piece is taken": (
         SAVING,
         "if task is None or (report.incident, report.generation) != (incident.id, task.generation):\n"
@@ -97,8 +97,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the gate lets everybody through": (GATE, "if not self._closed or self._updating or self._admitted:", "if True:"),
     "the gate forgets who waits": (
         GATE,
-        "self._closed = self._admitted = False\n            self._opened.set()",
-        "self._closed = False",
+        "self._closed = self._admitted = False\n            self._closure += 1\n            self._opened.set()",
+        "self._closed = False\n            self._closure += 1",
     ),
     # replicas that differ
     "odd copies are as good": (DECIDE, "if verdict.odd or bad:", "if bad:"),
@@ -227,6 +227,71 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         'incident.reign = f"-{fresh_id}" if recovered_id else ""',
         'incident.reign = ""',
     ),
+    # jobs that form
+    "what a lost process found counts for its successor": (
+        CONTROLLER,
+        "                self._forget(rank)\n                self._outbox",
+        "                self._outbox",
+    ),
+    "what a replaced process found counts for its successor": (
+        CONTROLLER,
+        "            self._forget(hello.rank)\n        self._rescue",
+        "        self._rescue",
+    ),
+    "a launch that came to nothing goes on": (
+        MEMBERS,
+        "(another or hello.launch > self.gone.get(hello.rank, hello.launch))",
+        "another",
+    ),
+    "a job that is forming is of the past": (
+        MEMBERS,
+        "if not self.formed:\n            return False  #",
+        "if False:\n            return False  #",
+    ),
+    "half of a job that never trained stays alone": (
+        CONTROLLER,
+        "self.job.layout.world_size + self._untrained",
+        "self.job.layout.world_size",
+    ),
+    "the others are looked for once": (
+        CONTROLLER,
+        "now + self.patience.gather_s, False\n            return",
+        "now + self.patience.gather_s, True\n            return",
+    ),
+    "the others are looked for ever": (CONTROLLER, "self._gathers_since if self._sent_on else now", "now"),
+    "who has sent all on is not needed": (
+        CONTROLLER,
+        "        self._quiet_since = now\n        self._forget",
+        "        self._forget",
+    ),
+    # who answers what, and who commits
+    "who hangs in an update cannot commit": (
+        INCIDENT,
+        "return rank in self.answers and rank not in self.failures",
+        "return self.able(rank)",
+    ),
+    "who hangs commits first": (
+        SAVING,
+        "(r not in writers, not incident.answered(r), r)",
+        "(r not in writers, incident.answered(r), r)",
+    ),
+    "who is admitted stands still": (GATE, "elif self._updating or self._admitted:", "elif self._updating:"),
+    "closures of the gate are alike": (GATE, "            self._closure += 1\n", ""),
+    "who comes to the gate is answered for before": (
+        DRIVER,
+        "            self._came.wait(COMES_S)\n",
+        "            pass\n",
+    ),
+    "an old look is as good": (
+        DRIVER,
+        "        if not self._moved_on(state):\n            self._inbox",
+        "        if True:\n            self._inbox",
+    ),
+    "what has changed is not said": (
+        DRIVER,
+        "            self._say_quiet(now)\n        return now",
+        "            pass\n        return now",
+    ),
     # parts
     "a part is enough": (
         STRIPES,
@@ -265,8 +330,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a hanging disk is waited for": (
         SAVING,
-        "[1] + patience_s:\n                continue",
-        "[1] + patience_s or True:\n                continue",
+        "if rank is None or now < since + patience_s:",
+        "if True:",
     ),
     "a slow disk is a hanging one": (SAVING, "if known is not None and known[0] != size:", "if False:"),
     "a hanging disk is tried by everybody": (
@@ -294,6 +359,7 @@ SUITES: dict[str, list[str]] = {
         "test_hangs.py",
         "test_model_counts.py",
         "../processor/test_gate.py",
+        "../processor/test_freeze_answers.py",
     ],
     "model": ["test_model_check.py"],
     "simulation": ["test_simulated_faults.py", "test_simulation.py"],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -86,6 +87,23 @@ def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
     )  # its death is not known yet
     assert talk.hello(2, nonce="again", launch=1) == "Welcome:2 [joined] [formed]"
     assert talk.machine.job.incarnation == 1
+
+
+def test_a_launch_that_came_to_nothing_is_followed_by_the_next_incarnation() -> None:
+    """Everybody has gone before the job was whole, and may have trained elsewhere: pages of theirs are of the past."""
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" not in talk.hello(2), "somebody who has not been there goes on forming it"
+    talk.lost(2)
+    assert "[incarnation]" not in talk.hello(1, incarnation=1, resume=True), "and so does who was there"
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" in talk.hello(1, nonce="b", launch=1)
+    assert talk.machine.job.incarnation == 2
 
 
 def test_a_new_launch_opens_the_next_incarnation() -> None:
@@ -266,6 +284,34 @@ def test_nobody_is_left_to_commit() -> None:
     talk.commit_failed(0)
     assert talk.commit_failed(2) == "[commit_failed] [released] Release(70):0,1,2"
     assert "rank 2: no rename; nobody is left to commit the checkpoint" in talk.orders(m.Release)[0].text
+
+
+def test_who_hangs_in_an_update_can_commit() -> None:
+    """All is durable and its writer dies: a commit touches files only, not the state that is half written."""
+    talk = Talk(grid(1, 2))
+    talk.ask()
+    talk.frozen(1, 6, m.Phase.UPDATING)
+    talk.frozen(0, 7)
+    assert "[plan] Save:0" in talk.after(31), "the update of rank 1 does not end"
+    talk.saved(0)
+    assert talk.lost(0) == "Freeze:1 [evidence] [commit] Commit:1"
+    assert talk.committed(1) == "[committed]"
+    assert "Release(75):1" in talk.after(1)
+
+
+def test_who_stands_still_commits_before_who_hangs_in_an_update() -> None:
+    talk = Talk()
+    talk.ask()
+    talk.frozen(0, 6, m.Phase.UPDATING)
+    talk.frozen(1, 7)
+    talk.frozen(2, 7)
+    talk.after(31)
+    talk.saved(1)
+    assert "[commit] Commit:2" in talk.lost(1)
+    assert "[commit] Commit:0" in talk.commit_failed(2)
+    talk.commit_failed(0)
+    talk.after(1)
+    assert "nobody is left to commit" in talk.orders(m.Release)[0].text
 
 
 def test_ttp_ot_ends_a_save_that_takes_too_long() -> None:
@@ -605,6 +651,35 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
 
 
+def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
+    """Its successor may find more: the first process is of a launch that was saved under another controller."""
+    talk = Talk(formed=False)
+    for rank in range(3):
+        talk.hello(rank)
+        talk.report(rank, view(rank))
+        talk.lost(rank)
+    assert talk.machine.stage == "forming"
+    for rank in range(3):
+        talk.streams[rank] += 10
+        talk.hello(rank, nonce=f"again {rank}", launch=1)
+    for rank in (0, 1):
+        assert talk.report(rank, view(rank, (9, "a"))) == ""
+    assert talk.report(2, view(2, (9, "a"))) == "[restore] RestoreDecision:0,1,2"
+    assert talk.orders(m.RestoreDecision)[0].version == 9
+
+
+def test_what_was_found_by_a_process_that_was_replaced_does_not_count() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.report(rank, view(rank))
+    talk.streams[1] += 10
+    talk.hello(1, nonce="again", launch=1)
+    talk.hello(2)
+    assert talk.report(2, view(2)) == ""
+    assert talk.report(1, view(1)) == "[restore] RestoreDecision:0,2,1"
+
+
 def test_ranks_that_see_different_storage_are_told() -> None:
     talk = Talk(grid(1, 2))
     talk.report(0, view(0, (9, "aaaa")))
@@ -762,3 +837,35 @@ def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.Monke
         talk.frozen(rank, 8 if rank < 500 and rank % 10 else 7)
     assert talk.machine.stage == "saving"
     assert len(decided) <= 2
+
+
+def calls_of_a_burst(ranks: int) -> int:
+    """Every stream breaks and comes back, all is saved; how many calls the machine makes for that."""
+    talk = Talk(Layout(ranks, grid(1, ranks).groups))
+    calls = 0
+
+    def count(_frame: object, event: str, _argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        for rank in range(ranks):
+            talk.lost(rank)
+        for rank in range(ranks):
+            talk.back(rank)
+        talk.fault(0)
+        for rank in range(ranks):
+            talk.frozen(rank, 7)
+        talk.saved(1)
+        talk.committed(1)
+    finally:
+        sys.setprofile(before)
+    assert talk.machine.stage == "released"
+    return calls
+
+
+def test_a_burst_of_returning_ranks_costs_each_of_them_the_same() -> None:
+    """What is asked after every event may not look at all that are lost, accused or writing."""
+    assert calls_of_a_burst(400) < 2.2 * calls_of_a_burst(200)

@@ -216,6 +216,37 @@ def test_a_minority_is_sent_on_once_and_then_it_is_believed() -> None:
     assert "Freeze:4,5" in talk.after(5)
 
 
+def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again() -> None:
+    """A host was cut off while the job formed: it has found a controller of its own, and the others wait at theirs."""
+    talk = Successor(abandoned_s=20)
+    talk.now += 19  # it stands by for long
+
+    def half_of_them_come() -> None:
+        for rank in (3, 4, 5):
+            talk.comes(rank, version=0)
+
+    half_of_them_come()
+    assert talk.after(3.5) == "[abdicated] Refused(moved):-1,-1,-1", "they lose nothing by it"
+    half_of_them_come()
+    assert talk.after(5) == "", "who comes back is not sent on at once"
+    assert talk.after(3.5) == "[abdicated] Refused(moved):-1,-1,-1"
+    half_of_them_come()
+    assert talk.after(5) == ""
+    talk.after(3.5)
+    half_of_them_come()
+    assert "[opened]" in talk.after(5), "not for ever: then only a restart brings them together"
+
+
+def test_a_job_that_is_forming_takes_in_who_was_elsewhere() -> None:
+    """Nothing is known here that could be of the past, so nobody has to go anywhere else."""
+    talk = Wide()
+    talk.machine = ControllerMachine(PATIENCE, lambda n: f"j{n}", 0.0, host="h1")
+    for rank in range(5):
+        talk.hello(rank)
+    assert talk.hello(5, incarnation=1, resume=True, term_seen=7, takeover=True).startswith("Welcome:5")
+    assert (talk.machine.term, talk.machine.stage) == (8, "training")
+
+
 def test_a_frozen_minority_is_not_sent_away() -> None:
     talk = Successor()
     talk.comes(4, incident="i1")

@@ -23,16 +23,16 @@ from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_ch
 from tests.fuzz.files import changed_bytes, changed_json
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
-from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.local_piece import LOCAL_KIND, not_kept, read_local_state, why_lost
 from ttp.adapters.torch.reader import load, read_values
 from ttp.adapters.torch.restore import restore_into
 from ttp.adapters.torch.table import items_of, left_out_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
+from ttp.processor.local_piece import LOCAL_KIND, not_kept, why_lost
 from ttp.processor.page_reader import Page, read_page
 from ttp.processor.pages import PageWriter
 from ttp.store.encoding import encode

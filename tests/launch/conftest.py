@@ -23,6 +23,7 @@ PATIENCE_S = 60.0
 """Bounds a wait; no test passes or fails by how long something took within it."""
 
 LAUNCHERS = {"ttp-run": ["-m", "ttp.launch.run"], "torchrun": ["-m", "torch.distributed.run"]}
+OF_MINDSPORE = "ttp-run-mindspore"
 
 
 def free_port() -> int:
@@ -138,7 +139,7 @@ def plugin_path(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture
 def environ(plugin_path: list[str], tmp_path: Path) -> dict[str, str]:
     """An environment without any setting of ours or of an outer launcher, but for the run directory."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCH", "MASTER_", "PET_"))}
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCH", "MASTER_", "PET_", "MS_"))}
     clean["PYTHONPATH"] = os.pathsep.join([str(ROOT), *plugin_path, *filter(None, [clean.get("PYTHONPATH")])])
     return clean | {"TTP_RUN_DIR": str(tmp_path / "run"), "OMP_NUM_THREADS": "1"}
 
@@ -171,7 +172,8 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def launch(launcher: str, flags: list[str], script: str, *args: str, name: str = "launcher") -> Job:
-        command = [sys.executable, *LAUNCHERS[launcher], *flags, str(HERE / script), str(out), *args]
+        program = [*LAUNCHERS["ttp-run"], "--mindspore"] if launcher == OF_MINDSPORE else LAUNCHERS[launcher]
+        command = [sys.executable, *program, *flags, str(HERE / script), str(out), *args]
         jobs.append(Job(command, environ, out, name))
         return jobs[-1]
 

@@ -47,7 +47,7 @@ def test_a_closed_gate_parks_the_training_thread_until_it_opens() -> None:
     gate.open()
     assert passed.wait(10)
     thread.join()
-    assert gate.state() == GateState(Version(0), Phase.UPDATING, parked=False)
+    assert gate.state() == GateState(Version(0), Phase.UPDATING, parked=False, closure=1)
 
 
 def test_whoever_is_admitted_makes_one_update() -> None:
@@ -71,6 +71,28 @@ def test_whoever_is_admitted_makes_one_update() -> None:
     gate.open()
     thread.join()
     assert gate.version == 2
+
+
+def test_whoever_is_admitted_is_about_to_update() -> None:
+    """Between the permission and the update the version may be left at any moment: the state is not quiet any more."""
+    seen: list[Phase] = []
+
+    def on_quiet() -> None:  # on the training thread, before it waits
+        if gate.state().parked and gate.admit():
+            seen.append(gate.state().phase)
+
+    gate = Gate(on_quiet)
+    gate.close()
+    gate.begin_update()
+    assert seen == [Phase.UPDATING]
+
+
+def test_states_of_two_closures_differ() -> None:
+    gate = Gate()
+    first = gate.close()
+    gate.open()
+    assert gate.close() != first
+    assert gate.state() == gate.close()
 
 
 def test_a_running_update_ends_before_the_state_is_quiet() -> None:

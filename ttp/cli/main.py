@@ -20,6 +20,7 @@ from ttp.cli import (
     inspection,
     listing,
     report_fault,
+    reshard,
     save,
     simulate,
     status,
@@ -99,6 +100,7 @@ _register("list", _SAVED, listing.list_checkpoints)
 _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
 _register("convert", _SAVED, convert.convert)
+_register("reshard", _SAVED, reshard.reshard)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)

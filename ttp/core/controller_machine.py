@@ -214,7 +214,7 @@ class ControllerMachine:
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
         if hello.takeover and hello.term_seen > self.term and self.job.may_have_moved(hello):
-            self._abdicate()
+            self._abdicate(now)
         refusal = self._elsewhere(hello) or self.job.refusal(hello) or self._busy(hello)
         if refusal is not None:
             code, text = refusal
@@ -229,6 +229,7 @@ class ControllerMachine:
         if known is not None and known.hello.nonce != hello.nonce:
             text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
             self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
+            self._forget(hello.rank)
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self.job.members
         self.job.join(connection, hello, now)
@@ -240,12 +241,13 @@ class ControllerMachine:
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         if self.job.complete:
-            self.job.gather_until = None
+            self.job.gather_until, self._sent_on = None, False
             if first:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
-            self._counted, self._gathers_since = self._sent_on, now
+            self._counted = self._sent_on
+            self._gathers_since = self._gathers_since if self._sent_on else now
         self._joined(hello, now)
 
     def _joined(self, hello: m.Hello, now: float) -> None:
@@ -271,13 +273,14 @@ class ControllerMachine:
             return m.RefusalCode.MOVED, text
         return None
 
-    def _abdicate(self) -> None:
+    def _abdicate(self, now: float) -> None:
         """Another controller has led the job meanwhile: what this one knows is of the past."""
         self._outbox.record("abdicated", term=self.term)
         self._rescue.close()
         for connection in sorted(self.job.by_connection):
             self._outbox.send(connection, m.Refused(Rank(-1), m.RefusalCode.MOVED, "another controller leads this job"))
         self.job.abdicate()
+        self._quiet_since = now
         self._forget_incarnation()
 
     def _forget_incarnation(self) -> None:
@@ -315,15 +318,21 @@ class ControllerMachine:
                 self.job.detach(rank)
             elif not self.job.formed:
                 self.job.forget(rank)
+                self._forget(rank)
                 self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
             else:
                 self._stream_lost(member, now)
         if not self.job.live:
             self._quiet_since = now
 
+    def _forget(self, rank: Rank) -> None:
+        """The process was never part of a whole job: nothing that it said holds for its successor."""
+        self._restoring.forget(rank)
+        self._hangs.forget(rank)
+
     def _stream_lost(self, member: Member, now: float) -> None:
         rank, silent_s = member.hello.rank, now - member.last_seen
-        first_of_host = all(self.job.members[r].hello.host != member.hello.host for r in self.job.suspects)
+        first_of_host = not self.job.suspects_on[member.hello.host]
         self.job.lose(rank, now)
         self._hangs.forget(rank)
         text = f"{member.name} was lost: its stream ended without a goodbye"
@@ -473,7 +482,7 @@ class ControllerMachine:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
         if self.job.gather_until is not None and not self._counted and now >= self._mostly_gathered:
-            self._count_ranks()
+            self._count_ranks(now)
         if self.job.gather_until is not None and now >= self.job.gather_until:
             self._gathered(now)
         self._rescue.expire(now)
@@ -481,20 +490,23 @@ class ControllerMachine:
     def _gathered(self, now: float) -> None:
         """Who has not come back to this new controller is lost.
 
-        In a job that never trained it may not have begun, so it is waited for longer; but not for ever, as the ranks
-        may have found two controllers, and then only a restart brings them together.
+        In a job that never trained it may not have begun, so it is waited for longer, and looked for elsewhere now and
+        then; but not for ever: then only a restart brings them together.
         """
         assert self.job.layout is not None
-        forming = all(mb.version <= self.base_version and not mb.done for mb in self.job.members.values())
         patient = now < self._gathers_since + self.patience.abandoned_s
-        if self.incident is None and forming and self.job.live and patient:
-            self.job.gather_until = now + self.patience.gather_s
+        if self.incident is None and self._untrained and self.job.live and patient:
+            self.job.gather_until, self._counted = now + self.patience.gather_s, False
             return
-        self.job.gather_until = None
+        self.job.gather_until, self._sent_on = None, False
         for rank in range(self.job.layout.world_size):
             if rank not in self.job.members:
                 text = f"rank {rank} did not come back to the new controller"
                 self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
+
+    @property
+    def _untrained(self) -> bool:
+        return all(mb.version <= self.base_version and not mb.done for mb in self.job.members.values())
 
     @property
     def _mostly_gathered(self) -> float:
@@ -502,15 +514,18 @@ class ControllerMachine:
         assert self.job.gather_until is not None
         return self.job.gather_until - self.patience.gather_s / 3
 
-    def _count_ranks(self) -> None:
-        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these."""
+    def _count_ranks(self, now: float) -> None:
+        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these.
+
+        So may half of them, in a job that never trained: nothing is lost when they are looked for.
+        """
         assert self.job.layout is not None
         self._counted = True
-        few = 2 * len(self.job.live) < self.job.layout.world_size
+        few = 2 * len(self.job.live) < self.job.layout.world_size + self._untrained
         choice = any(mb.hello.standbys for mb in self.job.members.values())
         if self.incident is None and few and choice:
             self._sent_on = True
-            self._abdicate()
+            self._abdicate(now)
 
     # ------------------------------------------------------------------------------------------------------------ end
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -89,14 +89,15 @@ class Incident:
     """Differs between controllers that have the same incident: two of them never write into one draft."""
     directory: str = ""
     """Where it is saved instead of the job's own directory; empty: there."""
-    progress: dict[Rank, tuple[int, float]] = field(default_factory=dict)
-    """Bytes that whoever saves or commits has written, and since when it is so many."""
+    progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
+    """Bytes that whoever saves or commits has written, and since when it is so many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
     """What is waited for before it ends, and until when; once that is over the time is in the past."""
     look_again_at: float = 0.0
     """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
     stage: Stage = Stage.FREEZING
-    evidence: dict[tuple[Rank, m.FaultKind], Evidence] = field(default_factory=dict)
+    evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
+    """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""
     retracted: list[Evidence] = field(default_factory=list)
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     frozen_at: dict[Rank, float] = field(default_factory=dict)
@@ -133,15 +134,22 @@ class Incident:
     @property
     def cause(self) -> str:
         """The evidence that explains the most, in words."""
-        known = list(self.evidence.values()) or self.retracted
-        if not known:
+        for kind in _EXPLAINS:
+            if self.evidence.get(kind):
+                return next(iter(self.evidence[kind].values())).text
+        if not self.retracted:
             return "a controller was lost during an incident"
-        return min(known, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+        return min(self.retracted, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
 
     @property
     def faulty(self) -> bool:
         """Whether evidence of a real fault stands that nobody has taken back."""
-        return any(kind is not m.FaultKind.SNAPSHOT for _, kind in self.evidence)
+        return bool(self.kinds)
+
+    @property
+    def kinds(self) -> set[m.FaultKind]:
+        """Of the evidence of real faults that stands."""
+        return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}
 
     @property
     def draft(self) -> str:
@@ -163,10 +171,10 @@ class Incident:
 
     def accuse(self, evidence: Evidence) -> bool:
         """Take evidence; false when it was known."""
-        key = (evidence.subject, evidence.kind)
-        known = self.evidence.get(key)
+        found = self.evidence.setdefault(evidence.kind, OrderedDict())
+        known = found.get(evidence.subject)
         if known is None:
-            self.evidence[key] = evidence
+            found[evidence.subject] = evidence
             return True
         if not evidence.final or evidence.text == known.text:
             return False
@@ -175,12 +183,17 @@ class Incident:
 
     def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
         """The evidence turned out to be wrong; false when there was none."""
-        evidence = self.evidence.pop((subject, kind), None)
+        evidence = self.evidence.get(kind, OrderedDict()).pop(subject, None)
         if evidence is None:
             return False
         evidence.retracted = True
         self.retracted.append(evidence)
         return True
+
+    def wrote(self, rank: Rank, size: int, now: float) -> None:
+        """What ``rank`` saves or commits has so many bytes since ``now``."""
+        self.progress[rank] = (size, now)
+        self.progress.move_to_end(rank)
 
     # -------------------------------------------------------------------------------------------------------- answers
 
@@ -211,8 +224,8 @@ class Incident:
     def forgive(self) -> None:
         """Everybody who failed may try again, somewhere else: nothing of what is written counts there."""
         failed, self.failures = list(self.failures), {}
-        self.tasks, self.pending, self.dropped, self.committer, self.progress = [], {}, [], None, {}
-        self.cuts = {}
+        self.tasks, self.pending, self.dropped, self.committer, self.cuts = [], {}, [], None, {}
+        self.progress = OrderedDict()
         self.plan = None
         for rank in failed:
             answer = self.answers.get(rank)
@@ -227,6 +240,10 @@ class Incident:
     def able(self, rank: Rank) -> bool:
         """Stands still, can be spoken to, and has not failed."""
         return self.answered(rank) and rank not in self.failures
+
+    def can_commit(self, rank: Rank) -> bool:
+        """Can be spoken to and has not failed. A commit touches files only: the training may hang in an update."""
+        return rank in self.answers and rank not in self.failures
 
     def newest_is_known(self) -> bool:
         """Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.

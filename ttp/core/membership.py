@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from dataclasses import dataclass, field
 
 from ttp.core import messages as m
@@ -46,8 +47,10 @@ class Membership:
     layout: Layout | None = None
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
-    suspects: dict[Rank, float] = field(default_factory=dict)
+    suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
     """Lost, may still come back within the grace, and since when; the longest lost comes first."""
+    suspects_on: Counter[str] = field(default_factory=Counter)
+    """How many of them each host has."""
     broken: set[Rank] = field(default_factory=set)
     """Known not to train on."""
     done: set[Rank] = field(default_factory=set)
@@ -56,6 +59,8 @@ class Membership:
     ended: bool = True
     """Everybody of this incarnation was released, or there never was one: a new one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
+    gone: dict[Rank, int] = field(default_factory=dict)
+    """Ranks that have left a job that is not formed yet, and the launch that they were of."""
     gather_until: float | None = None
     """This controller is new and the job is not: until then missing ranks may still say hello."""
 
@@ -74,7 +79,8 @@ class Membership:
     def abdicate(self) -> None:
         """Another controller has spoken to the job since: what is known here is of no use."""
         self.layout, self.run_id = None, ""
-        self.members, self.by_connection, self.suspects = {}, {}, {}
+        self.members, self.by_connection, self.gone = {}, {}, {}
+        self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.broken, self.done = set(), set(), set()
         self.formed, self.ended, self.gather_until = False, True, None
 
@@ -86,7 +92,8 @@ class Membership:
         self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
         self.run_id = hello.run_id
         self.layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
-        self.members, self.by_connection, self.suspects = {}, {}, {}
+        self.members, self.by_connection, self.gone = {}, {}, {}
+        self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.broken, self.done = set(), set(), set()
         self.formed, self.ended, self.gather_until = False, False, None
 
@@ -97,11 +104,11 @@ class Membership:
             self.term = hello.term_seen + 1  # another controller has spoken to it: this one takes over
         if known is not None:
             self.detach(hello.rank)
+            self._clear(hello.rank)
         member = Member(hello, connection, hello.version, hello.phase, now)
         self.members[hello.rank] = member
         self.by_connection.setdefault(connection, set()).add(hello.rank)
         self.live.add(hello.rank)
-        self.suspects.pop(hello.rank, None)
         reason = known.broken if known is not None and known.broken else hello.broken
         if reason:
             self.condemn(hello.rank, reason)
@@ -124,7 +131,7 @@ class Membership:
     def forget(self, rank: Rank) -> None:
         """The rank left a job that is not formed yet: it, or its successor, may come again."""
         self.detach(rank)
-        del self.members[rank]
+        self.gone[rank] = self.members.pop(rank).hello.launch
         self.broken.discard(rank)
         self.done.discard(rank)
 
@@ -133,13 +140,19 @@ class Membership:
         self.detach(rank)
         member = self.members[rank]
         member.lost_at = now if member.lost_at is None else member.lost_at
-        if not (member.fenced or member.left):
-            self.suspects.setdefault(rank, now)
+        if not (member.fenced or member.left) and rank not in self.suspects:
+            self.suspects[rank] = now
+            self.suspects_on[member.hello.host] += 1
 
     def wait_longer(self, rank: Rank, since: float) -> None:
         """The grace of a suspect begins at ``since``, which is later than that of every other."""
-        if self.suspects.pop(rank, None) is not None:
+        if rank in self.suspects:
             self.suspects[rank] = since
+            self.suspects.move_to_end(rank)
+
+    def _clear(self, rank: Rank) -> None:
+        if self.suspects.pop(rank, None) is not None:
+            self.suspects_on[self.members[rank].hello.host] -= 1
 
     def hosts(self) -> dict[str, list[Rank]]:
         """Ranks by host, both in ascending order."""
@@ -158,7 +171,7 @@ class Membership:
         """The rank is given up, and its state is not used any more."""
         self.condemn(rank, reason)
         self.members[rank].fenced = True
-        self.suspects.pop(rank, None)
+        self._clear(rank)
 
     def mark_done(self, rank: Rank) -> None:
         """The rank's train() has returned."""
@@ -184,17 +197,21 @@ class Membership:
         if taken is not None and taken.hello.nonce == hello.nonce:
             return False
         if not (self.formed or self.ended):
-            return not self.live and (hello.run_id, hello.layout_digest) != (self.run_id, self.layout.digest)
+            another = (hello.run_id, hello.layout_digest) != (self.run_id, self.layout.digest)
+            return not self.live and (another or hello.launch > self.gone.get(hello.rank, hello.launch))
         relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
         return self.ended or not self.live or relaunched
 
     def may_have_moved(self, hello: m.Hello) -> bool:
         """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.
 
-        A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here.
+        A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here. A
+        job that is still forming has no past: whoever comes back from elsewhere is one more of it.
         """
         if self.layout is None or self._malformed(hello) is not None:
             return False
+        if not self.formed:
+            return False  # nothing is known here that could be of the past
         return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
 
     def refusal(self, hello: m.Hello) -> Refusal | None:

@@ -63,7 +63,7 @@ class Rescue:
         incident = self.incident or self._open(now, text)
         evidence = Evidence(subject, kind, text, now, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
-            if (subject, kind) in incident.evidence:  # known by then, not yet by its best name
+            if subject in incident.evidence.get(kind, ()):  # known by then, not yet by its best name
                 self._accuse(incident, evidence, detail, witness)
             return
         if incident.snapshot:
@@ -404,12 +404,11 @@ class Rescue:
 
     def _looks_again(self, incident: Incident, now: float) -> bool:
         """Whether all that is known is that ranks seem to hang: slow ones come to the gate in a moment."""
-        kinds = {kind for _, kind in incident.evidence} - {m.FaultKind.SNAPSHOT}
-        if self._job.broken or kinds != {m.FaultKind.HUNG}:
+        if self._job.broken or incident.kinds != {m.FaultKind.HUNG}:
             return False
         if not incident.waiting and all(not a.stuck for a in incident.answers.values()):
-            for evidence in list(incident.evidence.values()):
-                self._retract(incident, evidence.subject, evidence.kind)  # everybody came to the gate
+            for subject in list(incident.evidence[m.FaultKind.HUNG]):
+                self._retract(incident, subject, m.FaultKind.HUNG)  # everybody came to the gate
             return False
         return incident.waits("second look", self._patience.second_look_s, now)
 

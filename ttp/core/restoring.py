@@ -31,6 +31,10 @@ class Restoring:
         """A new incarnation begins."""
         self._views, self.decision = {}, None
 
+    def forget(self, rank: Rank) -> None:
+        """The process is gone before the job was whole; its successor may find other checkpoints."""
+        self._views.pop(rank, None)
+
     def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
         """What the incarnation that is over has committed last, version and path, if anything.
 

@@ -8,7 +8,7 @@ an earlier order is recognised.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 
 from ttp.core import messages as m
@@ -77,7 +77,7 @@ class Saving:
             after_ms=_ms(incident, now),
         )
         for order in orders:
-            incident.progress[order.rank] = (-1, now)
+            incident.wrote(order.rank, -1, now)
             self._send_save(incident, order.rank)
 
     def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
@@ -118,6 +118,7 @@ class Saving:
         for rank, member in sorted(self._job.members.items()):
             by_host.setdefault(member.hello.host, []).append(rank)
         unknown = self._unknown()
+        copies: dict[Rank, Rank] | None = None
         pages: dict[Rank, tuple[Rank, ...]] = {}
         for ranks in by_host.values():
             missing = tuple(r for r in ranks if r not in collected)
@@ -125,7 +126,8 @@ class Saving:
             if missing and able:
                 pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
             elif missing:
-                self._ask_buddies(incident, missing, pages)
+                copies = self._copied_pages(incident) if copies is None else copies
+                self._ask_buddies(incident, missing, copies, pages)
         return pages
 
     def _collects_late(self, incident: Incident, now: float) -> bool:
@@ -135,7 +137,8 @@ class Saving:
         for rank, wanted in sorted(pages.items()):
             task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
             incident.tasks.append(task)
-            incident.pending[rank], incident.progress[rank] = task, (-1, now)
+            incident.pending[rank] = task
+            incident.wrote(rank, -1, now)
             self._send_save(incident, rank)
         return bool(pages) or (self._lacks_a_host(incident) and incident.waits("pages", PAGES_S, now))
 
@@ -152,16 +155,25 @@ class Saving:
             return ()
         return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
 
-    def _ask_buddies(self, incident: Incident, ranks: Iterable[Rank], pages: dict[Rank, tuple[Rank, ...]]) -> None:
-        """Their host is lost: what was kept elsewhere is all there is."""
+    def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
+        """Whose page somebody has who keeps a copy of it."""
         assert incident.plan is not None
         version = incident.plan.version
-        copies = {
+        return {
             copy.of: rank
             for rank, answer in incident.answers.items()
             for copy in answer.kept
             if copy.version == version and incident.able(rank)
         }
+
+    def _ask_buddies(
+        self,
+        incident: Incident,
+        ranks: Iterable[Rank],
+        copies: Mapping[Rank, Rank],
+        pages: dict[Rank, tuple[Rank, ...]],
+    ) -> None:
+        """Their host is lost: what was kept elsewhere is all there is."""
         for rank in ranks:
             buddy = self._mirrors.kept.get(rank)
             holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
@@ -231,15 +243,16 @@ class Saving:
         """A rank says how many bytes its saver has written by now."""
         known = incident.progress.get(rank)
         if known is not None and known[0] != size:
-            incident.progress[rank] = (size, now)
+            incident.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
         """Storage that takes no byte for too long has failed, whether it says so or not. Returns whether it has."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         failed = len(incident.failures)
-        for rank in self._writing(incident):
-            if now < incident.progress.get(rank, (0, now))[1] + patience_s:
-                continue
+        while True:
+            rank, since = self._slowest(incident)
+            if rank is None or now < since + patience_s:
+                break
             generation = incident.generation
             if incident.stage is Stage.COMMITTING:
                 self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text))
@@ -249,13 +262,24 @@ class Saving:
 
     def stall_since(self, incident: Incident) -> float | None:
         """Since when the slowest of those that write has written nothing; None: nobody writes."""
-        return min((incident.progress[r][1] for r in self._writing(incident) if r in incident.progress), default=None)
+        rank, since = self._slowest(incident)
+        return None if rank is None else since
 
     @staticmethod
-    def _writing(incident: Incident) -> list[Rank]:
+    def _slowest(incident: Incident) -> tuple[Rank | None, float]:
+        """Who has written nothing for longest, and since when. Asked after every event, so the others are not seen."""
         if incident.stage is Stage.COMMITTING:
-            return [] if incident.committer is None else [incident.committer]
-        return list(incident.pending) if incident.stage is Stage.SAVING else []
+            writing: Container[Rank | None] = (incident.committer,)
+        elif incident.stage is Stage.SAVING:
+            writing = incident.pending
+        else:
+            return None, 0.0
+        while incident.progress:
+            rank, (_, since) = next(iter(incident.progress.items()))
+            if rank in writing and rank not in incident.failures:
+                return rank, since
+            del incident.progress[rank]
+        return None, 0.0
 
     def drop(self, incident: Incident, rank: Rank) -> None:
         """Whatever ``rank`` was writing will not come, or cannot be trusted."""
@@ -275,14 +299,14 @@ class Saving:
     # --------------------------------------------------------------------------------------------------------- commit
 
     def _start_commit(self, incident: Incident, now: float) -> None:
-        """Ask a writer, else anybody. When nobody is able the incident stays; see ``stranded``."""
+        """Ask a writer, else anybody who stands still, else anybody. See ``stranded`` for when there is nobody."""
         writers = {task.order.rank for task in incident.tasks}
-        able = [r for r in incident.answers if incident.able(r)]
+        able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
             return
         incident.stage = Stage.COMMITTING
-        incident.committer = min(able, key=lambda r: (r not in writers, r))
-        incident.progress[incident.committer] = (-1, now)
+        incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
+        incident.wrote(incident.committer, -1, now)
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
@@ -290,7 +314,7 @@ class Saving:
         return (
             incident.stage is Stage.SAVING
             and not (incident.pending or incident.dropped or incident.waiting or self._job.suspects)
-            and not any(incident.able(r) for r in incident.answers)
+            and not any(incident.can_commit(r) for r in incident.answers)
         )
 
     def _send_commit(self, incident: Incident) -> None:
@@ -320,7 +344,7 @@ class Saving:
     def check_committer(self, incident: Incident) -> None:
         """A committer that is lost or failed is replaced; the commit is idempotent."""
         assert incident.committer is not None
-        if not incident.able(incident.committer):
+        if not incident.can_commit(incident.committer):
             incident.committer = None
             incident.stage = Stage.SAVING  # all pieces are durable: another one commits
 

@@ -1,25 +1,21 @@
-"""``ttp run``: torchrun, with the controller, patience for ranks that save, and restarts that resume."""
+"""``ttp run``: torchrun, with the controller, patience for ranks that save, and restarts that resume.
+
+``ttp run --mindspore`` is the same for jobs that msrun would launch, see ``ttp.launch.mindspore``.
+"""
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
-import secrets
-import shutil
-import socket
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from ttp.config import Config
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, ConfigError
-from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.preparation import forget_run_dir, refuse, settled, show_log, verdict
 
 logger = logging.getLogger("ttp.launch")
-
-EXIT_FAILED = 1
 
 EPILOG = """
 ttp run takes every flag of torchrun and launches in the same way. In addition: it starts the job's controller on the
@@ -27,55 +23,72 @@ first node (on TTP_PORT; one node: a free port when unset); when a rank dies, th
 (default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
 with any rendezvous. A rank that exits with 64 is not restarted: its message says what to change. Exit code: 0 trained
 to the end, 75 saved and wants to be started again, 70 could not save, 64 bad configuration or a call of ttp that is
-wrong, 1 anything else.
+wrong, 1 anything else. For MindSpore jobs see ttp run --mindspore --help.
 """
+
+MINDSPORE = "--mindspore"
+
+
+class Launch(Protocol):
+    """One job, as the command line describes it."""
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether other hosts take part."""
+
+    def run(self, config: Config) -> int:
+        """Launch it with these settings and return the exit code."""
 
 
 def run(argv: list[str]) -> int:
-    """Launch a job as ``torchrun`` would with ``argv``, protected by ttp.
+    """Launch a job as ``torchrun`` would with ``argv`` (``msrun`` with ``--mindspore``), protected by ttp.
 
     Returns:
         The exit code, see ``--help``. Errors are printed to stderr as one clear message.
     """
     try:
-        arguments = _parse(argv)
-        several_nodes = _several_nodes(arguments.nnodes)
+        launch = _launch(argv)
         config = Config.from_env()
-        _show_log(config)
-        job = _settle(config, several_nodes)
-        try:
-            code = _Launch(job).run(arguments)
-        finally:
-            if not config.token:
-                (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
-        if code == EXIT_TRAINED and config.port is None and config.run_dir is None:
-            shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)  # nobody will look for that random port's log
+        show_log(config)
+        with settled(config, launch.several_nodes) as job:
+            code = launch.run(job)
+        if code == EXIT_TRAINED:
+            forget_run_dir(config, job)
         return code
     except ConfigError as problem:
-        return _refuse(str(problem))
+        return refuse(str(problem))
     except SystemExit as leaving:  # argparse has said what it does not like, or has printed the help
         return EXIT_TRAINED if leaving.code in (None, 0) else EXIT_BAD_CONFIG
 
 
-def _show_log(config: Config) -> None:
-    """Let operators see what the launcher waits for, unless the program that calls us logs already."""
-    ours = logging.getLogger("ttp")
-    try:
-        ours.setLevel(config.log_level.upper())
-    except ValueError:
-        raise ConfigError(f"TTP_LOG={config.log_level!r} is no level: try INFO, WARNING or DEBUG") from None
-    if not ours.hasHandlers():
-        shown = logging.StreamHandler()
-        shown.setFormatter(logging.Formatter("%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
-        ours.addHandler(shown)
-        ours.propagate = False  # a library that logs on the root logger would make it say everything twice
+def _launch(argv: list[str]) -> Launch:
+    if asks_for_mindspore(argv):
+        from ttp.launch.mindspore.launch import MindSporeLaunch
+
+        return MindSporeLaunch(argv)
+    return _TorchLaunch(argv)
+
+
+def asks_for_mindspore(argv: list[str]) -> bool:
+    """Whether ``--mindspore`` is among our flags; behind the script it would be one of its arguments."""
+    before = ""
+    for word in argv:
+        if word == MINDSPORE:
+            return True
+        value = before.startswith("-") and "=" not in before
+        if word.endswith(".py") or not (word.startswith("-") or value):
+            return False
+        before = "" if value and not word.startswith("-") else word
+    return False
 
 
 def _parse(argv: list[str]) -> Any:
     try:
         from torch.distributed.run import get_args_parser
     except ImportError as problem:
-        raise ConfigError(f"ttp run launches torch jobs, and torch is missing: {problem}") from None
+        raise ConfigError(
+            f"ttp run launches torch jobs, and torch is missing: {problem}. For MindSpore: ttp run {MINDSPORE} ..."
+        ) from None
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
     return parser.parse_args(argv)
@@ -90,62 +103,35 @@ def _several_nodes(nnodes: str) -> bool:
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
 
-def _settle(config: Config, several_nodes: bool) -> Config:
-    """Complete the settings, and leave them in the environment for the workers."""
-    if several_nodes and config.port is None:
-        raise ConfigError(
-            "a job of several nodes needs TTP_PORT, the same on all of them: where the first node's controller listens"
-        )
-    if config.port is None:
-        config = dataclasses.replace(config, port=_free_port())
-    if not config.token and not several_nodes:
-        config = dataclasses.replace(config, token=secrets.token_hex(16))
-    run_dir = prepare_run_dir(config.resolved_run_dir())
-    if config.token:
-        write_token(run_dir, config.token)
-    os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
-    return dataclasses.replace(config, run_dir=str(run_dir))
-
-
-def _free_port() -> int:
-    with socket.socket() as probing:
-        probing.bind(("", 0))
-        return int(probing.getsockname()[1])
-
-
-class _Launch:
+class _TorchLaunch:
     """One call of torch's launcher with our agent."""
 
-    def __init__(self, config: Config) -> None:
-        self._config = config
+    def __init__(self, argv: list[str]) -> None:
+        self._arguments = _parse(argv)
+        self.several_nodes = _several_nodes(self._arguments.nnodes)
         self._agent: Any = None
 
-    def run(self, arguments: Any) -> int:
+    def run(self, config: Config) -> int:
         from torch.distributed.elastic.multiprocessing import SignalException
         from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
         from torch.distributed.run import run as torchrun
 
         try:
-            with self._our_agent():
-                record(torchrun)(arguments)
+            with self._our_agent(config):
+                record(torchrun)(self._arguments)
         except ConfigError:
             raise
         except (ChildFailedError, SignalException) as problem:
             print(problem, file=sys.stderr)
         except Exception as problem:
             if self._agent is None and isinstance(problem, (ValueError, AssertionError, RuntimeError, OSError)):
-                return _refuse(str(problem))  # torch did not like the flags
+                return refuse(str(problem))  # torch did not like the flags
             traceback.print_exc()
         else:
             return EXIT_TRAINED
-        return self._verdict()
+        return verdict([] if self._agent is None else self._agent.exit_codes())
 
-    def _verdict(self) -> int:
-        """From how the workers of the last attempt ended; what a restart cannot mend comes first."""
-        codes = [] if self._agent is None else self._agent.exit_codes()
-        return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
-
-    def _our_agent(self) -> AbstractContextManager[None]:
+    def _our_agent(self, config: Config) -> AbstractContextManager[None]:
         from ttp.launch.install import agent_maker, installed
         from ttp.launch.torch_compat import differences
 
@@ -153,15 +139,10 @@ class _Launch:
         if unknown:
             logger.warning("this torch is not as ttp knows it; ranks may be stopped while they save: %s", unknown)
             return nullcontext()
-        return installed(agent_maker(self._config, self._remember))
+        return installed(agent_maker(config, self._remember))
 
     def _remember(self, agent: Any) -> None:
         self._agent = agent
-
-
-def _refuse(text: str) -> int:
-    print(f"ttp run: {text}", file=sys.stderr)
-    return EXIT_BAD_CONFIG
 
 
 if __name__ == "__main__":

@@ -9,8 +9,9 @@ allocation that grows.
 
 from __future__ import annotations
 
+import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ttp.core.layout import Version
@@ -25,11 +26,16 @@ class GateState:
         version: finished updates.
         phase: IDLE, UPDATING, TORN or DONE.
         parked: the training thread stands at the closed gate.
+        closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
+            be said of them: under one closure nothing goes back to where it was.
+        near: it is about to: it waits for its peers, looks at the gate all the time and stands aside once it is closed.
     """
 
     version: Version
     phase: Phase
     parked: bool
+    closure: int = 0
+    near: bool = False
 
 
 class Gate:
@@ -43,8 +49,10 @@ class Gate:
     __slots__ = (
         "_admitted",
         "_closed",
+        "_closure",
         "_done",
         "_lock",
+        "_near",
         "_on_quiet",
         "_opened",
         "_parked",
@@ -60,10 +68,12 @@ class Gate:
         self._opened = threading.Event()
         self._on_quiet = on_quiet
         self._closed = False
+        self._closure = 0
         self._admitted = False
         self._updating = False
         self._torn = False
         self._parked = False
+        self._near = False
         self._done = False
         self.redone = False
         """Whether the running, or else the last, update was made by order, under a closed gate."""
@@ -99,6 +109,17 @@ class Gate:
             self._on_quiet()
             self._opened.wait()
             self._parked = False
+
+    @contextlib.contextmanager
+    def nearby(self) -> Iterator[None]:
+        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``."""
+        with self._lock:
+            self._near = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._near = False
 
     @property
     def closed(self) -> bool:
@@ -152,6 +173,7 @@ class Gate:
         """Let updates start again."""
         with self._lock:
             self._closed = self._admitted = False
+            self._closure += 1
             self._opened.set()
 
     def state(self) -> GateState:
@@ -162,8 +184,8 @@ class Gate:
     def _state(self) -> GateState:
         if self._torn:
             phase = Phase.TORN
-        elif self._updating:
+        elif self._updating or self._admitted:  # who is admitted may begin at any moment
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE
-        return GateState(self.version, phase, self._parked)
+        return GateState(self.version, phase, self._parked, self._closure, self._near)

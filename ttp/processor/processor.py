@@ -70,6 +70,9 @@ MIRROR_POLL_S = 0.01
 KEEP_S = 1.0
 """How long a save waits for pages of other hosts that are just being put into memory."""
 
+COMES_S = 1.0
+"""How long a training thread that waits for its peers before the gate may take to come to it once it is closed."""
+
 LOOK_S = 0.2
 """A rank whose state takes longer to look at acknowledges a freeze first."""
 
@@ -139,8 +142,8 @@ class Processor:
         self._saver = Lane("ttp-saver")
         self._looker = Lane("ttp-looker")
         self._keeper = Lane("ttp-keeper")
-        self._closure = 0
         self._look_s = 0.0
+        self._came = threading.Event()  # to the gate, since it was closed
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
         self._cancel: threading.Event = threading.Event()
         self._joined = threading.Event()
@@ -279,7 +282,7 @@ class Processor:
             try:
                 event = self._next_event()
                 if isinstance(event, _Look):
-                    if event.closure != self._closure:
+                    if event.closure != self.gate.state().closure:
                         continue  # the gate was open in between
                     event = event.quiet
                 for action in self._machine.on_event(event, time.monotonic()):
@@ -311,11 +314,11 @@ class Processor:
             case pm.CloseGate():
                 self._answer_freeze()
             case pm.OpenGate():
-                self._closure += 1
                 self._seen = None
                 if self._copying is not None:
                     self._copying.thaw()
                 self.gate.open()
+                self._came.set()
             case pm.Redo(version):
                 self._redo(version)
             case pm.StartSave(save):
@@ -360,23 +363,32 @@ class Processor:
     def _answer_freeze(self) -> None:
         if self._copying is not None:
             self._copying.freeze()
+        self._came.clear()
         self._say_quiet(self.gate.close())
 
     def _on_quiet(self) -> None:
         """Called by the gate, possibly on the training thread."""
+        self._came.set()
         if self._machine.incident:
             self._say_quiet(self.gate.state())
 
     def _say_quiet(self, state: GateState) -> None:
-        closure = self._closure
         updating = state.phase is m.Phase.UPDATING
         if updating or self.source.on_device or self._look_s > LOOK_S:  # the freeze is acknowledged, the answer follows
-            self._inbox.put(_Look(closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+            self._inbox.put(_Look(state.closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
         if not updating:
-            self._looker.submit(lambda: self._look(state, closure))
+            self._looker.submit(lambda: self._look(state))
 
-    def _look(self, state: GateState, closure: int) -> None:
-        """The host is quiet; say what there is, on the device too."""
+    def _look(self, state: GateState) -> None:
+        """The host is quiet; say what there is, on the device too.
+
+        All of it is of the moment of ``state``, or nothing is said: whoever comes to the gate with its gradient while
+        somebody looks must not be taken for one that hangs elsewhere.
+        """
+        if state.near and not state.parked:
+            self._came.wait(COMES_S)
+        if self._moved_on(state):
+            return
         began = time.monotonic()
         version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
@@ -393,7 +405,15 @@ class Processor:
             kept=self._copying.held() if self._copying is not None else (),
         )
         self._look_s = time.monotonic() - began
-        self._inbox.put(_Look(closure, quiet))
+        if not self._moved_on(state):
+            self._inbox.put(_Look(state.closure, quiet))
+
+    def _moved_on(self, state: GateState) -> bool:
+        """Whether ``state`` is of the past; if so the new one is said instead, unless nobody asks any more."""
+        now = self.gate.state()
+        if now != state and now.closure == state.closure:
+            self._say_quiet(now)
+        return now != state
 
     def _device_version(self, state: GateState) -> Version | None:
         if not self.source.on_device or state.phase is m.Phase.TORN:

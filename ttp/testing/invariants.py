@@ -208,7 +208,7 @@ class Judge:
 
 
 def _silent(incident: Incident) -> set[Rank]:
-    return {subject for subject, kind in incident.evidence if kind is m.FaultKind.SILENT}
+    return set(incident.evidence.get(m.FaultKind.SILENT, ()))
 
 
 def _kept(

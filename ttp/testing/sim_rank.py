@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from ttp.testing.simulation import Simulation
 
 NEVER = float("inf")
+COMES_S = 0.05
+"""So long a training thread in a barrier may take to come to the gate once it is closed."""
 SHARD_BYTES = 8 * PART_BYTES_MIN
 """What a shard is said to have: enough to be cut."""
 
@@ -54,7 +56,7 @@ class SimRank:
     """
 
     __slots__ = (
-        "_closure", "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
+        "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
         "acked", "alive", "copies", "exit_code", "hello", "host", "machine", "mood", "name", "rank", "saver", "stream",
         "trainer", "world",
     )  # fmt: skip
@@ -73,7 +75,6 @@ class SimRank:
         self.mood = world.rng.choice((0.2, 1.0, 1.0, 3.0))  # some ranks are slow
         self._rng = world.rng
         self._inbox: deque[pm.Event | _Look] = deque()
-        self._closure = 0
         self._looked_at = 0.0
         self._pumping = False
         self._timer_at = NEVER
@@ -149,7 +150,7 @@ class SimRank:
         event = self._inbox.popleft()
         if not isinstance(event, _Look):
             self._feed(event)
-        elif event.closure == self._closure:  # else the gate was open in between
+        elif event.closure == self.trainer.gate.state().closure:  # else the gate was open in between
             self._feed(event.quiet)
         if self._inbox and not self._pumping:
             self._pumping = True
@@ -190,7 +191,6 @@ class SimRank:
                 self._say_quiet(self.trainer.gate.close())
                 self.world.after(self._rng.random() * 0.0001, self.run, self.trainer.look_up)
             case pm.OpenGate():
-                self._closure += 1
                 self.acked = False
                 self.copies.thaw()
                 self.trainer.gate.open()
@@ -258,12 +258,20 @@ class SimRank:
     def _say_quiet(self, state: GateState) -> None:
         """While an update is running that is all to say; else a thread of its own has a look."""
         if state.phase is m.Phase.UPDATING:
-            self.put(_Look(self._closure, pm.Quiet(state.version, state.phase, state.parked, False)))
+            self.put(_Look(state.closure, pm.Quiet(state.version, state.phase, state.parked, False)))
         else:
             self._looked_at = max(self._looked_at, self.world.now) + self._rng.random() * 0.0002
-            self.world.at(self._looked_at, self.run, self._look, state, self._closure)
+            self.world.at(self._looked_at, self.run, self._look, state)
 
-    def _look(self, state: GateState, closure: int) -> None:
+    def _look(self, state: GateState, waited: bool = False) -> None:
+        if state.near and not (state.parked or waited):
+            self.world.after(COMES_S, self.run, self._look, state, True)
+            return
+        now = self.trainer.gate.state()
+        if now != state:
+            if now.closure == state.closure and not waited:
+                self._say_quiet(now)
+            return
         quiet = pm.Quiet(
             version=state.version,
             phase=state.phase,
@@ -274,14 +282,14 @@ class SimRank:
             kept=self.copies.held(),
             digests=tuple(m.ShardDigest(s, "", SHARD_BYTES) for s in self.world.layout.shards_of(self.rank)),
         )
-        self.put(_Look(closure, quiet))
+        self.put(_Look(state.closure, quiet))
 
     def _redo(self, version: Version) -> None:
         self.world.trace(self.name, f"makes the update to {version}")
         self.trainer.redos = 1
         if not self.trainer.gate.admit():
             self.trainer.redos = 0
-            self.put(_Look(self._closure, pm.Quiet(version, m.Phase.TORN, False, False)))
+            self.put(_Look(self.trainer.gate.state().closure, pm.Quiet(version, m.Phase.TORN, False, False)))
 
     # ---------------------------------------------------------------------------------------------------------- stream
 

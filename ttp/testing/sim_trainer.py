@@ -238,15 +238,23 @@ class Trainer:
         self.mark, self._barrier = 4, None
         self._world.reached("in barrier", self._rank)
         self._world.collectives.arrive(self._rank, ("barrier", self.gate.version + 1), 0, self.barrier_over)
+        with self.gate.nearby():
+            passes = yield from self._meet()
+        if not passes:
+            yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
+
+    def _meet(self) -> Generator[float | None, int | None, bool]:
+        """Whether the barrier lets it go, or an order does."""
         while not self._barrier:
             if self._barrier is False:
                 self._rank.put(pm.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))
                 yield from self._poll(lambda: self.gate.closed)
             if self.gate.closed and (yield from self._at_gate(self.gate.stand_aside)):
-                return
+                return True
             if self._barrier is False:
-                yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
+                return False
             yield from self._poll(lambda: self.gate.closed or self._barrier is not None)
+        return True
 
     def _poll(self, over: Callable[[], bool]) -> Thread:
         while not over():

@@ -23,6 +23,7 @@ from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.source import Cancelled
+from ttp.store import piece_file
 from ttp.store.digest import HashingFile, digest_file
 
 BIG = 3 * checkpoint._SLICE
@@ -180,7 +181,7 @@ def test_a_full_disk_is_an_os_error_and_not_a_crash(
                 raise OSError(errno.ENOSPC, "no space left on device")
             return super().write(data)
 
-    monkeypatch.setattr(checkpoint, "HashingFile", Full)
+    monkeypatch.setattr(piece_file, "HashingFile", Full)
     with pytest.raises(OSError, match="no space left"):
         write(tmp_path, {"a": 1, "b": torch.ones(5000), "c": torch.ones(10_000)})
     assert list(tmp_path.iterdir()) == []

@@ -12,9 +12,9 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from ttp.adapters.torch import rng  # noqa: E402
 from ttp.adapters.torch.rng import RngState  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
+from ttp.processor import host_rng as rng  # noqa: E402
 
 SLOW = {"_python_layout_holds": lambda: False, "_numpy_gauss_offset": lambda kind: None}
 
@@ -86,13 +86,13 @@ def test_captured_again_it_is_the_same(streams: RngState) -> None:
 
 def test_the_fast_way_is_used_here_and_says_what_the_official_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
     numpy.random.rand()
-    fast = RngState()
+    fast = rng.HostStreams()
     fast.capture()
     assert fast._python._live is not None
     assert fast._numpy is not None and fast._numpy._words is not None
     for name, replacement in SLOW.items():
         monkeypatch.setattr(rng, name, replacement)
-    official = RngState()
+    official = rng.HostStreams()
     official.capture()
     assert official._python._live is None
     assert official._numpy is not None and official._numpy._words is None

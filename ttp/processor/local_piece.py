@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ttp.adapters.torch.capture import LocalCapture, LocalState
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.mirror import read_page_or_kept
-from ttp.store.digest import digest_bytes
-from ttp.store.durable import write_durably
 from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.json_text import parse_json
+from ttp.store.piece_file import write_piece
 from ttp.store.plain_file import read_plain
 
-log = logging.getLogger("ttp.adapters.torch")
+log = logging.getLogger("ttp.processor")
 
 LOCAL_KIND = "rank_local"
 
@@ -63,18 +61,17 @@ def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Pie
     Raises:
         OSError: the disk refused.
     """
-    data = encode({int(rank): image for rank, image in pages.data.items()})
-    write_durably(draft / file, data)
     table = {
         "ranks": sorted(pages.data),
         "provisional": sorted(pages.provisional),
         "missing": {str(rank): why for rank, why in sorted(pages.missing.items())},
     }
-    return Piece(file, len(data), digest_bytes(data), LOCAL_KIND, "", writer, json.dumps(table))
+    data = encode({int(rank): image for rank, image in pages.data.items()})
+    return write_piece(draft, file, data, LOCAL_KIND, writer, json.dumps(table))
 
 
-def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
-    """What the checkpoint at ``path`` keeps of ``rank``; None if nothing.
+def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | None:
+    """The page of ``rank``, as its adapter wrote it, that the checkpoint at ``path`` keeps; None if nothing.
 
     Raises:
         CheckpointError: a piece cannot be read.
@@ -87,7 +84,7 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
         except (OSError, EncodingError) as problem:
             raise CheckpointError(f"{path / piece.file} cannot be read: {problem}") from problem
         if isinstance(images, dict) and isinstance(images.get(rank), bytes):
-            return LocalCapture.decode(images[rank])
+            return bytes(images[rank])
     return None
 
 

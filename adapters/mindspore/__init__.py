@@ -1,0 +1,1 @@
+"""MindSpore: its checkpoints, strategies and training loops."""

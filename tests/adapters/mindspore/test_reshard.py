@@ -1,0 +1,197 @@
+"""`ttp reshard` on the real MindSpore: what comes out is what plain slicing gives, or nothing comes out."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.adapters.mindspore.reshard_worlds import (
+    STRATEGIES,
+    Cut,
+    Cuts,
+    assert_cut,
+    assert_same,
+    load,
+    quiet,
+    real_cuts,
+    real_tensors,
+    save,
+    write_strategy,
+)
+from ttp.adapters.mindspore.reshard import Resharded, Wish, reshard
+from ttp.errors import CheckpointError
+from ttp.store.verify import verify_checkpoint
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
+    import mindspore as ms
+
+pytestmark = pytest.mark.xdist_group("mindspore-files")
+
+TENSORS = real_tensors()
+S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
+PP = [{name: cut for name, cut in S4.items() if ("l3" in name) == last} for last in (False, True)]
+
+
+def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:
+    return reshard(Wish(source, target, src, dst, **more), quiet)
+
+
+@pytest.fixture(scope="module")
+def s8(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("s8"), TENSORS, S8, range(8))
+
+
+@pytest.fixture(scope="module")
+def s8o(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("s8o"), TENSORS, S8O, range(8))
+
+
+@pytest.fixture(scope="module")
+def s4(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("s4"), TENSORS, S4, range(4))
+
+
+@pytest.fixture(scope="module")
+def pp(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("pp")
+    for stage, cuts in enumerate(PP):
+        kept = {name: TENSORS[name] for name in cuts}
+        save(path, kept, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
+    return path
+
+
+# ------------------------------------------------------------------------------------- strategies that MindSpore wrote
+
+
+@pytest.mark.parametrize(
+    ("source", "src", "dst", "cuts", "world_size"),
+    [
+        ("s8", "s8.ckpt", "s4.ckpt", S4, 4),
+        ("s8o", "s8o.ckpt", "s4.ckpt", S4, 4),
+        ("s8o", "s8o.ckpt", "s8.json", S8, 8),
+        ("s4", "s4.ckpt", "s8o.ckpt", S8O, 8),
+        ("s8o", "s8o.ckpt", None, None, 1),
+        ("pp", "pp", "s4.ckpt", S4, 4),
+        ("pp", "pp", None, None, 1),
+    ],
+)
+def test_real_strategies_are_converted_by_mindspore_and_equal_plain_slicing(
+    source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, request: Any
+) -> None:
+    target = tmp_path / "made"
+    done = run(request.getfixturevalue(source), target, STRATEGIES / src, STRATEGIES / dst if dst else None)
+    assert done.own == {} and done.world_size == world_size and done.version == 12
+    assert_cut(target, TENSORS, cuts, range(world_size))
+    assert verify_checkpoint(target) == []
+    last = load(target, world_size - 1)
+    assert last["cur_rank"] == world_size - 1 and last["note"] == "as it was" and last["global_step"] == [12]
+    assert (last["epoch_num"], last["step_num"], last["loss_scale"]) == (3, 12, 8.0)
+
+
+def test_into_a_pipeline(s8: Path, tmp_path: Path) -> None:
+    assert run(s8, tmp_path / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "pp").world_size == 8
+    for stage, cuts in enumerate(PP):
+        assert_cut(tmp_path / "made", TENSORS, cuts, range(4 * stage, 4 * stage + 4), first=4 * stage)
+    assert not {"l3.w", "moments.l3.w"} & set(load(tmp_path / "made", 0))
+
+
+def test_stock_transform_checkpoints_makes_the_same(s8: Path, tmp_path: Path) -> None:
+    plain = tmp_path / "plain"  # texts make the stock function fail
+    for rank in range(8):
+        kept = {name: value for name, value in load(s8, rank).items() if name in TENSORS}
+        (plain / f"rank_{rank}").mkdir(parents=True)
+        listed = [{"name": name, "data": ms.Tensor(value)} for name, value in kept.items()]
+        ms.save_checkpoint(listed, str(plain / f"rank_{rank}" / "net.ckpt"), integrated_save=False)
+    strategies = str(STRATEGIES / "s8.ckpt"), str(STRATEGIES / "s4.ckpt")
+    ms.transform_checkpoints(str(plain), str(tmp_path / "stock"), "stock", *strategies)
+    run(plain, tmp_path / "made", *map(Path, strategies))
+    for rank in range(4):
+        assert_same(load(tmp_path / "made", rank), load(tmp_path / "stock", rank))
+
+
+def test_a_full_file_is_cut_again(s8: Path, tmp_path: Path) -> None:
+    full, again = tmp_path / "full", tmp_path / "again"
+    run(s8, full, STRATEGIES / "s8.ckpt", None)
+    assert run(full, again, None, STRATEGIES / "s8o.ckpt").own == {}
+    assert_cut(again, TENSORS, S8O, range(8))
+
+
+def test_for_inference_only_weights_are_kept(s8: Path, tmp_path: Path) -> None:
+    weights = {name: cut for name, cut in S4.items() if not name.startswith("moments.")}
+    strategy = write_strategy(tmp_path / "infer.ckpt", weights)
+    run(s8, tmp_path / "made", STRATEGIES / "s8.ckpt", strategy, inference=True)
+    assert set(load(tmp_path / "made", 0)) == {*weights, "note"}
+    assert_cut(tmp_path / "made", TENSORS, weights, range(4))
+    with pytest.raises(CheckpointError, match=r"moments.l1.w is in the files but not in .* --inference"):
+        run(s8, tmp_path / "training", STRATEGIES / "s8.ckpt", strategy)
+
+
+# -------------------------------------------------------------------------------------------- what MindSpore cannot do
+
+
+@pytest.mark.parametrize(("have", "want"), [(6, 4), (3, 2)])
+def test_card_numbers_without_a_common_divisor(have: int, want: int, tmp_path: Path) -> None:
+    tensors = {"a": np.arange(24 * 12, dtype=np.float16).reshape(24, 12), "b": np.arange(12, dtype=np.int64)}
+    old, new = ({"a": Cut((n,), [-1, 0]), "b": Cut((n,), [0])} for n in (have, want))
+    source = save(tmp_path / "old", tensors, old, range(have))
+    done = run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
+    assert done.own == {f"MindSpore does not convert between {have} and {want} devices": 2 * want}
+    assert_cut(tmp_path / "new", tensors, new, range(want))
+
+
+def test_what_mindspore_converts_wrongly_is_found_and_made_right(tmp_path: Path) -> None:
+    """Two axes cut in the opposite order of the devices, and optimizer parallelism."""
+    tensors = {"w": np.arange(8 * 12, dtype=np.float32).reshape(8, 12), "v": np.arange(16, dtype=np.float32)}
+    old = {"w": Cut((2, 2, 2), [0, 1], 2, 4), "v": Cut((2, 2, 2), [0])}
+    new = {"w": Cut((4,), [-1, 0]), "v": Cut((4,), [0])}
+    source = save(tmp_path / "old", tensors, old, range(8))
+    done = run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
+    assert sum(done.own.values()) == 4 and all("MindSpore" in reason for reason in done.own)
+    assert_cut(tmp_path / "new", tensors, new, range(4))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], int, int]:
+    """Devices, tensor map of a matrix, and into how many parts optimizer parallelism cuts."""
+    devices = tuple(draw(st.lists(st.sampled_from([1, 2, 2, 3]), min_size=1, max_size=3)))
+    free = draw(st.permutations(range(len(devices))))
+    first = draw(st.integers(0, min(2, len(free))))
+    second = draw(st.integers(first, len(free)))
+    cuts = [sorted(free[:first], reverse=draw(st.booleans())), list(free[first:second])]
+    tensor_map: list[Any] = [cut if len(cut) > 1 else cut[0] if cut else -1 for cut in cuts]
+    count = int(np.prod(devices))
+    alike = [r for r in range(count) if Cut(devices, tensor_map)._slice(r) == Cut(devices, tensor_map)._slice(0)]
+    size = draw(st.sampled_from([n for n in range(1, len(alike) + 1) if len(alike) % n == 0]))
+    step = alike[1] - alike[0] if size > 1 else 0
+    return devices, tensor_map, size if size > 1 else 0, step
+
+
+@settings(max_examples=25)
+@given(old=layouts(), new=layouts(), pipeline=st.booleans(), dtype=st.sampled_from(["f4", "f2", "i8", "u1"]))
+def test_any_strategy_to_any_other(
+    old: Any, new: Any, pipeline: bool, dtype: str, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.mktemp("any")
+    random = np.random.default_rng(1)
+    tensors = {name: random.integers(0, 250, (216, 216)).astype(dtype) for name in ("a", "moments.a")}
+    tensors["s"] = np.array(7, dtype)
+    had, wanted = ({"a": Cut(*c), "moments.a": Cut(*c), "s": Cut(c[0], [])} for c in (old, new))
+    devices = int(np.prod(old[0]))
+    save(path / "old", tensors, had, range(devices))
+    src, dst = write_strategy(path / "o", had), write_strategy(path / "n" / "0.ckpt", wanted)
+    stages = [wanted]
+    if pipeline:
+        stages = [{"a": wanted["a"]}, {"moments.a": wanted["moments.a"], "s": wanted["s"]}]
+        for stage, cuts in enumerate(stages):
+            write_strategy(path / "n" / f"{stage}.ckpt", cuts, stage)
+    run(path / "old", path / "new", src, dst.parent)
+    count = int(np.prod(new[0]))
+    for stage, cuts in enumerate(stages):
+        assert_cut(path / "new", tensors, cuts, range(stage * count, stage * count + count), first=stage * count)

@@ -1,0 +1,360 @@
+"""What `ttp reshard` refuses, before it has written anything; and what it can do without some of the files."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.adapters.mindspore.reshard_worlds import (
+    STRATEGIES,
+    Cut,
+    assert_cut,
+    load,
+    quiet,
+    real_cuts,
+    real_tensors,
+    save,
+    write_strategy,
+)
+from ttp.adapters.mindspore import reshard as module
+from ttp.adapters.mindspore import reshard_rank
+from ttp.adapters.mindspore.reshard import MINDSPORE_BYTES, Resharded, Wish, reshard
+from ttp.adapters.mindspore.reshard_ckpt import CkptWriter, Tensor
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError, UsageError
+from ttp.store.digest import HashingFile, digest_file
+from ttp.store.manifest import MANIFEST, Manifest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
+    import mindspore as ms
+
+pytestmark = pytest.mark.xdist_group("mindspore-files")
+
+TENSORS = real_tensors()
+S8, S8O, S4 = real_cuts((2, 4)), real_cuts((2, 4), opt=True), real_cuts((4,))
+
+
+def run(source: Path, target: Path, src: Path | None, dst: Path | None, **more: Any) -> Resharded:
+    return reshard(Wish(source, target, src, dst, **more), quiet)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("s8"), TENSORS, S8, range(8))
+
+
+@pytest.fixture
+def s8(saved: Path, tmp_path: Path) -> Path:
+    """Files of eight ranks, to be hurt."""
+    shutil.copytree(saved, tmp_path / "s8")
+    for file in (tmp_path / "s8").rglob("*.ckpt"):
+        file.chmod(0o600)  # MindSpore makes them unwritable
+    return tmp_path / "s8"
+
+
+@pytest.fixture(scope="module")
+def s8o(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(tmp_path_factory.mktemp("s8o"), TENSORS, S8O, range(8))
+
+
+def file_of(directory: Path, rank: int) -> Path:
+    (file,) = (directory / f"rank_{rank}").glob("*.ckpt")
+    return file
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 1
+    file.write_bytes(data)
+
+
+def add_manifest(directory: Path, world_size: int = 8, version: int = 12) -> Path:
+    """As a power-off checkpoint has one."""
+    pieces = []
+    for file in sorted(directory.rglob("*.ckpt")):
+        pieces.append(Piece(file.relative_to(directory).as_posix(), *digest_file(file), "shard", "model", Rank(0)))
+    groups = {Shard("model"): tuple(Rank(rank) for rank in range(world_size))}
+    manifest = Manifest(Version(version), "job", 0, "lost", "", "", world_size, groups, "mindspore", 0.0, tuple(pieces))
+    (directory / MANIFEST).write_text(manifest.to_json())
+    return directory
+
+
+def refused(source: Path, src: Path | None, dst: Path | None, why: str, **more: Any) -> None:
+    """The text says why, and there is nothing where there was nothing."""
+    target = source.parent / "made"
+    before = sorted(source.parent.iterdir())
+    with pytest.raises((CheckpointError, UsageError), match=why):
+        run(source, target, src, dst, **more)
+    assert sorted(source.parent.iterdir()) == before
+
+
+# ------------------------------------------------------------------------------------------------- what is not there
+
+
+def test_one_replica_of_each_group_is_enough(s8: Path) -> None:
+    for rank in (0, 1, 6, 7):
+        shutil.rmtree(s8 / f"rank_{rank}")
+    done = run(add_manifest(s8), s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert done.own == {} and any("each part is on disk once" in note for note in done.notes)
+    assert_cut(s8.parent / "made", TENSORS, S4, range(4))
+    refused_too = s8.parent / "lost"
+    shutil.copytree(s8, refused_too)
+    shutil.rmtree(refused_too / "rank_4")
+    (refused_too / MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"l1.w: no whole file of ranks 0, 4 is there"):
+        run(refused_too, s8.parent / "none", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+
+
+def test_a_damaged_piece_is_replaced_by_its_replica_or_named(s8: Path) -> None:
+    flip(file_of(add_manifest(s8), 5))
+    done = run(s8, s8.parent / "first", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert any("rank_5/net-3_12.ckpt is damaged" in note for note in done.notes)
+    assert_cut(s8.parent / "first", TENSORS, S4, range(4))
+    shutil.rmtree(s8.parent / "first")
+    file_of(s8, 1).write_bytes(b"")
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", r"ranks 1, 5.*rank_1/net-3_12.ckpt has 0 bytes")
+
+
+def test_without_a_manifest_the_files_own_crc_counts(s8: Path) -> None:
+    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    (s8.parent / "made" / MANIFEST).unlink()
+    flip(file_of(s8.parent / "made", 2))
+    with pytest.raises(CheckpointError, match=r"no whole file of rank 2 is there.*its CRC is"):
+        run(s8.parent / "made", s8.parent / "again", STRATEGIES / "s4.ckpt", None)
+
+
+def test_files_that_lack_what_another_rank_saved(s8: Path) -> None:
+    """As MindSpore saves with remove_redundancy: each replica keeps some of the tensors."""
+    for rank in range(8):
+        file, keep = file_of(s8, rank), ("l1.w", "moments.l2.w") if rank < 4 else ("l2.w", "moments.l1.w")
+        loaded = {
+            name: value for name, value in ms.load_checkpoint(str(file)).items() if name in (*keep, "global_step")
+        }
+        if rank == 3:
+            loaded |= {name: ms.Parameter(TENSORS[name]) for name in ("l3.w", "moments.l3.w")}
+        file.unlink()
+        ms.save_checkpoint([{"name": name, "data": value} for name, value in loaded.items()], str(file))
+    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert_cut(s8.parent / "made", TENSORS, S4, range(4))
+
+
+# ------------------------------------------------------------------------------------------ what does not fit together
+
+
+def with_all(cuts: dict[str, Cut], **changed: Any) -> dict[str, Cut]:
+    """Every layout changed in the same way."""
+    fields = ("devices", "tensor_map", "opt_size", "opt_step")
+    return {name: Cut(**{**{field: getattr(cut, field) for field in fields}, **changed}) for name, cut in cuts.items()}
+
+
+WRONG: dict[str, tuple[Callable[[], dict[str, Cut]], str]] = {
+    "step": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 2, 4)}, "l3.w: opt_weight_shard_step is 4, .* are 1 apart"),
+    "no-opt": (lambda: S8, r"l1.w should be the same on ranks 0, 4, and differs between rank 0 and rank 4"),
+    "smaller-opt": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1])}, r"moments.l3.w would have the shape \(64, 16\)"),
+    "larger-opt": (lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1)}, r"moments.l3.w would have the shape"),
+    "larger-opt-everywhere": (
+        lambda: {**S8O, "l3.w": Cut((2, 4), [-1, -1], 8, 1), "moments.l3.w": Cut((2, 4), [-1, -1], 8, 1)},
+        r"l3.w should be different parts of a tensor on ranks 0, 2, and is the same",
+    ),
+    "device-axis": (lambda: with_all(S8O, devices=(4, 2), opt_size=0), r"the same on ranks 0, 2"),
+    "opt-too-large": (lambda: with_all(S8O, opt_size=4), r"opt_weight_shard_size is 4, but 2 ranks hold equal slices"),
+    "bad-map": (lambda: {**S8O, "l1.w": Cut((2, 4), [-1, 2])}, r"tensor map \[-1, 2\] does not fit the device matrix"),
+    "axes": (lambda: {**S8O, "l1.w": Cut((2, 4), [-1, 0, -1], 2, 4)}, r"l1.w .* the strategy cuts 3 axes"),
+    "missing": (lambda: {**S8O, "l4.w": Cut((2, 4), [-1])}, "no file holds l4.w"),
+    "ranks": (lambda: real_cuts((4,)), r"for 4 ranks, and there are files of ranks 4, 5, 6, 7"),
+    "more-devices": (
+        lambda: {**S8O, "l1.w": Cut((4, 4), [-1, 0])},
+        "counts (16 devices, but 8|8 devices, but 16)",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_strategy_of_other_files_is_refused(case: str, s8o: Path, tmp_path: Path) -> None:
+    cuts, why = WRONG[case]
+    shutil.copytree(s8o, tmp_path / "s8o")
+    strategy = write_strategy(tmp_path / "strategy.ckpt", cuts())
+    refused(tmp_path / "s8o", strategy, STRATEGIES / "s4.ckpt", why)
+
+
+def test_equal_parts_may_be_trusted(tmp_path: Path) -> None:
+    tensors = {"w": np.tile(np.arange(32, dtype=np.float32), 2)}
+    cuts = {"w": Cut((2,), [0])}
+    source, strategy = save(tmp_path / "s", tensors, cuts, range(2)), write_strategy(tmp_path / "x.ckpt", cuts)
+    refused(source, strategy, None, r"w should be different parts .* --trust-parts")
+    done = run(source, tmp_path / "made", strategy, None, trust_parts=True)
+    assert any("is the same" in note for note in done.notes)
+    assert_cut(tmp_path / "made", tensors, None, [0])
+
+
+def test_what_json_says_of_shapes_is_held_against_the_files(s8: Path) -> None:
+    document = json.loads((STRATEGIES / "s8.json").read_text())
+    document["parallel_layout_item"]["l2.w"]["tensor_map"] = [-1, 0]  # the other axis: nothing else could tell
+    wrong = s8.parent / "wrong.json"
+    wrong.write_text(json.dumps(document))
+    refused(s8, wrong, None, r"l2.w: the files' parts make a tensor of shape \(16, 256\), and .* says \(64, 64\)")
+
+
+def test_a_target_that_cannot_be_cut(s8: Path) -> None:
+    cuts = {name: Cut((5,), [-1, 0]) for name in S4}
+    strategy = write_strategy(s8.parent / "five.ckpt", cuts)
+    refused(s8, STRATEGIES / "s8.ckpt", strategy, r"l1.w has the shape \(784, 64\), which cannot be cut into .*5")
+
+
+def test_files_of_different_steps_are_refused(s8: Path) -> None:
+    save(s8, TENSORS, S8, [3], step=13)
+    file_of_old = s8 / "rank_3" / "net-3_12.ckpt"
+    file_of_old.unlink()
+    refused(s8, STRATEGIES / "s8.ckpt", None, r"there is no step of which every rank has a file")
+    (s8 / "rank_3" / "net-3_13.ckpt").rename(file_of_old)  # a name can lie
+    refused(s8, STRATEGIES / "s8.ckpt", None, r"different steps \(global_step 12: .*; global_step 13: rank 3\)")
+
+
+def test_the_newest_step_that_all_ranks_have_is_taken(s8: Path) -> None:
+    newer = {name: full + 1 for name, full in TENSORS.items()}
+    save(s8, newer, S8, [0, 1], step=20)
+    done = run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", None)
+    assert done.version == 12 and "passed over 3_20: not every rank has it" in done.notes
+    assert_cut(s8.parent / "made", TENSORS, None, [0])
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (b"no protobuf at all", "is no strategy file of MindSpore"),
+        (b"", "holds no layout of a parameter"),
+        (b"{}", "is no strategy file of MindSpore|holds no layout"),
+        ((STRATEGIES / "group_info.pb").read_bytes(), "is no strategy file|holds no layout"),
+        ((STRATEGIES / "pp" / "strategy_4.ckpt").read_bytes(), "describes only stage 1 of a pipeline"),
+    ],
+)
+def test_what_is_no_strategy_is_refused(s8: Path, content: bytes, why: str) -> None:
+    for name in ("strategy.ckpt", "strategy.json"):
+        (s8.parent / name).write_bytes(content)
+        expected = "is no strategy file of MindSpore|holds no layout" if name.endswith(".json") else why
+        refused(s8, s8.parent / name, None, expected)
+
+
+def test_what_is_no_checkpoint_is_refused(s8: Path) -> None:
+    strategy = STRATEGIES / "s8.ckpt"
+    (s8.parent / "foreign").mkdir()
+    refused(s8.parent / "foreign", strategy, None, "holds no rank_0")
+    refused(s8.parent / "nothing", strategy, None, "is no directory")
+    for rank in range(8):
+        file_of(s8, rank).write_bytes(b"PK\x03\x04 something else")
+    refused(s8, strategy, None, "no file in .* is whole: .* is damaged at byte")
+    add_manifest(s8, world_size=4)
+    refused(s8, strategy, None, "no file in .* is whole")
+
+
+def test_the_manifest_knows_the_number_of_ranks(s8: Path) -> None:
+    refused(
+        add_manifest(s8, world_size=16), STRATEGIES / "s8.ckpt", None, "the checkpoint is of 16 ranks, and .* for 8"
+    )
+
+
+# -------------------------------------------------------------------------------------------------- where it is written
+
+
+def test_nothing_is_written_over(s8: Path) -> None:
+    for made in ("empty", "file"):
+        target = s8.parent / made
+        target.mkdir() if made == "empty" else target.write_text("mine")
+        with pytest.raises(UsageError, match="exists, and nothing is written over"):
+            run(s8, target, STRATEGIES / "s8.ckpt", None)
+    with pytest.raises(UsageError, match="is the name of step 13, and the source is of step 12"):
+        run(s8, s8.parent / "tft_saved_checkpoints-step_13", STRATEGIES / "s8.ckpt", None)
+
+
+def test_some_ranks_only_beside_those_that_others_make(s8: Path) -> None:
+    target = s8.parent / "made"
+    for rank in (2, 0):
+        assert run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(rank,)).ranks == (rank,)
+    assert sorted(path.name for path in target.iterdir()) == ["rank_0", "rank_2"]
+    assert_cut(target, TENSORS, S4, [0, 2])
+    with pytest.raises(UsageError, match="rank_2 exists"):
+        run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(2,))
+    with pytest.raises(UsageError, match="--rank 4: the target has 4 ranks, 0 to 3"):
+        run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", ranks=(4,))
+
+
+def test_a_disk_that_is_too_small(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(s8)
+    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "has 100000 bytes free, and .* are needed")
+
+
+def test_worker_processes_make_the_same(s8: Path) -> None:
+    one, two = s8.parent / "one", s8.parent / "two"
+    run(s8, one, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    run(s8, two, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", jobs=2, memory=5 * MINDSPORE_BYTES)
+    for rank in range(4):
+        assert file_of(one, rank).read_bytes() == file_of(two, rank).read_bytes()
+
+
+def test_little_memory_means_small_batches_and_what_fits_in_none_is_converted_by_ttp(s8: Path) -> None:
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "MindSpore alone takes", memory=1000)
+    target = s8.parent / "made"
+    done = run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", memory=MINDSPORE_BYTES + 200_000)
+    assert done.own == {"it is too large for MindSpore to convert within the memory allowed": 8}  # both l1.w, per rank
+    assert_cut(target, TENSORS, S4, range(4))
+
+
+# --------------------------------------------------------------------------------------------------- when it goes wrong
+
+
+def test_a_wrong_conversion_is_made_again_and_one_that_stays_wrong_is_not_published(
+    s8: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def spoilt(plan: Any, rank: int, names: Any, work: Path) -> dict[str, Tensor]:
+        """One element of one tensor of one rank is another one."""
+        made = honest(plan, rank, names, work)
+        if rank == 2:
+            offset, length = made["l2.w"].chunks[0]
+            data = bytearray(Path(made["l2.w"].path).read_bytes())
+            data[offset + length // 2] ^= 1
+            Path(made["l2.w"].path).chmod(0o600)
+            Path(made["l2.w"].path).write_bytes(data)
+        return made
+
+    honest, target = reshard_rank._by_mindspore, s8.parent / "made"
+    monkeypatch.setattr(reshard_rank, "_by_mindspore", spoilt)
+    done = run(s8, target, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert list(done.own.values()) == [1] and "MindSpore converts it wrongly" in next(iter(done.own))
+    assert_cut(target, TENSORS, S4, range(4))
+    shutil.rmtree(target)
+    monkeypatch.setattr(reshard_rank, "blocks", lambda entry, _rank: [bytes(entry.piece_bytes)])
+    refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "l2.w of rank 2 is not what was to be written")
+
+
+def test_the_source_is_as_it_was(s8: Path) -> None:
+    before = {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")}
+    run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert {file: (file.stat().st_mtime_ns, digest_file(file)) for file in s8.rglob("*.ckpt")} == before
+
+
+def test_a_large_tensor_is_read_and_written_in_several_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ttp.adapters.mindspore.reshard_ckpt._VALUE_MAX", 1000)
+    full = {"w": np.arange(900, dtype=np.float32).reshape(30, 30), "b": np.array(2, np.int8)}
+    (tmp_path / "whole" / "rank_0").mkdir(parents=True)
+    file = HashingFile(tmp_path / "whole" / "rank_0" / "net.ckpt")
+    writer = CkptWriter(file)
+    writer.add("w", "Float32", (30, 30), full["w"].nbytes, [full["w"].tobytes()])
+    writer.add("b", "Int8", (), 1, [full["b"].tobytes()])
+    writer.finish()
+    file.sync_and_close()
+    assert load(tmp_path / "whole", 0)["w"].tobytes() == full["w"].tobytes()
+    cuts = {"w": Cut((3,), [-1, 0])}
+    run(tmp_path / "whole", tmp_path / "cut", None, write_strategy(tmp_path / "three.ckpt", cuts))
+    assert_cut(tmp_path / "cut", full, cuts, range(3))
+    run(tmp_path / "cut", tmp_path / "again", tmp_path / "three.ckpt", None)
+    assert_cut(tmp_path / "again", full, None, [0])

@@ -1,0 +1,162 @@
+"""``ttp run --mindspore``: fake ranks and the real MindSpore; nothing of torch is needed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.launch.conftest import OF_MINDSPORE
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Controller, Job
+
+Start = Callable[..., "Job"]
+TWO = ["--nproc-per-node", "2"]
+
+NO_TORCH = """
+import importlib.abc, sys
+class Absent(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] == "torch":
+            raise ImportError("there is no torch here: " + name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(autouse=True)
+def without_torch(environ: dict[str, str], tmp_path: Path) -> None:
+    """Users of MindSpore have none: neither launcher nor controller nor ranks may import it."""
+    site = tmp_path / "absent"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(NO_TORCH)
+    environ["PYTHONPATH"] = os.pathsep.join([str(site), environ["PYTHONPATH"]])
+
+
+def plan(**changes: Any) -> str:
+    return json.dumps(changes)
+
+
+def scheduler(job: Job) -> tuple[int, int]:
+    """Pid and port."""
+    pid, port = job.wait_for("scheduler").split()
+    return int(pid), int(port)
+
+
+def test_torch_is_absent_indeed(start: Start, environ: dict[str, str]) -> None:
+    job = start("ttp-run", TWO, "fake_worker.py", plan())
+    assert job.finish() == 64
+    assert "there is no torch here" in job.log
+
+
+def test_saving_ranks_are_waited_for_and_the_job_starts_again(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, ["--nproc-per-node", "3", "--max-restarts=1"], "fake_worker.py", plan(save_s=1))
+    victim = job.pids(3)[1]
+    first, _ = scheduler(job)
+    os.kill(victim, signal.SIGKILL)
+    job.rescue()
+    job.pids(3, attempt=1)
+    assert job.finish() == 0
+    assert job.has("saved-0-0") and job.has("saved-2-0") and not job.has("sigterm-0-0")
+    assert scheduler(job)[0] != first and not psutil.pid_exists(first)
+    assert [(f["ranks"], f["pids"], f["kind"]) for f in controller.faults] == [([1], [victim], "FAULT_KIND_EXITED")]
+
+
+def test_nobody_armed_is_stopped_at_once(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(armed=False))
+    os.kill(job.pids(2)[1], signal.SIGKILL)
+    assert job.finish() == 1
+    assert job.has("sigterm-0-0")
+    assert not psutil.pid_exists(scheduler(job)[0])
+
+
+@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64), (3, 1)])
+def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, controller: Controller) -> None:
+    restarts = ["--max-restarts", "2"] if code == 64 else []
+    job = start(OF_MINDSPORE, [*TWO, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
+    job.pids(2)
+    job.rescue()
+    assert job.finish() == expected
+    assert not job.has("pid-0-1")
+
+
+@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
+def test_an_operators_signal_leaves_time_to_save(how: signal.Signals, start: Start, controller: Controller) -> None:
+    """SIGINT is passed on as SIGTERM: MindSpore's own handler of SIGINT ends the rank at once."""
+    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=3"], "fake_worker.py", plan(save_s=1, on_sigterm="save"))
+    job.pids(2)
+    job.process.send_signal(how)
+    job.wait_for("saving-0-0")
+    job.process.send_signal(signal.SIGTERM)  # schedulers repeat it
+    assert job.finish() == 75
+    assert job.has("saved-0-0") and job.has("saved-1-0")
+    assert not job.has("pid-0-1")
+    assert controller.faults == []
+
+
+def test_a_second_interrupt_means_it(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(save_s=500, on_sigterm="save"))
+    pids = job.pids(2)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for("saving-0-0")
+    job.wait_for("saving-1-0")
+    for pid in pids:  # they cannot be stopped politely while they sleep in a handler
+        assert psutil.pid_exists(pid)
+    job.process.send_signal(signal.SIGINT)
+    job.wait_for_log("not waiting for ranks that save")
+    job.end()
+
+
+def test_without_a_scheduler_the_job_is_saved_at_once(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(save_s=1, on_sigterm="save"))
+    job.pids(2)
+    os.kill(scheduler(job)[0], signal.SIGKILL)
+    assert job.finish() == 75
+    assert job.has("saved-0-0") and job.has("saved-1-0")
+    assert "the scheduler ended with -9" in job.log
+
+
+def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], controller: Controller) -> None:
+    """Ranks follow from the place of the host; each host has logs and a run directory of its own."""
+    port = str(int(environ["TTP_PORT"]) + 1 if int(environ["TTP_PORT"]) < 60000 else int(environ["TTP_PORT"]) - 1)
+    flags = ["--worker_num=4", "--local_worker_num=2", "--master_addr=localhost", f"--master_port={port}"]
+    logs = Path(environ["TTP_RUN_DIR"]) / "logs"
+    first = start(OF_MINDSPORE, [*flags, "--node_rank=0", f"--log_dir={logs}"], "fake_worker.py", plan(save_s=1))
+    second = start(OF_MINDSPORE, [*flags, "--node-rank", "1"], "fake_worker.py", plan(save_s=1), name="second")
+    assert first.pids(2) and scheduler(first)[1] == int(port)
+    os.kill(int(second.wait_for("pid-3-0")), signal.SIGKILL)
+    first.wait_for("pid-2-0")
+    first.rescue()
+    assert (first.finish(), second.finish()) == (75, 75)
+    assert [first.has(f"saved-{rank}-0") for rank in range(4)] == [True, True, True, False]
+    assert sorted(path.name for path in logs.iterdir()) == ["scheduler.log", "worker_0.log", "worker_1.log"]
+    assert controller.faults[0]["ranks"] == [3]
+
+
+def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, environ: dict[str, str]) -> None:
+    """Killed, waited for, started again, trained to the end; with the real controller."""
+    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "mindspore_worker.py", "100000", "2")
+    survivor, victim = job.pids(2)
+    assert job.wait_for("patience-0-0") == "600 600"
+    os.kill(victim, signal.SIGKILL)
+    (job.out / "rescue-0").touch()
+    assert int(job.wait_for("saving-0-0")) == survivor
+    assert job.finish(120) == 0
+    assert job.has("saved-0-0") and not job.has("saved-1-0")
+    assert job.has("trained-0-1") and job.has("trained-1-1")
+
+
+@pytest.mark.slow
+def test_survivors_of_a_real_job_outlive_what_mindspore_would_give_them(start: Start) -> None:
+    """By default a survivor ends itself 30 s after the death of a peer."""
+    job = start(OF_MINDSPORE, TWO, "mindspore_worker.py", "100000", "45")
+    os.kill(job.pids(2)[1], signal.SIGKILL)
+    (job.out / "rescue-0").touch()
+    assert job.finish(120) == 75
+    assert job.has("saved-0-0")

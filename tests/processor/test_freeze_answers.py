@@ -1,0 +1,176 @@
+"""What a rank answers to a freeze: all of it of one moment, whatever the threads do meanwhile."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.processor.fake_source import FakeSource
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Version
+from ttp.core.processor_events import Quiet
+from ttp.processor import processor as module
+from ttp.processor.processor import Processor
+
+PATIENCE_S = 60.0
+
+
+class SlowToLook(FakeSource):
+    """The first look at the state lasts until ``seen``; the gradient is there whenever somebody asks."""
+
+    def __init__(self) -> None:
+        self.looking, self.seen = threading.Event(), threading.Event()
+
+    def settled(self) -> bool:
+        self.looking.set()
+        assert self.seen.wait(PATIENCE_S)
+        return True
+
+    def gradient_ready(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def source() -> SlowToLook:
+    return SlowToLook()
+
+
+def alone(source: SlowToLook, tmp_path: Path) -> Processor:
+    """Whose machine has an incident."""
+    env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+    made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
+    made._machine.incident = "i"
+    return made
+
+
+@pytest.fixture
+def processor(source: SlowToLook, tmp_path: Path) -> Processor:
+    """Frozen, and the look at its state has begun while the training thread was elsewhere."""
+    made = alone(source, tmp_path)
+    made._answer_freeze()
+    assert source.looking.wait(PATIENCE_S)
+    return made
+
+
+def answers(processor: Processor) -> list[Quiet]:
+    """All that was said, once nothing more is to come."""
+    said: list[Quiet] = []
+    for _ in range(3):  # a look may ask for one more
+        assert processor._looker.wait_done(PATIENCE_S)
+    while True:
+        try:
+            event = processor._inbox.get_nowait()
+        except queue.Empty:
+            return said
+        assert not isinstance(event, Quiet)
+        quiet = getattr(event, "quiet", None)
+        if isinstance(quiet, Quiet):
+            said.append(quiet)
+
+
+def comes_to_the_gate(processor: Processor) -> threading.Thread:
+    parked = threading.Event()
+    told = processor.gate._on_quiet
+
+    def on_quiet() -> None:
+        told()
+        parked.set()
+
+    processor.gate._on_quiet = on_quiet
+    thread = threading.Thread(target=processor.begin_update, daemon=True)
+    thread.start()
+    assert parked.wait(PATIENCE_S)
+    return thread
+
+
+def test_who_comes_to_the_gate_while_somebody_looks_is_not_said_to_hang(
+    processor: Processor, source: SlowToLook
+) -> None:
+    training = comes_to_the_gate(processor)
+    source.seen.set()
+    said = answers(processor)
+    assert said, "it is answered"
+    assert all(quiet.parked and quiet.has_gradient for quiet in said)
+    processor.gate.open()
+    training.join(PATIENCE_S)
+
+
+def test_an_update_by_order_that_begins_meanwhile_is_said_to_run(processor: Processor, source: SlowToLook) -> None:
+    training = comes_to_the_gate(processor)
+    assert processor.gate.admit()
+    training.join(PATIENCE_S)
+    source.seen.set()
+    said = answers(processor)
+    assert said
+    assert all(quiet.phase is m.Phase.UPDATING for quiet in said), "the version may be left at any moment"
+
+
+def test_of_a_gate_that_was_opened_meanwhile_nothing_is_said(processor: Processor, source: SlowToLook) -> None:
+    processor.gate.open()
+    processor.begin_update()
+    processor.end_update()
+    source.seen.set()
+    assert answers(processor) == []
+    assert processor.gate.version == Version(1)
+
+
+def test_what_nothing_disturbs_is_said_once(processor: Processor, source: SlowToLook) -> None:
+    source.seen.set()
+    (quiet,) = answers(processor)
+    assert (quiet.version, quiet.phase, quiet.parked, quiet.has_gradient) == (0, m.Phase.IDLE, False, False)
+
+
+class Watched(threading.Event):
+    """Tells when somebody begins to wait for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.awaited.set()
+        return super().wait(timeout)
+
+
+def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_gate(
+    source: SlowToLook, tmp_path: Path
+) -> None:
+    """It asks the gate all the time: said to hang, a version that it could make would be given up."""
+    source.seen.set()
+    made = alone(source, tmp_path)
+    made._came = came = Watched()
+    in_barrier, admitted = threading.Event(), []
+
+    def meet() -> None:
+        with made.gate.nearby():
+            in_barrier.set()
+            assert came.awaited.wait(PATIENCE_S)
+            admitted.append(made.gate.stand_aside())
+
+    training = threading.Thread(target=meet, daemon=True)
+    training.start()
+    assert in_barrier.wait(PATIENCE_S)
+    made._answer_freeze()
+    assert came.awaited.wait(PATIENCE_S), "it is waited for"
+    said = answers(made)
+    assert said
+    assert all(quiet.parked and quiet.has_gradient for quiet in said)
+    assert made.gate.admit()
+    training.join(PATIENCE_S)
+    assert admitted == [True]
+
+
+def test_who_hangs_there_is_answered_for_all_the_same(
+    source: SlowToLook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMES_S", 0.01)
+    source.seen.set()
+    made = alone(source, tmp_path)
+    with made.gate.nearby():
+        made._answer_freeze()
+        (quiet,) = answers(made)
+    assert not quiet.parked

@@ -1,0 +1,154 @@
+"""``ttp reshard``: a MindSpore checkpoint for another number of cards or another parallel strategy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.text import Text
+
+from ttp.cli.output import Json, aside, print_json, say
+from ttp.cli.wording import count_text, size_text
+from ttp.errors import ConfigError, UsageError
+
+if TYPE_CHECKING:
+    from ttp.adapters.mindspore.reshard import Resharded
+    from ttp.adapters.mindspore.reshard_source import Watch
+
+SHOWN_MAX = 20
+
+_MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([kKMGT]?)B?")
+_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+
+Source = Annotated[Path, typer.Argument(metavar="SRC_DIR", help="A directory of rank_0, rank_1, ..., or a save_dir.")]
+Target = Annotated[Path, typer.Argument(metavar="DST_DIR", help="The directory to make; it must not exist.")]
+SrcStrategy = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="Strategy of SRC_DIR; a pipeline's directory. [default: nothing is cut]"),
+]
+DstStrategy = Annotated[
+    Path | None,
+    typer.Option(metavar="PATH", help="Strategy wanted; a pipeline's directory. [default: one file with everything]"),
+]
+Ranks = Annotated[list[int] | None, typer.Option("--rank", metavar="R", help="Only this rank of DST_DIR; repeatable.")]
+Jobs = Annotated[int, typer.Option(metavar="N", help="Worker processes; 1: none, this process does it.")]
+Memory = Annotated[
+    str | None, typer.Option(metavar="SIZE", help="What all jobs together may take: 8G, 500M. [default: half of free]")
+]
+Inference = Annotated[bool, typer.Option("--inference", help="Leave the optimizer's state and the step counters out.")]
+TrustParts = Annotated[bool, typer.Option("--trust-parts", help="Parts of a tensor that are equal are no error.")]
+
+
+def reshard(
+    source: Source,
+    target: Target,
+    src_strategy: SrcStrategy = None,
+    dst_strategy: DstStrategy = None,
+    rank: Ranks = None,
+    jobs: Jobs = 1,
+    memory: Memory = None,
+    inference: Inference = False,
+    trust_parts: TrustParts = False,
+    json: Json = False,
+) -> None:
+    """Make a MindSpore checkpoint for another number of cards or another parallel strategy.
+
+    Any change of data, model, optimizer and pipeline parallelism, from M to N cards, to one full file (without
+    --dst-strategy), or from one. SRC_DIR may lack ranks whose parts others hold, as a power-off checkpoint does.
+
+    Files and strategies are examined first: digests, shapes, copies that should be equal. What does not fit is refused
+    and nothing is written. MindSpore converts; every element is compared with the source afterwards; what MindSpore
+    cannot convert, or converts wrongly, ttp converts itself and says so. DST_DIR appears whole or not at all.
+
+    Exits with 1 if the files are damaged or the strategies do not fit.
+
+    JSON keys: source, target, version (finished updates; null: unknown), ranks (made), world_size (of DST_DIR), tensors
+    (in all files), size (bytes), own (reason: tensors that ttp and not MindSpore converted), notes.
+    """
+    from_memory = None if memory is None else _bytes(memory)
+    with _bars() as watch:
+        done = _reshard(
+            watch,
+            source=source,
+            target=target,
+            src_strategy=src_strategy,
+            dst_strategy=dst_strategy,
+            ranks=tuple(rank or ()),
+            jobs=jobs,
+            memory=from_memory,
+            inference=inference,
+            trust_parts=trust_parts,
+        )
+    if json:
+        print_json(describe(done))
+    else:
+        _tell(done)
+
+
+def _reshard(watch: Watch, **wish: Any) -> Resharded:
+    try:
+        from ttp.adapters.mindspore.reshard import Wish, reshard
+    except ModuleNotFoundError as problem:
+        if problem.name != "numpy":
+            raise
+        raise ConfigError("numpy is not installed: pip install 'ttp-ft[mindspore]'") from None
+    return reshard(Wish(**wish), watch)
+
+
+def _bytes(text: str) -> int:
+    match = _MEMORY.fullmatch(text.strip())
+    if match is None:
+        raise UsageError(f"--memory {text}: give bytes, or a number with K, M, G or T, such as 8G")
+    return int(float(match[1]) * _UNITS[match[2].upper()])
+
+
+@contextmanager
+def _bars() -> Iterator[Watch]:
+    """A bar for every phase, on a terminal."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    console = aside()
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
+    ) as bar:
+
+        def watch(what: str, total: int | None) -> Any:
+            task = bar.add_task(what, total=total)
+            return lambda count: bar.advance(task, count)
+
+        yield watch
+
+
+def describe(done: Resharded) -> dict[str, Any]:
+    """What ``ttp reshard --json`` prints."""
+    return {
+        "source": str(done.source),
+        "target": str(done.target),
+        "version": done.version,
+        "ranks": list(done.ranks),
+        "world_size": done.world_size,
+        "tensors": done.tensors,
+        "size": done.size,
+        "own": dict(done.own),
+        "notes": list(done.notes),
+    }
+
+
+def _tell(done: Resharded) -> None:
+    step = "" if done.version is None else f" of step {done.version}"
+    made = count_text(len(done.ranks), "rank")
+    whole = "" if len(done.ranks) == done.world_size else f" of {done.world_size}"
+    counted = f"{count_text(done.tensors, 'tensor')}{step}, {size_text(done.size)}"
+    say(Text.assemble(("written  ", "green"), f"{done.target}: {made}{whole}, {counted}, every element checked"))
+    lines = [
+        *(f"ttp converted {count_text(count, 'tensor')} itself: {why}" for why, count in done.own.items()),
+        *done.notes,
+    ]
+    for line in lines[:SHOWN_MAX]:
+        say(f"         note: {line}")
+    if len(lines) > SHOWN_MAX:
+        say(f"         note: and {len(lines) - SHOWN_MAX} more (--json lists them)")

@@ -1,0 +1,205 @@
+"""Command line of ``ttp run --mindspore``: flags of msrun and a few of torchrun, and what they say of the job."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.errors import ConfigError
+from ttp.launch.presence import is_local
+from ttp.launch.rank_table import RankTable, read_rank_table
+
+MASTER_PORT = 8118
+"""Where msrun's scheduler listens when nobody says."""
+
+RUNNERS = ("python", "python3", "pytest")
+"""Programs that may stand in the place of the script, as for msrun."""
+
+EPILOG = """
+Scheduler and workers are started as msrun does, on every host with the same flags but --node-rank. In addition: the
+job's controller runs on the first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy
+ones get up to TTP_OT seconds (default 360) to save before they are stopped; and the job is then started again up to
+--max-restarts times. A rank that exits with 64 is not restarted: its message says what to change. Exit code: 0 trained
+to the end, 75 saved and wants to be started again, 70 could not save, 64 bad configuration or a call of ttp that is
+wrong, 1 anything else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is to be launched, on all hosts and on this one.
+
+    Args:
+        world_size: workers on all hosts.
+        first_rank: rank of the first worker of this host.
+        local_size: workers of this host.
+        node_rank: which host this is; the scheduler and the controller run on host 0.
+        master_addr: of host 0.
+        master_port: of the scheduler; None: a free one, new for each start.
+        topology_s: seconds that workers wait for each other.
+        max_restarts: how often the job is started again.
+        log_dir: where the output of each worker goes; None: to that of the launcher.
+        rank_table: exported for the workers, as msrun does; empty: none.
+        command: what each process runs.
+    """
+
+    world_size: int
+    first_rank: int
+    local_size: int
+    node_rank: int
+    master_addr: str
+    master_port: int | None
+    topology_s: int
+    max_restarts: int
+    log_dir: Path | None
+    rank_table: str
+    command: tuple[str, ...]
+
+    @property
+    def several_nodes(self) -> bool:
+        """Whether other hosts take part."""
+        return self.local_size < self.world_size
+
+    @property
+    def ranks(self) -> range:
+        """Global ranks of this host."""
+        return range(self.first_rank, self.first_rank + self.local_size)
+
+
+def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
+    """The job that ``argv`` describes.
+
+    Raises:
+        ConfigError: the flags contradict each other, or there is no such script.
+        SystemExit: argparse printed its help, or an error.
+    """
+    given = _parser().parse_args(argv)
+    table_path = given.rank_table_file or environ.get("RANK_TABLE_FILE", "")
+    table = read_rank_table(table_path) if table_path else None
+    node_rank = given.node_rank if given.node_rank is not None else _place(table)
+    local, world = _sizes(given, table, node_rank)
+    several = local < world
+    _check_place(node_rank, local, world)
+    node_rank = node_rank if several and node_rank is not None else 0
+    return Job(
+        world_size=world,
+        first_rank=node_rank * local,
+        local_size=local,
+        node_rank=node_rank,
+        master_addr=_address(given.master_addr, table, several),
+        master_port=given.master_port or (MASTER_PORT if several else None),
+        topology_s=given.cluster_time_out,
+        max_restarts=given.max_restarts,
+        log_dir=Path(given.log_dir) if given.log_dir else None,
+        rank_table=table_path,
+        command=_command(given.script, given.script_args),
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="ttp run --mindspore", epilog=EPILOG, allow_abbrev=False)
+    add = parser.add_argument
+    add("--mindspore", action="store_true", required=True, help="launch a MindSpore job")
+    add("--worker-num", "--worker_num", type=_count, metavar="N", help="workers on all hosts together")
+    add("--local-worker-num", "--local_worker_num", type=_count, metavar="N", help="workers on this host; equal on all")
+    add("--nproc-per-node", "--nproc_per_node", type=_count, metavar="N", help="the same, as torchrun calls it")
+    add("--nnodes", type=_count, metavar="N", help="hosts, where --worker-num is not given [1]")
+    add("--node-rank", "--node_rank", type=_node, metavar="I", help="which host this is, from 0; needed with several")
+    add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
+    add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
+    add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in [600]")
+    add("--max-restarts", "--max_restarts", type=_node, default=0, metavar="N", help="starts after the first [0]")
+    add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
+    add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
+    add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
+    add("script", help="the training script, or python, python3, pytest")
+    add("script_args", nargs=argparse.REMAINDER, help="its arguments")
+    return parser
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= WORLD_SIZE_MAX:
+        raise argparse.ArgumentTypeError(f"a number from 1 to {WORLD_SIZE_MAX} is wanted, not {text}")
+    return value
+
+
+def _node(text: str) -> int:
+    value = int(text)
+    if not -1 <= value <= WORLD_SIZE_MAX:
+        raise argparse.ArgumentTypeError(f"a number from 0 on is wanted, not {text}")
+    return max(value, 0)
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 1 <= value <= 65535:
+        raise argparse.ArgumentTypeError(f"a port is a number from 1 to 65535, not {text}")
+    return value
+
+
+def _place(table: RankTable | None) -> int | None:
+    """Which host this is, where the rank table lists one address of this machine."""
+    if table is None:
+        return None
+    servers = sorted(table.servers, key=lambda server: min(server.ranks))
+    mine = [place for place, server in enumerate(servers) if is_local(server.address)]
+    return mine[0] if len(mine) == 1 else None
+
+
+def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | None) -> tuple[int, int]:
+    """Workers of this host, and of all."""
+    local, world, nodes = given.local_worker_num, given.worker_num, given.nnodes
+    if local is not None and given.nproc_per_node not in (None, local):
+        raise ConfigError("--local-worker-num and --nproc-per-node mean the same: give one of them")
+    local = local or given.nproc_per_node
+    if table is not None:
+        servers = sorted(table.servers, key=lambda server: min(server.ranks))
+        world = world or table.world_size
+        local = local or len(servers[min(node_rank or 0, len(servers) - 1)].ranks)
+        if world != table.world_size:
+            raise ConfigError(f"--worker-num {world}, but the rank table has {table.world_size} devices")
+    if nodes is not None and world is not None:
+        if local is not None and local * nodes != world:
+            raise ConfigError(f"--nnodes {nodes} of {local} workers each are not --worker-num {world}")
+        local = local or world // nodes
+    if local is None and world is None:
+        raise ConfigError("how many workers? Give --nproc-per-node N, or --worker-num and --local-worker-num")
+    local = local or world
+    return local, world or local * (nodes or 1)
+
+
+def _check_place(node_rank: int | None, local: int, world: int) -> None:
+    if local > world:
+        raise ConfigError(f"--local-worker-num {local} is more than --worker-num {world}")
+    if world % local:
+        raise ConfigError(f"{world} workers cannot be {local} on every host: the number has to be the same")
+    nodes = world // local
+    if nodes > 1 and node_rank is None:
+        raise ConfigError(f"--node-rank is needed: {nodes} hosts of {local} workers, and the ranks follow from it")
+    if nodes > 1 and node_rank is not None and node_rank >= nodes:
+        raise ConfigError(f"--node-rank {node_rank}, but {world} workers of {local} on a host need {nodes} hosts only")
+
+
+def _address(given: str | None, table: RankTable | None, several: bool) -> str:
+    if given:
+        return given
+    if not several:
+        return "127.0.0.1"
+    if table is None:
+        raise ConfigError("--master-addr is needed for several hosts: the address of host 0, as all of them know it")
+    return table.master
+
+
+def _command(script: str, arguments: list[str]) -> tuple[str, ...]:
+    import sys
+
+    if script in RUNNERS:
+        return (sys.executable if script != "pytest" else script, *arguments)
+    if not Path(script).is_file():
+        raise ConfigError(f"there is no script {script}; flags of ttp run come before it")
+    return (sys.executable, "-u", script, *arguments)

@@ -1,0 +1,235 @@
+"""The job from its first start to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+
+from ttp.config import Config
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.host import GRACE_S, Host
+from ttp.launch.mindspore.environment import patience
+from ttp.launch.mindspore.flags import Job, parse
+from ttp.launch.mindspore.processes import LOOK_S, Processes
+from ttp.launch.preparation import free_port, verdict
+from ttp.launch.presence import port_owner
+
+logger = logging.getLogger("ttp.launch")
+
+SCHEDULER_GRACE_S = 20.0
+"""The scheduler leaves by itself some seconds after the last worker."""
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+class Interrupted(BaseException):
+    """The launcher got a signal; raised wherever it is just then."""
+
+    def __init__(self, how: signal.Signals) -> None:
+        super().__init__(how.name)
+        self.how = how
+
+
+class _Signals:
+    """Raises ``Interrupted`` for the signals that end a job. Main thread only."""
+
+    def __init__(self) -> None:
+        self._held = False
+        self._waiting: signal.Signals | None = None
+
+    @contextlib.contextmanager
+    def raised(self) -> Iterator[None]:
+        """Meanwhile."""
+        before = {how: signal.signal(how, self._on_signal) for how in SIGNALS}
+        try:
+            yield
+        finally:
+            for how, handler in before.items():
+                signal.signal(how, handler)
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[None]:
+        """Not now: a process that was started must be written down, one that is stopped be waited for."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+        if self._waiting is not None:
+            how, self._waiting = self._waiting, None
+            raise Interrupted(how)
+
+    def _on_signal(self, number: int, _: FrameType | None) -> None:
+        if self._held:
+            self._waiting = signal.Signals(number)
+            return
+        raise Interrupted(signal.Signals(number))
+
+
+class MindSporeLaunch:
+    """A MindSpore job on this host.
+
+    Args:
+        argv: command line, with ``--mindspore``.
+
+    Raises:
+        ConfigError: it contradicts itself.
+        SystemExit: argparse printed its help, or an error.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        self._job = parse(argv)
+        self.several_nodes = self._job.several_nodes
+
+    def run(self, config: Config) -> int:
+        """Launch it, again after failures where there are restarts left, and return the exit code."""
+        host = Host(config, config.resolved_run_dir())
+        signals = _Signals()
+        starts = _Starts(self._job, config, host, signals)
+        with signals.raised():
+            try:
+                return starts.run()
+            except Interrupted as signalled:
+                logger.warning("the job was ended by %s", signalled.how.name)
+                return verdict(starts.codes)
+            finally:
+                _fail_open(lambda: host.close(several_nodes=self.several_nodes))
+
+
+class _Starts:
+    """One start of the job after the other."""
+
+    def __init__(self, job: Job, config: Config, host: Host, signals: _Signals) -> None:
+        self._job, self._host, self._signals = job, host, signals
+        self._log_dir = job.log_dir or config.resolved_run_dir()
+        self._run_id = os.environ.get("TORCHELASTIC_RUN_ID") or _run_id(job)
+        self._environ = dict(os.environ)
+        added, warnings = patience(os.environ, config.rescue_patience_s, job.local_size)
+        self._environ |= added
+        for warning in warnings:
+            logger.warning("%s", warning)
+        self.codes: list[int] = []
+
+    def run(self) -> int:
+        for launch in range(self._job.max_restarts + 1):
+            if self._start(launch):
+                return EXIT_TRAINED
+            left = self._job.max_restarts - launch
+            if EXIT_BAD_CONFIG in self.codes:
+                logger.error("a rank exited with %d and its message says what to change", EXIT_BAD_CONFIG)
+                break
+            if left:
+                logger.warning("the job is started again (%d more)", left)
+        return verdict(self.codes)
+
+    def _start(self, launch: int) -> bool:
+        """One start, to its end; whether all workers of this host trained to theirs."""
+        address, port = _number_of(self._job.master_addr), self._port()
+        self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
+        processes = Processes(self._job, self._environ, self._log_dir)
+        try:
+            with self._signals.later():
+                processes.start((address, port), self._run_id, launch)
+            _fail_open(lambda: self._host.watch(processes.workers))
+            trained = self._wait(processes)
+            if trained:
+                processes.stop_scheduler(SCHEDULER_GRACE_S)
+            else:
+                _fail_open(lambda: self._host.hold(processes.workers))
+            return trained
+        except Interrupted as signalled:
+            self._obey(processes, signalled)
+            raise
+        finally:
+            _fail_open(lambda: self._host.expect_stop(processes.workers))
+            with self._signals.later():
+                processes.stop()
+            self.codes = list(processes.codes().values())
+
+    def _wait(self, processes: Processes) -> bool:
+        """Until all workers have ended well (True), or one has not, or none can go on (False)."""
+        while True:
+            codes = processes.codes()
+            bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
+            if bad or len(codes) == len(processes.workers):
+                return not bad
+            if processes.scheduler is not None and processes.scheduler.poll() not in (None, 0):
+                return self._lost_scheduler(processes)
+            time.sleep(LOOK_S)
+
+    def _lost_scheduler(self, processes: Processes) -> bool:
+        """MindSpore ends every worker some seconds later: better to save now."""
+        assert processes.scheduler is not None
+        logger.error(
+            "the scheduler ended with %s, and MindSpore's workers cannot go on without one\n%s",
+            processes.scheduler.returncode,
+            processes.scheduler_tail(),
+        )
+        _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S))
+        return False
+
+    def _obey(self, processes: Processes, signalled: Interrupted) -> None:
+        """Let workers save; schedulers repeat SIGTERM, a second Ctrl-C means it.
+
+        They get SIGTERM in any case: on SIGINT a handler of MindSpore's ends them at once.
+        """
+        while True:
+            try:
+                _fail_open(lambda: self._host.stop(processes.workers, signal.SIGTERM, GRACE_S))
+                return
+            except Interrupted as again:
+                if again.how is signal.SIGINT:
+                    logger.warning("interrupted again: not waiting for ranks that save")
+                    return
+
+    def _port(self) -> int:
+        """Of the scheduler.
+
+        Raises:
+            ConfigError: somebody else has it.
+        """
+        if self._job.master_port is None:
+            return free_port()
+        port = self._job.master_port
+        if self._job.node_rank == 0 and not _can_listen(port):
+            owner = port_owner(port) or "nobody that can be seen"
+            raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
+        return port
+
+
+def _run_id(job: Job) -> str:
+    """The same on all hosts, and on one host another one for each job."""
+    return f"msrun-{job.master_addr}-{job.master_port}" if job.several_nodes else f"msrun-{secrets.token_hex(6)}"
+
+
+def _number_of(address: str) -> str:
+    """MindSpore wants an address, not a name."""
+    try:
+        return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as problem:
+        raise ConfigError(f"--master-addr {address!r:.100} is no host that can be found: {problem}") from None
+
+
+def _can_listen(port: int) -> bool:
+    with socket.socket() as probing:
+        probing.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probing.bind(("", port))
+            probing.listen()
+        except OSError:
+            return False
+    return True
+
+
+def _fail_open(action: Callable[[], None]) -> None:
+    try:
+        action()
+    except Exception:
+        logger.exception("ttp cannot protect this job here; going on without")

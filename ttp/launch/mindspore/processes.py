@@ -1,0 +1,128 @@
+"""Scheduler and workers of one start of a job on one host."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from ttp.errors import ConfigError
+from ttp.launch.host import GRACE_S
+from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
+from ttp.launch.mindspore.flags import Job
+
+LOOK_S = 0.05
+TAIL_LINES = 15
+TAIL_BYTES = 1 << 15
+
+
+class Processes:
+    """Started one by one; whatever has been started is stopped by ``stop``.
+
+    Args:
+        job: what to launch.
+        environ: what all of them have.
+        log_dir: where the scheduler's log goes, which workers' too when the job wants that.
+    """
+
+    def __init__(self, job: Job, environ: Mapping[str, str], log_dir: Path) -> None:
+        self._job, self._environ, self._log_dir = job, dict(environ), log_dir
+        self.workers: dict[int, subprocess.Popen[Any]] = {}
+        self.scheduler: subprocess.Popen[Any] | None = None
+
+    def start(self, scheduler: tuple[str, int], run_id: str, launch: int) -> None:
+        """Start the scheduler (on host 0) and this host's workers.
+
+        Args:
+            scheduler: its address as a number, and its port.
+            run_id: of the job.
+            launch: how many starts there were before this one.
+
+        Raises:
+            ConfigError: a program or a log cannot be opened.
+        """
+        job = self._job
+        title = f"--- start {launch} of the job, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        if job.node_rank == 0:
+            self.scheduler = self._spawn(scheduler_environ(job, scheduler), self.scheduler_log, title)
+        for rank in job.ranks:
+            log = None if job.log_dir is None else self._log_dir / f"worker_{rank}.log"
+            self.workers[rank] = self._spawn(worker_environ(job, scheduler, rank, run_id, launch), log, title)
+
+    @property
+    def scheduler_log(self) -> Path:
+        """What the scheduler says."""
+        return self._log_dir / "scheduler.log"
+
+    def codes(self) -> dict[int, int]:
+        """Exit codes of the workers that ended, by rank; negative for a signal."""
+        codes = {rank: worker.poll() for rank, worker in self.workers.items()}
+        return {rank: code for rank, code in codes.items() if code is not None}
+
+    def stop(self) -> None:
+        """End what is left: workers by SIGTERM, by SIGKILL after a grace, the scheduler at once."""
+        left = [worker for worker in self.workers.values() if worker.poll() is None]
+        for worker in left:
+            _signal(worker, signal.SIGTERM)
+        deadline_s = time.monotonic() + GRACE_S
+        while left and time.monotonic() < deadline_s:
+            left = [worker for worker in left if worker.poll() is None]
+            time.sleep(LOOK_S)
+        for worker in left:
+            _signal(worker, signal.SIGKILL)
+        self.stop_scheduler(0.0)
+        for worker in left:
+            worker.wait()
+
+    def stop_scheduler(self, grace_s: float) -> None:
+        """End the scheduler; after a good end of the job it may take ``grace_s`` seconds to leave by itself."""
+        if self.scheduler is None:
+            return
+        try:
+            self.scheduler.wait(grace_s)
+        except subprocess.TimeoutExpired:
+            _signal(self.scheduler, signal.SIGKILL)
+            self.scheduler.wait()
+
+    def scheduler_tail(self) -> str:
+        """The last lines that the scheduler wrote."""
+        try:
+            with self.scheduler_log.open("rb") as log:
+                log.seek(max(0, os.fstat(log.fileno()).st_size - TAIL_BYTES))
+                return "\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:])
+        except OSError:
+            return ""
+
+    def _spawn(self, environ: Mapping[str, str], log: Path | None, title: str) -> subprocess.Popen[Any]:
+        """Each in a process group of its own: signals of a terminal go to the launcher only."""
+        try:
+            output: IO[bytes] | None = None
+            if log is not None:
+                log.parent.mkdir(parents=True, exist_ok=True)
+                output = log.open("ab")
+                output.write(title.encode())
+                output.flush()
+            try:
+                return subprocess.Popen(
+                    self._job.command,
+                    env={**self._environ, **environ},
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=subprocess.STDOUT if output is not None else None,
+                    start_new_session=True,
+                )
+            finally:
+                if output is not None:
+                    output.close()
+        except OSError as problem:
+            raise ConfigError(f"cannot start {' '.join(self._job.command)[:200]}: {problem}") from None
+
+
+def _signal(process: subprocess.Popen[Any], how: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, how)

@@ -1,0 +1,88 @@
+"""What every launcher of ours does before the first worker starts, and what it makes of the last ones' exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+from collections.abc import Collection, Iterator
+
+from ttp.config import Config
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
+from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
+
+EXIT_FAILED = 1
+
+
+def show_log(config: Config) -> None:
+    """Let operators see what the launcher waits for, unless the program that calls us logs already."""
+    ours = logging.getLogger("ttp")
+    try:
+        ours.setLevel(config.log_level.upper())
+    except ValueError:
+        raise ConfigError(f"TTP_LOG={config.log_level!r} is no level: try INFO, WARNING or DEBUG") from None
+    if not ours.hasHandlers():
+        shown = logging.StreamHandler()
+        shown.setFormatter(logging.Formatter("%(asctime)s ttp run: %(message)s", "%H:%M:%S"))
+        ours.addHandler(shown)
+        ours.propagate = False  # a library that logs on the root logger would make it say everything twice
+
+
+@contextlib.contextmanager
+def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
+    """The settings completed, left in the environment for the workers, and with a run directory, until the job ends.
+
+    Raises:
+        ConfigError: several nodes without a port, or the run directory cannot be used.
+    """
+    job = _settle(config, several_nodes)
+    try:
+        yield job
+    finally:
+        if not config.token:
+            (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
+
+
+def forget_run_dir(asked: Config, job: Config) -> None:
+    """After a good end: nobody will look for the log of a port that was drawn."""
+    if asked.port is None and asked.run_dir is None:
+        shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)
+
+
+def _settle(config: Config, several_nodes: bool) -> Config:
+    if several_nodes and config.port is None:
+        raise ConfigError(
+            "a job of several nodes needs TTP_PORT, the same on all of them: where the first node's controller listens"
+        )
+    if config.port is None:
+        config = dataclasses.replace(config, port=free_port())
+    if not config.token and not several_nodes:
+        config = dataclasses.replace(config, token=secrets.token_hex(16))
+    run_dir = prepare_run_dir(config.resolved_run_dir())
+    if config.token:
+        write_token(run_dir, config.token)
+    os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
+    return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def free_port() -> int:
+    """A TCP port that nobody uses just now."""
+    with socket.socket() as probing:
+        probing.bind(("", 0))
+        return int(probing.getsockname()[1])
+
+
+def verdict(codes: Collection[int]) -> int:
+    """Exit code of a job that failed, from how its last workers ended; what a restart cannot mend comes first."""
+    return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
+
+
+def refuse(text: str) -> int:
+    """Say what is wrong with the command or the settings; returns the exit code for that."""
+    print(f"ttp run: {text}", file=sys.stderr)
+    return EXIT_BAD_CONFIG

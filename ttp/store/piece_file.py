@@ -1,0 +1,44 @@
+"""Files of a draft: each becomes a ``Piece`` only when it is durable, and is gone when that failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from ttp.core.layout import Rank
+from ttp.core.messages import Piece
+from ttp.store.digest import HashingFile, Progress, digest_bytes
+from ttp.store.durable import write_durably
+
+
+@contextmanager
+def piece_file(path: Path, progress: Progress | None = None) -> Iterator[HashingFile]:
+    """A new file for one large piece. ``sync_and_close`` it inside the block; on an exception it is removed.
+
+    Args:
+        path: where it is; its directory exists.
+        progress: see ``HashingFile``.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    target = HashingFile(path, progress)
+    try:
+        yield target
+    except BaseException:
+        with suppress(OSError):
+            target.close()
+        with suppress(OSError):  # what was refused first says more
+            path.unlink(missing_ok=True)
+        raise
+
+
+def write_piece(draft: Path, file: str, data: bytes, kind: str, writer: Rank, table: str = "") -> Piece:
+    """Write a small piece that belongs to no shard to ``draft/file``, durably.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    write_durably(draft / file, data)
+    return Piece(file, len(data), digest_bytes(data), kind, "", writer, table)
