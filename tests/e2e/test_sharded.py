@@ -42,8 +42,8 @@ def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp
     ("kind", "who", "undo", "name", "outcome"),
     [
         ("tp", "one of each shard", False, "halfway-1-broken", "saved + redo"),
-        ("pp", "rank 0", True, "halfway-12-broken", "saved"),
-        ("replicated", "a column", True, "halfway-2-broken", "saved + undo"),
+        pytest.param("pp", "rank 0", True, "halfway-12-broken", "saved", marks=pytest.mark.slow),
+        pytest.param("replicated", "a column", True, "halfway-2-broken", "saved + undo", marks=pytest.mark.slow),
     ],
 )
 def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, undo: bool, name: str, outcome: str) -> None:
