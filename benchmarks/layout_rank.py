@@ -9,44 +9,77 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
 
 import ttp
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer
 
-WIDTH, BATCH = 512, 32
+WIDTH, BATCH, LAYERS = 512, 32, 4
+Step = Callable[[], object]
+"""Forward and backward pass; the gradients are reduced then."""
 
 
-def make(layout: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The same model over four ranks, and AdamW for it."""
+def make(layout: str) -> tuple[nn.Module, Step]:
+    """The same model over four ranks, and what makes its gradient."""
     torch.manual_seed(0)
-    model: nn.Module = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)))
-    if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
-        for layer in list(model.children()):
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-        return model, torch.optim.AdamW(model.parameters())
-    model = DistributedDataParallel(model)
-    if layout == "replicated":
-        return model, ReplicatedOptimizer(model.parameters(), torch.optim.AdamW)
-    return model, torch.optim.AdamW(model.parameters())
+    whole = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(LAYERS)))
+    if layout == "pp":
+        return stage_of(whole)
+    cut = {"hsdp": hsdp, "tp": tensor_parallel}.get(layout, DistributedDataParallel)
+    model, data = cut(whole), torch.randn(BATCH, WIDTH)
+    return model, lambda: model(data).square().mean().backward()
 
 
-def block_ms(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, steps: int) -> float:
+def hsdp(model: nn.Sequential) -> nn.Module:
+    """Two replicas of two shards."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def tensor_parallel(model: nn.Sequential) -> nn.Module:
+    """Two replicas, every two layers cut by columns and then by rows."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("dp", "tp"))
+    plan = {f"{n}.0": RowwiseParallel() if n % 2 else ColwiseParallel() for n in range(LAYERS)}
+    parallelize_module(model, mesh["tp"], plan)
+    wrapped: nn.Module = replicate(model, mesh=mesh["dp"])
+    return wrapped
+
+
+def stage_of(model: nn.Sequential) -> tuple[nn.Module, Step]:
+    """Two stages of two replicas."""
+    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
+    number, half = mesh["pp"].get_local_rank(), LAYERS // 2
+    mine = nn.ModuleDict({f"stage{number}": model[half * number : half * (number + 1)]})
+    mine.forward = mine[f"stage{number}"].forward
+    stage_model: Any = replicate(mine, mesh=mesh["dp"])
+    stage = PipelineStage(stage_model, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _target: output.square().mean())
+    data = torch.randn(BATCH, WIDTH)
+    return stage_model, (lambda: schedule.step(target=data)) if number else (lambda: schedule.step(data))
+
+
+def block_ms(step: Step, optimizer: torch.optim.Optimizer, steps: int) -> float:
     """Milliseconds per step of one block, all ranks together."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(steps):
-        model(data).square().mean().backward()
+        step()
         optimizer.step()
         optimizer.zero_grad()
     dist.barrier()
@@ -56,17 +89,19 @@ def block_ms(model: nn.Module, optimizer: torch.optim.Optimizer, data: Tensor, s
 @ttp.ttp_to_persist
 def train(layout: str, blocks: int, steps: int) -> None:
     """Blocks by turns, after one of each that is not counted."""
-    model, optimizer = make(layout)
-    optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"])
+    kind, _, undo = layout.partition("-")
+    model, step = make(kind)
+    parameters = model.parameters()
+    optimizer = ReplicatedOptimizer(parameters, AdamW) if kind == "replicated" else AdamW(parameters)
+    ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"], undo=undo or None)
     current = session.current()
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
-    data = torch.randn(BATCH, WIDTH)
     on, off = [], []
     for _ in range(blocks + 1):
-        on.append(block_ms(model, optimizer, data, steps))
+        on.append(block_ms(step, optimizer, steps))
         adapter.detach()
-        off.append(block_ms(model, optimizer, data, steps))
+        off.append(block_ms(step, optimizer, steps))
         adapter.attach(processor)
     if dist.get_rank() == 0:
         print(json.dumps({"on": on[1:], "off": off[1:]}), flush=True)

@@ -8,7 +8,14 @@ import statistics
 from benchmarks.result import Result
 from benchmarks.world import controller, scratch, train
 
-LAYOUTS = {"ddp": "DDP", "hsdp": "HSDP 2x2", "replicated": "ReplicatedOptimizer, 2 copies"}
+LAYOUTS = {
+    "ddp": "DDP",
+    "hsdp": "HSDP 2x2",
+    "hsdp-preimage": 'HSDP 2x2, undo="preimage"',
+    "tp": "TP2 x DP2",
+    "pp": "PP2 x DP2",
+    "replicated": "ReplicatedOptimizer, 2 copies",
+}
 RANKS = 4
 BUDGET = 1.005
 """For a step of 10 ms; these are shorter or longer, as the machine has it."""

@@ -127,6 +127,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "max((*answered, *(mb.version for mb in self._job.members.values())), default",
         "max(answered, default",
     ),
+    "who is in the barrier is left behind": (RESCUE, "if self._falls_short(incident, verdict, now):", "if False:"),
     "nobody is waited for at the gate": (RESCUE, "or self._hopes(incident, now)):", "):"),
     "what must be made is saved as it is": (SAVING, "how=hows.get(rank, How.AS_IS),", "how=How.AS_IS,"),
     "an update is saved before it is made": (

@@ -535,6 +535,38 @@ def test_who_may_still_come_to_the_gate_is_waited_for() -> None:
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
 
 
+def test_who_may_still_come_to_the_gate_is_waited_for_before_a_finished_step_is_lost() -> None:
+    """Version 7 is whole, 8 is finished and may be: who stands in the barrier answers at once, then from the gate."""
+    talk = Talk(grid(2, 2))  # s0: 0 and 2, s1: 1 and 3
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen(0, 8)
+    talk.frozen(2, 7, stuck=True)
+    assert talk.frozen(1, 7, stuck=True) == "[answer]"
+    assert talk.frozen(1, 7, has_gradient=True) == "[answer]", "looked at by and by: there may be thousands"
+    assert "Save" in talk.after(0.02)
+    assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
+
+
+def test_who_never_comes_to_the_gate_is_not_waited_for_long() -> None:
+    talk = Talk(grid(2, 2))
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen(0, 8)
+    talk.frozen(2, 7, stuck=True)
+    talk.frozen(1, 7, stuck=True)
+    assert "Save" not in talk.after(1.9)
+    assert "Save" in talk.after(0.1)
+    assert {(o.rank, o.version) for o in talk.orders(m.Save)} == {(1, 7), (2, 7)}
+
+
+def test_nobody_is_waited_for_where_a_checkpoint_was_asked_for() -> None:
+    talk = Talk(grid(2, 2))
+    talk.ask()
+    talk.frozen(0, 8)
+    talk.frozen(2, 7, stuck=True)
+    talk.frozen(1, 7, stuck=True)
+    assert "Save" in talk.frozen(3, 7, stuck=True)
+
+
 def test_a_version_that_never_becomes_whole_is_given_up() -> None:
     talk = Talk(grid(2, 1))
     talk.fault(0)

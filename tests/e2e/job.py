@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -26,6 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
+import ttp.session
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 STEPS = int(os.environ["JOB_STEPS"])
@@ -58,6 +60,9 @@ class Injector:
     def act(self, action: str) -> None:
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "lose host":
+            lose_memory()
+            os.kill(os.getpid(), signal.SIGKILL)
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
         elif action == "misuse":
@@ -77,6 +82,13 @@ class Injector:
             os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGTERM)
         else:
             raise AssertionError(action)
+
+
+def lose_memory() -> None:
+    """The shared memory of a host goes with it."""
+    processor = ttp.session.current().processor
+    assert processor is not None and processor._pages is not None
+    shutil.rmtree(processor._pages.path, ignore_errors=True)
 
 
 def flip_a_bit() -> None:

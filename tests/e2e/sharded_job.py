@@ -1,7 +1,8 @@
-"""The job of ``job.py`` with its model cut in other ways: ``JOB_KIND`` is hsdp, fsdp, tp or pp, on four ranks.
+"""The job of ``job.py`` with its model cut in other ways, on four ranks.
 
-The faults are those of ``job.py``, and two more phases: ``barrier``, when this rank has entered the barrier before the
-update and may or may not have let others out of it, and ``passed``, when it has left it.
+``JOB_KIND`` is hsdp, fsdp, tp, pp, or of the optimizer's state: replicated or zero. The faults are those of ``job.py``,
+and three more phases: ``barrier``, when this rank has entered the barrier before the update and may or may not have let
+others out of it, ``passed``, when it has left it, and ``halfway``; see ``Halfway``.
 """
 
 from __future__ import annotations
@@ -19,13 +20,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-import ttp.session
+from ttp.adapters.torch import ReplicatedOptimizer
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from tests.e2e.job import JOB_DIR, RANK, STEPS, Faulty, FaultySchedule, InnerFault, Losses, digest, injector, note
+from tests.e2e.job import (
+    FAULTS,
+    JOB_DIR,
+    RANK,
+    STEPS,
+    WORLD,
+    Faulty,
+    FaultySchedule,
+    InnerFault,
+    Losses,
+    digest,
+    injector,
+    note,
+    wait_for_ever,
+)
 
 KIND = os.environ["JOB_KIND"]
 Step = Any
@@ -37,9 +54,82 @@ dist_barrier = dist.barrier
 def watched_barrier(*args: Any, **kwargs: Any) -> Any:
     """The barrier before the update is the one that does not wait by itself."""
     work = dist_barrier(*args, **kwargs)
-    if kwargs.get("async_op"):
-        injector.at("barrier")
-    return work
+    if not kwargs.get("async_op"):
+        return work
+    injector.at("barrier")
+    fault = Halfway.now()
+    return work if fault is None else fault.at_barrier(work)
+
+
+class Halfway:
+    """The ranks ``out`` make the update, then ``ranks`` are killed; the others are left behind.
+
+    As a barrier does it that ends on some ranks only. Those left behind wait in theirs for ever, or see it break
+    (``broken``). Where there is no barrier, ranks differ like that before the update: those left behind wait in a
+    collective of their program.
+    """
+
+    def __init__(self, fault: dict[str, Any]) -> None:
+        self._fault = fault
+        self._dead, self._out = fault["ranks"], RANK in fault["out"]
+
+    @classmethod
+    def now(cls) -> Halfway | None:
+        """What this rank's step has in store."""
+        for fault in FAULTS:
+            if (fault["phase"], fault["step"]) == ("halfway", injector.step) and not marked(
+                fault["id"], fault["ranks"]
+            ):
+                return cls(fault)
+        return None
+
+    def at_barrier(self, work: Any) -> Any:
+        """What the barrier looks like from this rank."""
+        if self._out:
+            return work
+        if RANK not in self._dead:
+            mark(f"left{injector.step}")
+            return self
+        while not work.is_completed():
+            time.sleep(0.001)
+        self._die()
+        return work
+
+    def without_barrier(self) -> None:
+        """The gradient is reduced."""
+        if RANK in self._dead:
+            self._die()
+        elif not self._out:
+            mark(f"left{injector.step}")
+            if self._fault["broken"]:
+                dist.recv(torch.zeros(1), src=self._dead[0])
+            wait_for_ever()
+
+    def _die(self) -> None:
+        """When the others are where they have to be."""
+        out = self._fault["out"]
+        left = [rank for rank in range(WORLD) if rank not in (*self._dead, *out)]
+        while not (marked(f"updated{injector.step}", out) and marked(f"left{injector.step}", left)):
+            time.sleep(0.001)
+        injector.at("halfway")
+
+    def is_completed(self) -> bool:
+        """As the work of a barrier."""
+        return bool(self._fault["broken"]) and marked(self._fault["id"], self._dead)
+
+    def wait(self) -> None:
+        """As the work of a barrier."""
+        raise RuntimeError("Connection closed by peer")
+
+
+def marked(name: str, ranks: list[int]) -> bool:
+    return all((JOB_DIR / "done" / f"{name}.{rank}").exists() for rank in ranks)
+
+
+def mark(name: str) -> None:
+    marker = JOB_DIR / "done" / f"{name}.{RANK}"
+    marker.parent.mkdir(exist_ok=True)
+    marker.touch()
 
 
 class Whole(nn.Module):
@@ -125,16 +215,35 @@ def pipeline(model: Whole) -> tuple[nn.Module, Step]:
     return stage_model, step
 
 
-@ttp.ttp_to_persist
-def train() -> None:
+def build() -> tuple[nn.Module, Step]:
+    """The model, cut."""
     torch.manual_seed(1)
     whole = Whole()
     if KIND == "pp":
-        model, step = pipeline(whole)
-    else:
-        model = tensor_parallel(whole) if KIND == "tp" else fsdp(whole)
-        step = stepper(model)
-    optimizer: Any = InnerFault(model.parameters(), lr=1e-2)
+        return pipeline(whole)
+    ddp = DistributedDataParallel
+    cut: dict[str, Any] = {"tp": tensor_parallel, "replicated": ddp, "zero": ddp}
+    model = cut.get(KIND, fsdp)(whole)
+    return model, stepper(model)
+
+
+def make_optimizer(model: nn.Module) -> tuple[Any, Any]:
+    """What the loop calls, and the one that makes the update."""
+    if KIND == "replicated":
+        replicated = ReplicatedOptimizer(model.parameters(), InnerFault, lr=1e-2)
+        replicated.register_gather_pre_hook(lambda: injector.at("gather"))
+        return replicated, replicated.inner
+    if KIND == "zero":
+        sharded: Any = ZeroRedundancyOptimizer(model.parameters(), InnerFault, lr=1e-2)
+        return sharded, sharded.optim
+    optimizer = InnerFault(model.parameters(), lr=1e-2)
+    return optimizer, optimizer
+
+
+@ttp.ttp_to_persist
+def train() -> None:
+    model, step = build()
+    optimizer, inner = make_optimizer(model)
     scheduler = FaultySchedule(optimizer, lambda s: min(1.0, (s + 1) / 5) * 0.97**s)
     losses = Losses()
     seed = RANK // 2 if KIND == "tp" else RANK
@@ -143,9 +252,16 @@ def train() -> None:
     np.random.seed(300 + seed)
     undo = os.environ.get("JOB_UNDO")
     ttp.wrap_optimizer(
-        optimizer, model=model, scheduler=scheduler, save_dir=JOB_DIR / "checkpoints", extra_state=losses, undo=undo
+        optimizer,
+        model=model,
+        scheduler=scheduler,
+        save_dir=JOB_DIR / "checkpoints",
+        extra_state=losses,
+        undo=undo,
+        buddy="JOB_BUDDY" in os.environ,
     )
-    optimizer.register_step_pre_hook(lambda *_: injector.at("passed"))  # behind those of ttp
+    inner.register_step_pre_hook(lambda *_: injector.at("passed"))  # behind those of ttp
+    inner.register_step_post_hook(lambda *_: mark(f"updated{injector.step}"))  # behind those of ttp, too
     start = ttp.restore()
     note("start", start)
     scheduler.armed = True
@@ -159,10 +275,13 @@ def train() -> None:
         if KIND in ("hsdp", "fsdp"):  # one more collective between the gradient and the update
             nn.utils.clip_grad_norm_(model.parameters(), 1e6)
         injector.at("allreduced")
+        ways_part = Halfway.now() if undo else None
+        if ways_part is not None:
+            ways_part.without_barrier()
         optimizer.step()
         injector.at("stepped")
         note("version", n + 1)
-        show_bits(n + 1, model, optimizer)
+        show_bits(n + 1, model, inner)
         scheduler.step()
         injector.at("scheduled")
         time.sleep(float(os.environ.get("JOB_STEP_S", "0")))
@@ -176,7 +295,8 @@ def memory(tensor: Any) -> bytes:
 def show_bits(version: int, model: nn.Module, optimizer: Any) -> None:
     """Weights, moments and random streams of this rank, at each version: one line of ``bits<rank>.log``."""
     weights = (memory(p) for _, p in sorted(model.named_parameters()))
-    moments = (memory(v) for state in optimizer.state.values() for _, v in sorted(state.items()))
+    trained = [p for group in optimizer.param_groups for p in group["params"]]
+    moments = (memory(v) for p in trained for _, v in sorted(optimizer.state.get(p, {}).items()))
     streams = (torch.get_rng_state().numpy().tobytes(), repr(random.getstate()).encode())
     with (JOB_DIR / f"bits{RANK}.log").open("a") as log:
         log.write(f"{version} {digest(*weights)} {digest(*moments)} {digest(*streams)}\n")
@@ -188,16 +308,19 @@ def finish(model: nn.Module, scheduler: Any) -> None:
     (JOB_DIR / f"result{RANK}.json").write_text(json.dumps(result, sort_keys=True))
 
 
-def reference(directory: Any, rank: int) -> None:
-    """The same job, unbroken and without ttp, in a process group that is there already."""
-    assert not ttp.session.current().enabled
-    train()
-
-
-if __name__ == "__main__":
+def main() -> None:
+    """The job on this rank; leaves without waiting for threads of a broken world."""
     torch.set_num_threads(1)
     dist.barrier = watched_barrier
-    dist.init_process_group("gloo")
+    store = os.environ.get("JOB_STORE")
+    if store:
+        dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)
+    else:
+        dist.init_process_group("gloo")
     train()
     dist_barrier()
     os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

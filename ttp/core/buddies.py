@@ -17,6 +17,10 @@ The bound: a copy is begun every k updates and takes r updates to become whole. 
 costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.
 A copy that takes longer skips the turns that come meanwhile, and the bound is k higher for each.
 
+Copies that come to nothing cost time all the same. After the second in a row only every second turn is tried, then
+every fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a
+turn that others tried) still meet. A rank that does not try says at once that it has no copy.
+
 After a takeover the new controller knows no fates. Ranks say again what they said last, with the newest version they
 know to be whole. Whoever reports about a later version has learned the fate of the earlier ones before: if it does not
 know such a version to be whole, that version is not.
@@ -36,6 +40,9 @@ NOBODY = Rank(-1)
 FATES_MAX = 16
 """Versions whose fate is remembered: ranks of a job are at most one update apart, so they ask about the last two."""
 
+RARER_MAX = 3
+"""Every ``2 ** RARER_MAX``-th turn is tried, whatever came of those before."""
+
 
 def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
     """The shards that each rank has to copy: every shard by one rank of its group, evenly. The same on all ranks."""
@@ -54,6 +61,13 @@ class Generations:
     def __init__(self) -> None:
         self.whole: Version | None = None
         self.pending: Version | None = None
+        self._failed = 0
+        self._tried = True
+
+    def tries(self, turn: int) -> bool:
+        """Whether a copy is to be made in this turn, which has begun; see above."""
+        self._tried = turn % (1 << min(max(self._failed - 1, 0), RARER_MAX)) == 0
+        return self._tried
 
     def begin(self, version: Version) -> bool:
         """It is the turn of ``version``; false: it is skipped, as what became of the last one is not known yet."""
@@ -69,6 +83,7 @@ class Generations:
         gone = self.whole if whole else version
         if whole:
             self.whole = version
+        self._failed = 0 if whole else self._failed + self._tried
         self.pending = None  # last: another thread may begin the next one now
         return gone
 

@@ -95,6 +95,8 @@ class Incident:
     """Bytes that whoever saves or commits has written, and since when it is so many; the slowest comes first."""
     pauses: dict[str, float] = field(default_factory=dict)
     """What is waited for before it ends, and until when; once that is over the time is in the past."""
+    look_again_at: float = 0.0
+    """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
     stage: Stage = Stage.FREEZING
     evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
     """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""

@@ -26,6 +26,9 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 OUTSIDER = Rank(-1)
 """The witness or subject that is no rank of the job."""
 
+AGAIN_S = 0.02
+"""Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
+
 
 class Rescue:
     """The incident that is open, if any, and the last one.
@@ -224,6 +227,8 @@ class Rescue:
         since = self.saving.stall_since(incident)
         if since is not None:
             yield since + p.stall_s
+        if incident.look_again_at:
+            yield incident.look_again_at
         yield from (until for until in incident.pauses.values() if until != OVER)
         if incident.stage is Stage.MENDING:
             yield from self.mending.deadlines()
@@ -238,6 +243,8 @@ class Rescue:
         if incident.waiting and now >= incident.expire_check_at:
             self._expire_answers(incident, now)
         incident.end_pauses(now)
+        if now >= incident.look_again_at:
+            incident.look_again_at = 0.0
         if self.saving.stalled(incident, p.stall_s, now):
             self._elsewhere(incident, now)  # another rank would wait as long for the same storage
         if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
@@ -287,9 +294,14 @@ class Rescue:
         if self.mending.leads:
             self._maybe_mend(incident, now)
             return
+        if now < incident.look_again_at:
+            return
         verdict = self._decide(incident)
         if isinstance(verdict, Plan) and not verdict.lost:
-            self._start(incident, verdict, now)
+            if self._falls_short(incident, verdict, now):
+                incident.look_again_at = now + AGAIN_S
+            else:
+                self._start(incident, verdict, now)
         elif not (job.suspects or self._hopes(incident, now)):  # a suspect that comes back may complete the picture
             if isinstance(verdict, Plan):
                 self._start(incident, verdict, now)
@@ -315,7 +327,7 @@ class Rescue:
         match ending:
             case Ending(Outcome.RESUMED, version, text):
                 mended = incident.faulty and version > 0
-                for subject, kind in list(incident.evidence):
+                for kind, subject in [(kind, s) for kind, found in incident.evidence.items() for s in found]:
                     self._retract(incident, subject, kind)
                 self._thaw(incident, text, mended=mended)
             case Ending(Outcome.SAVED, version, text):
@@ -329,6 +341,18 @@ class Rescue:
                 self._release(incident, EXIT_NOT_SAVED, text, now)
             case Ending(_, _, text):
                 self._end_without(incident, text, now)
+
+    def _falls_short(self, incident: Incident, plan: Plan, now: float) -> bool:
+        """Whether a newer version that a living rank has finished may become whole in a moment.
+
+        Who stands in the barrier before the update answers the freeze at once, and again from the gate.
+        """
+        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        newest = max((a.version for a in idle), default=plan.version)
+        if incident.snapshot or plan.version >= newest:
+            return False
+        late = any(a.stuck and not a.has_gradient and a.version < newest for a in idle)
+        return (late or bool(incident.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
         """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.

@@ -140,6 +140,9 @@ class Copying:
         if not self._generations.begin(version):
             self._tell(pe.CopySkipped(version))
             return
+        if not self._generations.tries(version // self.every):
+            self._tell(pe.CopyMade(version, False, "the copies before came to nothing: not every turn is tried"))
+            return
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
             attempt.give_up("the job is frozen")

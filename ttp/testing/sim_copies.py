@@ -51,6 +51,9 @@ class SimCopies:
         if not self._generations.begin(version):
             self._rank.put(pm.CopySkipped(version))
             return
+        if not self._generations.tries(version // EVERY):
+            self._rank.put(pm.CopyMade(version, False, "not tried"))
+            return
         mine = self._world.keepers.get(self._rank.rank, ())
         trainer = self._rank.trainer
         copy = ({shard: trainer.shards[shard] for shard in mine}, trainer.random)

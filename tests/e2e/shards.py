@@ -1,0 +1,211 @@
+"""The matrix of jobs with several shards: who is killed and when, what has to come of it, and what came of it.
+
+Four ranks, two shards of two copies each (``zero``: four of one). One job for each row is hurt in one phase after the
+other, life after life, and goes on to its end. After every version of every life the weights, moments and random
+streams of each rank are compared with those of an unbroken run.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.forked import ForkedJob
+from ttp.core.layout import compact_ranks
+
+Bits = list[set[str]]
+"""For every rank, what it held at each version, in any of its lives: the version and digests."""
+
+KINDS = {
+    "hsdp": ((0, 2), (1, 3)),
+    "tp": ((0, 2), (1, 3)),
+    "pp": ((0, 1), (2, 3)),
+    "replicated": ((0, 2), (1, 3)),
+    "zero": ((0,), (1,), (2,), (3,)),
+}
+"""The replica groups of each kind."""
+
+PHASES = ("data", "backward", "allreduced", "barrier", "passed", "in_step", "gather", "stepped", "scheduled")
+LIFE_S = 240.0
+
+
+def phases(kind: str, undo: bool) -> list[str]:
+    """The points of a step at which a job of this kind can be killed, but for ``halfway``."""
+    left_out = {"barrier"} if undo else set()
+    return [p for p in PHASES if p not in left_out and (p != "gather" or kind == "replicated")]
+
+
+def victims(kind: str) -> dict[str, tuple[int, ...]]:
+    """Who is killed: what survives is a copy of each shard, or none of the first one."""
+    if kind == "zero":
+        return {"one rank": (2,), "rank 0": (0,)}
+    one, two = KINDS[kind]
+    return {
+        "one rank": (one[1],),
+        "rank 0": (0,),
+        "a column": (one[0], two[0]),
+        "one of each shard": (one[0], two[1]),
+        "all of a shard": one,
+    }
+
+
+def fault(name: str, phase: str, ranks: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    """Without its step."""
+    return {"id": name, "ranks": list(ranks), "phase": phase, "action": "kill", "together": True, **more}
+
+
+def halfways(dead: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Every way in which the survivors can be parted: those who make the update, and those who are left behind.
+
+    Where there are three of them, one way to be left behind for each: to hang, or to see the barrier break.
+    """
+    left = [rank for rank in range(4) if rank not in dead]
+    parted = [out for count in range(1, len(left)) for out in itertools.combinations(left, count)]
+    for number, out in enumerate(parted):
+        for broken in [False, True] if len(left) == 2 else [number % 2 == 1]:
+            name = f"halfway-{''.join(map(str, out))}-{'broken' if broken else 'hanging'}"
+            yield fault(name, "halfway", dead, out=list(out), broken=broken)
+
+
+def faults_of(kind: str, who: str, undo: bool) -> list[dict[str, Any]]:
+    """A row of the matrix, one fault for each life, two versions apart.
+
+    The stages of one pipeline are never in their backward passes at once.
+    """
+    dead = victims(kind)[who]
+    never = {"backward"} if (kind, who) == ("pp", "a column") else set()
+    faults = [fault(phase, phase, dead) for phase in phases(kind, undo) if phase not in never]
+    if kind != "zero":
+        faults += halfways(dead)
+    return [{**f, "step": 1 + 2 * number} for number, f in enumerate(faults)]
+
+
+# ---------------------------------------------------------------------------------------------------------- expected
+
+
+def lost_shards(kind: str, dead: set[int]) -> list[tuple[int, ...]]:
+    """Shards of which no copy is left."""
+    return [group for group in KINDS[kind] if set(group) <= dead]
+
+
+def allowed(kind: str, hurt: dict[str, Any], undo: bool) -> set[int]:
+    """Versions that may be saved, by Statement 1; none: it has to be refused.
+
+    Before the last gradient has left the dead nobody can have updated. From then on it is open how far the survivors
+    came; in ``halfway`` it is known.
+    """
+    dead, before = set(hurt["ranks"]), hurt["step"]
+    if lost_shards(kind, dead):
+        return set()
+    if hurt["phase"] in ("data", "backward"):
+        return {before}
+    if hurt["phase"] != "halfway":
+        return {before, before + 1}
+    ahead = set(hurt["out"])
+    if undo and not all(set(group) & ahead for group in KINDS[kind]):
+        return {before}
+    return {before + 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------- run
+
+
+@dataclass
+class Row:
+    """One job, and what came of its faults.
+
+    Args:
+        kind: of layout.
+        who: is killed.
+        undo: with pre-images instead of the barrier.
+        outcomes: by phase.
+        problems: all that is not as it should be.
+    """
+
+    kind: str
+    who: str
+    undo: bool
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+
+    def run(self, directory: Path, bits: Bits, hurts: list[dict[str, Any]]) -> Row:
+        """Hurt it, life after life."""
+        lost = bool(lost_shards(self.kind, set(victims(self.kind)[self.who])))
+        chains = [[hurt] for hurt in hurts] if lost else [hurts]
+        for number, chain in enumerate(chains):
+            self._chain(self._job(directory / f"{number}", chain), bits)
+        return self
+
+    def _job(self, directory: Path, chain: list[dict[str, Any]]) -> ForkedJob:
+        env = {"JOB_KIND": self.kind} | ({"JOB_UNDO": "preimage"} if self.undo else {})
+        return ForkedJob(directory, steps=chain[-1]["step"] + 3, faults=chain, env=env)
+
+    def _chain(self, job: ForkedJob, bits: Bits) -> None:
+        for hurt in job.faults:
+            try:
+                outcome = self._life(job, hurt)
+            except AssertionError as problem:
+                outcome = "WRONG"
+                self.problems.append(f"{self.kind}, {self.who}, {hurt['id']}: {problem}\n{job.story()}")
+            self.outcomes.setdefault(hurt["phase"], Counter())[outcome] += 1
+        if not any("refused" in outcomes for outcomes in self.outcomes.values()):
+            codes = job.live(LIFE_S)
+            if codes != [0] * 4:
+                self.problems.append(f"{self.kind}, {self.who}: the last life ended with {codes}\n{job.story()}")
+        for rank, (mine, theirs) in enumerate(zip(bits_of(job.directory), bits, strict=True)):
+            if not mine <= theirs:
+                self.problems.append(f"{self.kind}, {self.who}: other bits on rank {rank}: {sorted(mine - theirs)}")
+
+    def _life(self, job: ForkedJob, hurt: dict[str, Any]) -> str:
+        """One fault; returns what came of it.
+
+        Raises:
+            AssertionError: something else than what has to.
+        """
+        incidents = len(job.incidents())
+        codes = job.live(LIFE_S)
+        versions = allowed(self.kind, hurt, self.undo)
+        survivors = 75 if versions else 70
+        assert codes == [-9 if rank in hurt["ranks"] else survivors for rank in range(4)], f"exit codes {codes}"
+        events = job.incidents()[incidents:]
+        assert len(events) == 1, f"{len(events)} incidents"
+        if not versions:
+            return _refused(self.kind, hurt, events[0])
+        committed = [e["version"] for e in events[0] if e["kind"] == "committed"]
+        assert len(committed) == 1 and committed[0] in versions, f"saved {committed}, not one of {versions}"
+        newest = max(_newest(job, rank) for rank in range(4) if rank not in hurt["ranks"])
+        assert self.undo or committed[0] >= newest, f"saved {committed[0]}, a survivor had {newest}"
+        hows = {how for e in events[0] if e["kind"] == "plan" for how in e.get("how", {}).values()}
+        return " + ".join(["saved", *sorted(hows)])
+
+
+def _refused(kind: str, hurt: dict[str, Any], events: list[dict[str, Any]]) -> str:
+    groups = [compact_ranks(group) for group in lost_shards(kind, set(hurt["ranks"]))]
+    texts = [e.get("text", "") for e in events]
+    told = any(f"has no whole copy left: ranks {group} gave no answer" in text for group in groups for text in texts)
+    assert told, f"the reason is not said: {texts}"
+    assert not any(e["kind"] == "committed" for e in events), "refused and saved"
+    return "refused"
+
+
+def _newest(job: ForkedJob, rank: int) -> int:
+    """What a rank had finished in its last life."""
+    return job.notes(rank)[-1][2]
+
+
+def bits_of(directory: Path) -> Bits:
+    """Of all ranks."""
+    logs = [directory / f"bits{rank}.log" for rank in range(4)]
+    return [set(log.read_text().splitlines()) if log.exists() else set() for log in logs]
+
+
+def unbroken(directory: Path, kind: str, steps: int) -> Bits:
+    """Of a job without ttp."""
+    job = ForkedJob(directory, steps=steps, protected=False, env={"JOB_KIND": kind})
+    codes = job.live(LIFE_S)
+    assert codes == [0] * 4, job.story()
+    return bits_of(directory)

@@ -1,0 +1,145 @@
+"""Second copies of sharded states in real jobs: a rank or a host is lost, the job goes on with the same bits."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import Job, free_port, newest_of_survivors
+from tests.e2e.shards import bits_of, unbroken
+from ttp.processor.page_dir import SHARED_MEMORY
+
+MakeJob = Callable[..., Job]
+
+SCRIPT = Path(__file__).with_name("sharded_job.py")
+EVERY = 4
+STEPS = 14
+HURT_AT = 10
+TIMEOUT_S = 600
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+
+
+def fault(*ranks: int, action: str = "kill") -> dict[str, Any]:
+    """In the middle of a step."""
+    return {"id": action, "ranks": list(ranks), "step": HURT_AT, "phase": "data", "action": action, "together": True}
+
+
+def env(kind: str) -> dict[str, str]:
+    """Steps are long enough for the copies."""
+    return {"JOB_KIND": kind, "JOB_BUDDY": "1", "TTP_BUDDY_EVERY": str(EVERY), "JOB_STEP_S": "0.1"}
+
+
+def how_saved(job: Job) -> tuple[int, set[str], str]:
+    """Version, whence, and why, of the only checkpoint."""
+    (version,) = job.committed()
+    plans = [e for events in job.incidents() for e in events if e["kind"] == "plan"]
+    return version, set(plans[-1]["how"].values()), plans[-1]["reason"]
+
+
+def assert_from_copies(job: Job, dead: set[int]) -> None:
+    """The newest copies were taken, and the loss is said and bounded."""
+    version, hows, reason = how_saved(job)
+    finished = newest_of_survivors(job, 0, dead)
+    assert hows == {"kept"} and version % EVERY == 0, reason
+    assert 0 <= finished - version <= 2 * EVERY - 1, (finished, version)
+    assert f"{finished - version} finished steps are lost" in reason
+    assert job.starts() == [0, version], job.story()
+
+
+def assert_live(job: Job, dead: set[int]) -> None:
+    """Nothing was lost."""
+    version, hows, reason = how_saved(job)
+    assert "kept" not in hows, reason
+    assert version >= newest_of_survivors(job, 0, dead)
+    assert job.starts() == [0, version], job.story()
+
+
+def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
+    whole = unbroken(tmp_path / "unbroken", kind, STEPS)
+    for mine, theirs in zip(bits_of(job.directory), whole, strict=True):
+        assert mine == theirs, sorted(mine ^ theirs)
+
+
+def test_zero_loses_a_host(tmp_path: Path) -> None:
+    """Torch's own optimizer: a shard on each rank."""
+    job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(2, 3, action="lose host")])
+    job.env = env("zero") | {"JOB_STEP_S": "0.05"}
+    assert job.live(TIMEOUT_S / 3) == [75, 75, -9, -9], job.story()
+    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
+    assert_from_copies(job, {2, 3})
+    assert_same_bits(job, "zero", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "zero"])
+def test_a_rank_is_lost_under_a_launcher(make_job: MakeJob, tmp_path: Path, kind: str) -> None:
+    """The copies outlive their rank in the memory of the one host there is; ``ttp run`` starts the job again."""
+    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env(kind))
+    assert job.run(TIMEOUT_S / 2) == 0, job.story()
+    assert_from_copies(job, {2})
+    assert_same_bits(job, kind, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "check"),
+    [("fsdp", assert_from_copies), ("zero", assert_from_copies), ("hsdp", assert_live), ("replicated", assert_live)],
+)
+def test_a_host_is_lost_under_a_launcher(
+    make_job: MakeJob, tmp_path: Path, kind: str, check: Callable[[Job, set[int]], None]
+) -> None:
+    """Ranks, launcher and memory of a host; then the whole job is started again, on two hosts.
+
+    Where each host has a copy of every shard nothing is lost, and no second copies are kept.
+    """
+    job = on_two_hosts(make_job, kind)
+    job.start()
+    job.wait_for_version(HURT_AT, rank=2, timeout_s=TIMEOUT_S / 3)
+    lose_second_host(job)
+    assert job.processes[0].wait(TIMEOUT_S / 3) == 75, job.story()
+    assert job.run(TIMEOUT_S / 3) == 0, job.story()
+    check(job, {2, 3})
+    assert_same_bits(job, kind, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_replicated_rank_is_lost_and_no_copies_are_needed(make_job: MakeJob, tmp_path: Path) -> None:
+    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=1, faults=[fault(2)], env=env("replicated"))
+    assert job.run(TIMEOUT_S / 2) == 0, job.story()
+    assert_live(job, {2})
+    assert_same_bits(job, "replicated", tmp_path)
+
+
+def on_two_hosts(make_job: MakeJob, kind: str) -> Job:
+    """Two launchers of two ranks each."""
+    port = str(free_port())
+    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    more = {"TTP_TOKEN": "a secret", "JOB_STEP_S": "0.3"}
+    return make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=nodes, hosts=["one", "two"], env=env(kind) | more)
+
+
+def lose_second_host(job: Job) -> None:
+    """All at once, but for what a signal takes."""
+    pids = job.rank_pids()
+    memory = {Path(path).parts[3] for pid in pids.values() for path in mapped(pid)}
+    theirs = {Path(path).parts[3] for pid in (pids[2], pids[3]) for path in mapped(pid)}
+    assert memory - theirs, "the hosts share no memory"
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    for rank in (2, 3):
+        os.kill(pids[rank], signal.SIGKILL)
+    for name in theirs:
+        shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
+
+
+def mapped(pid: int) -> list[str]:
+    """Files of ttp in shared memory that a process has mapped."""
+    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
+    return [line.split()[-1] for line in lines if f"{SHARED_MEMORY}/ttp-" in line]
