@@ -75,6 +75,29 @@ class RngState:
         return self._numpy.capture()
 
 
+def streams_of(data: bytes) -> dict[str, Any]:
+    """What ``capture`` gave, joined, as the libraries' own functions for the old global generators give and take it.
+
+    Returns:
+        ``python``: for ``random.setstate``; ``numpy``: for ``numpy.random.set_state``, None if there was no Mersenne
+        Twister; ``torch``: for ``torch.set_rng_state``; ``device``: for ``torch.cuda.set_rng_state``, None without one.
+
+    Raises:
+        CheckpointError: these are not captured streams.
+    """
+    python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
+    try:
+        position, *words = struct.unpack(f"<{_WORDS + 1}I", python)
+        return {
+            "python": (3, (*words, position), _unpack_gauss(python_gauss)),
+            "numpy": _numpy_tuple(numpy, numpy_gauss) if numpy else None,
+            "torch": torch.frombuffer(bytearray(host), dtype=torch.uint8),
+            "device": torch.frombuffer(bytearray(device), dtype=torch.uint8) if device else None,
+        }
+    except (ValueError, TypeError, LookupError, struct.error, EncodingError) as problem:
+        raise CheckpointError(f"the saved random streams cannot be read: {problem}") from problem
+
+
 def _split(data: bytes) -> list[bytes]:
     if len(data) < _HEADER.size or not data.startswith(_MAGIC):
         raise CheckpointError(f"{len(data)} bytes do not begin like saved random streams: {data[:8]!r}")
@@ -197,14 +220,7 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
     except ImportError:
         return ["numpy is not installed: its random stream was not put back"]
     streams: Any = numpy.random
-    if gauss:
-        words = numpy.frombuffer(data, dtype="<u4", count=_WORDS)
-        (position,) = struct.unpack_from("<i", data, 4 * _WORDS)
-        spare = _unpack_gauss(gauss)
-        state: Any = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
-        state |= {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
-    else:
-        state = decode(data)
+    state = _numpy_state(data, gauss)
     wanted = state["bit_generator"]
     if type(streams.get_bit_generator()).__name__ != wanted:
         if wanted not in _NUMPY_GENERATORS:
@@ -212,6 +228,27 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
         streams.set_bit_generator(getattr(streams, wanted)())
     streams.set_state(state)
     return []
+
+
+def _numpy_state(data: bytes, gauss: bytes) -> Any:
+    """For ``numpy.random.set_state``, in its newer form."""
+    import numpy
+
+    if not gauss:
+        return decode(data)
+    words = numpy.frombuffer(data, dtype="<u4", count=_WORDS)
+    (position,) = struct.unpack_from("<i", data, 4 * _WORDS)
+    spare = _unpack_gauss(gauss)
+    state = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
+    return state | {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
+
+
+def _numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
+    state = _numpy_state(data, gauss)
+    if state["bit_generator"] != "MT19937":
+        return None
+    inner = state["state"]
+    return ("MT19937", inner["key"].copy(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
 
 
 _NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")

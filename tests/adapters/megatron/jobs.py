@@ -50,7 +50,22 @@ class Job:
         """Exit codes of a life under ttp, with a controller of its own; see ``worlds.job``."""
         env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
-        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, steps=STEPS, life=life, **how)
+        env |= how.pop("env", {})
+        settings = {"steps": STEPS, **how}
+        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, life=life, **settings)
+
+    def starts(self) -> list[int]:
+        """The version at which each life began."""
+        lines = (line.split() for line in (self.directory / "rank0.log").read_text().splitlines())
+        return [int(words[2]) for words in lines if words[1] == "start"]
+
+    def seen(self, rank: int, life: int | None = None) -> dict[int, set[str]]:
+        """What a rank held at each version that it finished, in one life or in all; see ``worlds.bits``."""
+        found: dict[int, set[str]] = {}
+        for words in (line.split() for line in (self.directory / f"rank{rank}.log").read_text().splitlines()):
+            if words[1] == "version" and life in (None, int(words[0])):
+                found.setdefault(int(words[2]), set()).add(words[3])
+        return found
 
     def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
         """A first life, in which these ranks are killed in one step; the others save."""
@@ -121,3 +136,19 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert any("exp_avg_sq" in key for key in one)
     for key, value in one.items():
         assert torch.equal(value, other[key]), key
+
+
+def assert_whole(unhurt: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    """Every element of a file's weights and moments; the job's tensors hold all layers, or all experts of them."""
+    seen: dict[str, torch.Tensor] = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in unhurt.items()}
+    for name, weight in state["model"].items():
+        steps = name.split(".")
+        numbers = tuple(int(step) for step in steps if step.isdecimal())
+        key = ".".join(step for step in steps if not step.isdecimal()).replace("local_experts", "experts")
+        moments = {f"optimizer.state.{what}.{key}": value for what, value in state["optim"]["state"][name].items()}
+        for full, value in {key: weight, **moments}.items():
+            if not full.startswith("optimizer.state.step"):
+                assert torch.equal(value.float(), unhurt[full][numbers]), (name, full)
+                seen[full][numbers] = True
+    missing = {key for key, known in seen.items() if not known.all()}
+    assert not missing - {key for key in missing if "fp32_param" in key}, missing
