@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,13 +138,27 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
         assert torch.equal(value, other[key]), key
 
 
+_OTHERWISE = {
+    "local_experts": "experts",
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""What the checkpoint calls some of the model's tensors: specs with and without fused layers read each other."""
+
+
+def _key_of(name: str, known: Container[str]) -> str:
+    for mine, theirs in _OTHERWISE.items():
+        name = name if name in known else name.replace(mine, theirs)
+    return name
+
+
 def assert_whole(unhurt: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
     """Every element of a file's weights and moments; the job's tensors hold all layers, or all experts of them."""
     seen: dict[str, torch.Tensor] = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in unhurt.items()}
     for name, weight in state["model"].items():
         steps = name.split(".")
         numbers = tuple(int(step) for step in steps if step.isdecimal())
-        key = ".".join(step for step in steps if not step.isdecimal()).replace("local_experts", "experts")
+        key = _key_of(".".join(step for step in steps if not step.isdecimal()), unhurt)
         moments = {f"optimizer.state.{what}.{key}": value for what, value in state["optim"]["state"][name].items()}
         for full, value in {key: weight, **moments}.items():
             if not full.startswith("optimizer.state.step"):

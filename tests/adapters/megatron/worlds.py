@@ -111,7 +111,9 @@ def _pretrain(training: Training, run: Callable[[int], None]) -> None:
     module.setup_model_and_optimizer = lambda: (training.chunks, training.optimizer, training.scheduler)
     module.train = train
     install(save_dir=_directory() / "checkpoints", training=module)
-    module.train(None, *module.setup_model_and_optimizer())
+    made = module.setup_model_and_optimizer()
+    torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does when an iterator is made
+    module.train(None, *made)
 
 
 def _iterate(training: Training, steps: int, life: int, hurt: dict[str, Any], start: int) -> None:
