@@ -100,7 +100,8 @@ def _put_ranks(ranks: Iterable[int]) -> bytes:
 
 
 def _group(data: memoryview) -> tuple[str, tuple[int, ...]]:
-    name, ranks = "", ()
+    name = ""
+    ranks: tuple[int, ...] = ()
     for field in fields(data):
         if field[0] == 1:
             name = text(message(field))

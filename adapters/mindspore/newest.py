@@ -82,9 +82,9 @@ def load_newest(
             skipped.append(str(problem))
             log.warning("load_newest skipped %s", problem)
             continue
-        counters = [_counter(loaded, name) for name in ("epoch_num", "step_num")]
+        epoch, step = (_counter(loaded, name) for name in ("epoch_num", "step_num"))
         log.info("load_newest took %s", path)
-        return Loaded(path, loaded, *counters, tuple(skipped))
+        return Loaded(path, loaded, epoch, step, tuple(skipped))
     if not found and not skipped:
         return None
     tried = "; ".join(skipped)

@@ -73,7 +73,9 @@ def read(source: Path) -> Told:
     directory = source.parent if source.name == MANIFEST else source
     if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
         manifest = Manifest.load(directory)
-        shards = {shard: (tuple(int(rank) for rank in ranks),) for shard, ranks in manifest.groups.items()}
+        shards: dict[str, Groups] = {
+            str(shard): (tuple(int(rank) for rank in ranks),) for shard, ranks in manifest.groups.items()
+        }
         return Told("manifest", groups_of_manifest(manifest), shards)
     try:
         return Told("strategy", *groups_of_strategies(read_strategies(source)))
