@@ -21,6 +21,8 @@ from ttp.launch.run_dir import prepare_run_dir
 log = logging.getLogger("ttp.compat.mindio")
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+START_S = 120.0
+"""How long a controller may take to answer: a host on which everything starts at once is slow."""
 WAIT_S = 30.0
 """``MINDIO_WAIT_MINDX_TIME`` of the original when nobody sets it."""
 
@@ -71,7 +73,7 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     run_dir = prepare_run_dir(tls_settings.run_dir_of(check_port(port)))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
     config = replace(Config.from_env(), port=port)
-    ensure_controller(address, port, run_dir=run_dir, token=config.token)
+    ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
     HERE.place = address, config
     HERE.begin()
 
