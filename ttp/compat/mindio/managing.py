@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
-from ttp.compat.mindio.rank import check_port, check_rank, resolve
+from ttp.compat.mindio.rank import check_rank, job_port, resolve
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
@@ -70,7 +70,8 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     if not HERE.described:
         raise UsageError("tft_start_controller() before tft_init_controller()")
     address = resolve(address)
-    run_dir = prepare_run_dir(tls_settings.run_dir_of(check_port(port)))
+    port = job_port(port)
+    run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
     config = replace(Config.from_env(), port=port)
     ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
