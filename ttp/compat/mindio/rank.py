@@ -193,8 +193,10 @@ def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
 
 
 def check_rank(rank: int, world_size: int, lowest: int) -> None:
-    """Raises:
-    ConfigError: not from ``lowest`` to ``world_size - 1``.
+    """See that a rank is from ``lowest`` to ``world_size - 1``.
+
+    Raises:
+        ConfigError: it is not.
     """
     if not 1 <= world_size <= WORLD_MAX:
         raise ConfigError(f"world_size {world_size} is not from 1 to {WORLD_MAX}")
