@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.legacy")
 
+START_S = 120.0
+"""How long a controller may take to answer: a host on which everything starts at once is slow."""
 RET_OK = 0
 RET_ERROR = 1
 
@@ -79,7 +81,9 @@ def ttp_start_controller(bind_ip: str | None, port: int) -> int:
     try:
         config = Config.from_env()
         address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
-        ensure_controller(address, port, run_dir=config.resolved_run_dir(), token=config.token)
+        ensure_controller(
+            address, port, run_dir=config.resolved_run_dir(), token=config.token, bind=config.bind, patience_s=START_S
+        )
     except TtpError as problem:
         log.error("ttp_start_controller: %s", problem)
         return RET_ERROR

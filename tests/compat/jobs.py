@@ -50,7 +50,7 @@ class Job:
                 self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
         return self
 
-    def wait(self, timeout_s: float = 120) -> list[int]:
+    def wait(self, timeout_s: float = 250) -> list[int]:
         """Exit codes of all ranks."""
         deadline = time.monotonic() + timeout_s
         try:

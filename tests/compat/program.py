@@ -20,7 +20,7 @@ DIR = Path(os.environ["JOB_DIR"])
 RANK, WORLD, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["TTP_PORT"])
 JOB: dict[str, Any] = json.loads(os.environ["JOB"])
 MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE") == "1"
-PATIENCE_S = 60.0
+PATIENCE_S = 200.0
 
 tft: Any = importlib.import_module("mindio_ttp.framework_ttp")
 controller: Any = importlib.import_module("mindio_ttp.controller_ttp")

@@ -180,6 +180,14 @@ def test_what_cannot_start_ends_the_process(
         assert (said or "enable_tls is set and tls_info says nothing") in capsys.readouterr().err
 
 
+def test_the_port_of_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank.job_port(8000) == 8000
+    monkeypatch.setenv("TTP_PORT", "12345")
+    assert rank.job_port(8000) == 12345
+    with pytest.raises(ConfigError, match="is not from 1024"):
+        rank.job_port(80)
+
+
 def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
     made = authority.sign(password="emases nepo")

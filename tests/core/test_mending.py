@@ -11,7 +11,7 @@ from tests.core.handler_world import HandlerWorld, Kind, Trouble
 from tests.core.talk import PATIENCE
 from ttp.core import messages as m
 from ttp.core import rounds_messages as rm
-from ttp.core.layout import Rank
+from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import CallKind, NoticeKind
 from ttp.core.rounds import RESPITE_S
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
@@ -33,7 +33,7 @@ def test_a_death_is_a_dump() -> None:
     world.kill(1)
     world.settle()
     assert world.kinds() == ["save", "rename"] and world.named == [7]
-    assert lists(world) == dict.fromkeys((0, 5, 2, 3), [(0, (0, 5, 2, 3))])
+    assert lists(world) == {rank: [(0, (0, 5, 2, 3))] for rank in (0, 5, 2, 3)}
     assert set(world.acted(Kind.RENAME)) == {5} and world.released == {EXIT_SAVED}
 
 
@@ -73,7 +73,7 @@ def test_without_it_the_older_version_is_saved_where_it_is_whole() -> None:
     world.kill(1)
     world.settle()
     assert world.kinds() == ["save", "rename"] and world.named == [7]
-    assert lists(world) == dict.fromkeys((2, 3), [(0, (2, 3))])
+    assert lists(world) == {rank: [(0, (2, 3))] for rank in (2, 3)}
 
 
 def test_a_piece_that_nobody_has_is_no_checkpoint() -> None:
@@ -273,10 +273,10 @@ def test_late_and_repeated_answers_change_nothing() -> None:
     stop = world.ranks[1].last
     assert stop is not None
     for serial in (act.serial - 1, act.serial + 1):
-        world._speak(2, rm.Acted(Rank(2), serial, False, 0, m.Version(7), False, "late"))
+        world._speak(2, rm.Acted(Rank(2), serial, False, 0, Version(7), False, "late"))
     assert world.kinds() == ["stop", "clean"] and world.machine.stage == "mending"
     for _ in range(2):
-        world._speak(2, rm.Acted(Rank(2), act.serial, True, 0, m.Version(7), False, ""))
+        world._speak(2, rm.Acted(Rank(2), act.serial, True, 0, Version(7), False, ""))
     world.settle()
     assert world.kinds() == CURE
 
@@ -313,7 +313,7 @@ def test_the_hand_shake() -> None:
         ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,retry"),
         ("result", 406, "upgrade"),
     ]  # fmt: skip
-    world.report(0, m.Heartbeat(Rank(0), m.Version(8), m.Phase.IDLE))
+    world.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
     world._take()
     assert heard(world)[-1] == ("result", 0, "retry")
 

@@ -10,10 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import count
 
 from ttp.core.curing import halt
-from ttp.core.decide import Assignment, How, NoPlan
+from ttp.core.decide import Assignment, How, NoPlan, Plan
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.replica_lists import Replicas, choose, renamer
@@ -32,10 +31,10 @@ def dump(ward: Ward, incident: Incident) -> Script:
     if ward.must_load:
         words = sorted(f"rank {a.rank}: {a.text}" for a in ward.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
-    if _halts_first(ward) and not incident.snapshot and not ward.cleaned:
+    if _halts_first(ward) and not incident.snapshot:
         yield from halt(ward, incident, "dump")  # what hangs may still be saved: a failure is no reason to stop here
     failures = 0
-    for attempt in count(1):
+    while failures < FAILURES_MAX:
         plan = ward.decide(incident)
         if isinstance(plan, NoPlan):
             return _not_saved(plan.reason)
@@ -46,27 +45,17 @@ def dump(ward: Ward, incident: Incident) -> Script:
         if behind:
             yield from _catch_up(ward, incident, plan.version, behind)
             continue
-        lists = _chosen(ward, incident, plan.version)
+        lists = _chosen(ward, incident, plan)
         if lists is None:
-            return _not_saved("the ranks that could save are gone")
-        incident.plan = replace(plan, assignments=_assignments(lists))
-        ward.outbox.record("plan", version=plan.version, reason=plan.reason, attempt=attempt, savers=list(lists))
-        save = {rank: ward.act(rank, RoundKind.SAVE, plan.version, "dump") for rank in lists}
-        acts = {rank: replace(act, lists=lists[rank]) for rank, act in save.items()}
-        result = yield Round(RoundKind.SAVE, acts, together=True)
+            return _not_saved("ranks contradict what they have said before of who shares state with whom")
+        result = yield _save(ward, plan.version, lists)
         if result.ok:
-            problem = yield from _rename(ward, plan.version, lists)
-            if problem:
-                return _not_saved(problem)
-            ward.saved = plan.version
-            return Ending(Outcome.SAVED, plan.version, f"saved version {plan.version}")
-        if not result.lost and result.failed:
+            return (yield from _name(ward, plan.version, lists))
+        if not result.lost:
             first, text = next(iter(result.failed.items()))
             incident.fail(first, text)  # the others' failures follow from it
             failures += 1
-            if failures >= FAILURES_MAX:
-                return _not_saved(result.words)
-    raise AssertionError("unreachable")
+    return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
 
 
 def _halts_first(ward: Ward) -> bool:
@@ -84,28 +73,46 @@ def _catch_up(ward: Ward, incident: Incident, version: Version, ranks: list[Rank
     return result.words
 
 
-def _chosen(ward: Ward, incident: Incident, version: Version) -> Lists | None:
+def _chosen(ward: Ward, incident: Incident, plan: Plan) -> Lists | None:
+    """Who saves what."""
     assert isinstance(ward.replicas, Replicas)
-    return choose(ward.replicas, ward.standing(incident, version), ward.suspect(incident))
+    lists = choose(ward.replicas, ward.standing(incident, plan.version), ward.suspect(incident))
+    if lists is None:
+        return None
+    incident.plan = replace(plan, assignments=_assignments(lists))
+    ward.outbox.record("plan", version=plan.version, reason=plan.reason, savers=list(lists))
+    return lists
 
 
-def _rename(ward: Ward, version: Version, lists: Lists) -> Part:
+def _save(ward: Ward, version: Version, lists: Lists) -> Round:
+    plain = ward.everyone(RoundKind.SAVE, version, "dump", ranks=lists)
+    acts = {rank: replace(act, lists=lists[rank]) for rank, act in plain.acts.items()}
+    return Round(RoundKind.SAVE, acts, together=True)
+
+
+def _name(ward: Ward, version: Version, lists: Lists) -> Script:
     """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
-    asked: list[Rank] = []
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:
         if rank not in ward.job.live:
             continue
-        asked.append(rank)
         result = yield ward.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
+        if result.ok:
+            ward.saved = version
+            return Ending(Outcome.SAVED, version, f"saved version {version}")
         if not result.lost:
-            return result.words
-    return f"ranks {asked} were lost before they had given the checkpoint its name"
+            return _not_saved(f"version {version} is written and has no name: {result.words}")
+    return _not_saved(f"version {version} is written and has no name: all who wrote it are lost")
 
 
 def _assignments(lists: Lists) -> tuple[Assignment, ...]:
-    named = {(entry.type, place, rank) for entries in lists.values() for entry in entries
-             for place, rank in enumerate(entry.ranks)}  # fmt: skip
+    """As people read it."""
+    named = {
+        (entry.type, place, rank)
+        for entries in lists.values()
+        for entry in entries
+        for place, rank in enumerate(entry.ranks)
+    }
     return tuple(Assignment(Shard(f"type{kind}-piece{place}"), rank, How.AS_IS) for kind, place, rank in sorted(named))
 
 

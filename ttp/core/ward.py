@@ -23,6 +23,7 @@ CATCH_UP_S = 30.0
 
 CURABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
 """Evidence that may all be gone once the loops are entered again."""
+UNTOLD = "no rank has said which ranks share its state"
 NO_VERSION = Version(0)
 """Of rounds that are about no version."""
 NO_COPY = (Ailment.RETRY, Ailment.MEMORY_CORRUPT)
@@ -67,13 +68,14 @@ class Ward:
         self.job = job
         self.outbox = outbox
         self._judge = judge
-        self._replicas: Replicas | str = "no rank has said which ranks share its state"
+        self._replicas: Replicas | str = UNTOLD
+        self._layout: Layout | None = None
 
     def reset(self) -> None:
         """A new incarnation of the job, or none."""
         self.said = {}
         self.recovered()
-        self._replicas = "no rank has said which ranks share its state"
+        self._replicas, self._layout = UNTOLD, None
 
     def recovered(self) -> None:
         """All ranks are in their loops again."""
@@ -93,7 +95,8 @@ class Ward:
         known = self.said.get(report.rank)
         self.said[report.rank] = report
         if known is None or known.sets != report.sets:
-            self._replicas = self._gathered()
+            self._replicas = known_now = self._gathered()
+            self._layout = known_now.layout() if isinstance(known_now, Replicas) else None
 
     def _gathered(self) -> Replicas | str:
         if self.job.layout is None:
@@ -114,8 +117,7 @@ class Ward:
     @property
     def layout(self) -> Layout | None:
         """The replica sets as shards; ``None``: they are not known, or it is not for handlers to save."""
-        known = self._replicas
-        return known.layout() if isinstance(known, Replicas) and self.leads else None
+        return self._layout if self.leads else None
 
     @property
     def must_load(self) -> bool:

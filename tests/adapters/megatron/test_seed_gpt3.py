@@ -36,14 +36,16 @@ class Gpt3:
         return "\n".join(f"--- {p.name}\n{p.read_text()[-2500:]}" for p in sorted(self.directory.glob("rank*.out")))
 
 
-def _killed_and_resumed(nursery: Nursery, path: Path, ranks: int, rank: int, at: str, saved: int, **shape: Any) -> None:
+def _killed_and_resumed(
+    nursery: Nursery, path: Path, ranks: int, rank: int, at: str, may_be_saved: set[int], **shape: Any
+) -> None:
     unhurt = Gpt3(nursery, path / "unhurt", ranks, **shape)
     assert unhurt.live(0) == [0] * ranks, unhurt.story()
     job = Gpt3(nursery, path / "job", ranks, **shape)
     codes = job.live(0, {"rank": rank, "step": KILLED_AT, "at": at})
     assert codes == [-9 if r == rank else 75 for r in range(ranks)], job.story()
-    assert job.saved() == [f"iter_{saved:07d}"]
-    assert (job.directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text() == str(saved)
+    saved = int((job.directory / "checkpoints" / "latest_checkpointed_iteration.txt").read_text())
+    assert saved in may_be_saved and job.saved() == [f"iter_{saved:07d}"], job.story()
     assert job.live(1) == [0] * ranks, job.story()
     for resumed, never_hurt in zip(job.results(1), unhurt.results(0), strict=True):
         assert resumed["start"] == saved
@@ -52,21 +54,21 @@ def _killed_and_resumed(nursery: Nursery, path: Path, ranks: int, rank: int, at:
             assert resumed[what] == never_hurt[what], what
 
 
-def test_killed_at_the_barrier_of_four_ranks_it_resumes_at_the_next_step(nursery: Nursery, tmp_path: Path) -> None:
-    _killed_and_resumed(nursery, tmp_path, 4, 0, "begin", KILLED_AT)
+def test_killed_in_a_step_of_four_ranks_it_resumes_at_the_next_one(nursery: Nursery, tmp_path: Path) -> None:
+    _killed_and_resumed(nursery, tmp_path, 4, 0, "begin", {KILLED_AT})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("at", ["begin", "barrier passed", "updated", "reported", "stepped"])
 @pytest.mark.parametrize(("ranks", "rank"), [(2, 1), (4, 2), (5, 4), (6, 1)])
 def test_wherever_and_whoever_is_killed(nursery: Nursery, tmp_path: Path, ranks: int, rank: int, at: str) -> None:
-    saved = KILLED_AT if at == "begin" else KILLED_AT + 1  # behind the barrier the others make the update
+    saved = {KILLED_AT} if at == "begin" else {KILLED_AT, KILLED_AT + 1}  # behind the barrier the others may go on
     _killed_and_resumed(nursery, tmp_path, ranks, rank, at, saved)
 
 
 @pytest.mark.slow
 def test_two_tensor_parallel_halves(nursery: Nursery, tmp_path: Path) -> None:
-    _killed_and_resumed(nursery, tmp_path, 4, 3, "begin", KILLED_AT, tp=2)
+    _killed_and_resumed(nursery, tmp_path, 4, 3, "begin", {KILLED_AT}, tp=2)
 
 
 @pytest.mark.slow

@@ -128,6 +128,12 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
             _mend(problem)
         except KeyboardInterrupt:
             raise
+        except SystemExit as leaving:
+            if leaving.code in (None, 0):
+                THIS.leave()
+            else:
+                _report_unknown(leaving)
+            raise
         except BaseException as problem:
             _report_unknown(problem)
             raise

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
-from ttp.compat.mindio.rank import check_port, check_rank, resolve
+from ttp.compat.mindio.rank import check_rank, job_port, resolve
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
@@ -21,6 +21,8 @@ from ttp.launch.run_dir import prepare_run_dir
 log = logging.getLogger("ttp.compat.mindio")
 
 ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+START_S = 120.0
+"""How long a controller may take to answer: a host on which everything starts at once is slow."""
 WAIT_S = 30.0
 """``MINDIO_WAIT_MINDX_TIME`` of the original when nobody sets it."""
 
@@ -68,10 +70,11 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     if not HERE.described:
         raise UsageError("tft_start_controller() before tft_init_controller()")
     address = resolve(address)
-    run_dir = prepare_run_dir(tls_settings.run_dir_of(check_port(port)))
+    port = job_port(port)
+    run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
     config = replace(Config.from_env(), port=port)
-    ensure_controller(address, port, run_dir=run_dir, token=config.token)
+    ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
     HERE.place = address, config
     HERE.begin()
 

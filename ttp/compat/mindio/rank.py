@@ -69,7 +69,8 @@ class ThisRank:
         if self._place is None:
             raise UsageError("tft_start_processor() before tft_init_processor()")
         address, (rank, world_size) = resolve(address), self._place
-        tls_settings.use(*self._tls, tls_settings.run_dir_of(check_port(port)), self.handlers.decrypt)
+        port = job_port(port)
+        tls_settings.use(*self._tls, tls_settings.run_dir_of(port), self.handlers.decrypt)
         numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address}
         env = RankEnv.from_env({"LOCAL_RANK": str(rank), **os.environ, **numbers})
         config = replace(Config.from_env(), port=port)
@@ -192,8 +193,10 @@ def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
 
 
 def check_rank(rank: int, world_size: int, lowest: int) -> None:
-    """Raises:
-    ConfigError: not from ``lowest`` to ``world_size - 1``.
+    """See that a rank is from ``lowest`` to ``world_size - 1``.
+
+    Raises:
+        ConfigError: it is not.
     """
     if not 1 <= world_size <= WORLD_MAX:
         raise ConfigError(f"world_size {world_size} is not from 1 to {WORLD_MAX}")
@@ -201,15 +204,18 @@ def check_rank(rank: int, world_size: int, lowest: int) -> None:
         raise ConfigError(f"rank {rank} is not from {lowest} to {world_size - 1}")
 
 
-def check_port(port: int) -> int:
-    """``port``.
+def job_port(port: int) -> int:
+    """Where the controller is: where the launcher says (``TTP_PORT``), else what the program was written with.
 
     Raises:
         ConfigError: it is none that a job may use.
     """
     if isinstance(port, bool) or not isinstance(port, int) or not PORT_MIN <= port <= 65535:
         raise ConfigError(f"port {port!r} is not from {PORT_MIN} to 65535")
-    return port
+    told = Config.from_env().port
+    if told not in (None, port):
+        log.info("the program asks for port %s; this job has TTP_PORT=%s", port, told)
+    return told or port
 
 
 def resolve(address: str) -> str:
