@@ -66,7 +66,7 @@ def ranks(
 
 
 def train(module: str, arguments: list[str], world_size: int, port: int, directory: Path) -> list[str]:
-    """Run a job of ``module`` with collectives to its end: the last line of every rank.
+    """Run a job of ``module`` with collectives to its end: the last line of every rank, empty where it said nothing.
 
     Raises:
         RuntimeError: a rank has ended badly.
@@ -87,7 +87,7 @@ def train(module: str, arguments: list[str], world_size: int, port: int, directo
             process.wait()
     if any(process.returncode for process in processes):
         raise RuntimeError(f"{command}: ranks ended with {[process.returncode for process in processes]}")
-    return [text.strip().splitlines()[-1] for text in said]
+    return [(text.strip().splitlines() or [""])[-1] for text in said]
 
 
 def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:

@@ -62,6 +62,8 @@ class Injector:
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "lose host":
             lose_memory()
+            with contextlib.suppress(KeyError, ProcessLookupError):
+                os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,6 @@ import pytest
 from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job, free_port, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
-from ttp.processor.page_dir import SHARED_MEMORY
 
 MakeJob = Callable[..., Job]
 
@@ -100,10 +96,11 @@ def test_a_host_is_lost_under_a_launcher(
 
     Where each host has a copy of every shard nothing is lost, and no second copies are kept.
     """
-    job = on_two_hosts(make_job, kind)
+    port = str(free_port())
+    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    job = make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=nodes, hosts=["one", "two"])
+    job.faults, job.env = [fault(2, 3, action="lose host")], env(kind) | {"TTP_TOKEN": "a secret"}
     job.start()
-    job.wait_for_version(HURT_AT, rank=2, timeout_s=TIMEOUT_S / 3)
-    lose_second_host(job)
     assert job.processes[0].wait(TIMEOUT_S / 3) == 75, job.story()
     assert job.run(TIMEOUT_S / 3) == 0, job.story()
     check(job, {2, 3})
@@ -116,30 +113,3 @@ def test_a_replicated_rank_is_lost_and_no_copies_are_needed(make_job: MakeJob, t
     assert job.run(TIMEOUT_S / 2) == 0, job.story()
     assert_live(job, {2})
     assert_same_bits(job, "replicated", tmp_path)
-
-
-def on_two_hosts(make_job: MakeJob, kind: str) -> Job:
-    """Two launchers of two ranks each."""
-    port = str(free_port())
-    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
-    more = {"TTP_TOKEN": "a secret", "JOB_STEP_S": "0.3"}
-    return make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=nodes, hosts=["one", "two"], env=env(kind) | more)
-
-
-def lose_second_host(job: Job) -> None:
-    """All at once, but for what a signal takes."""
-    pids = job.rank_pids()
-    memory = {Path(path).parts[3] for pid in pids.values() for path in mapped(pid)}
-    theirs = {Path(path).parts[3] for pid in (pids[2], pids[3]) for path in mapped(pid)}
-    assert memory - theirs, "the hosts share no memory"
-    os.kill(job.processes[1].pid, signal.SIGKILL)
-    for rank in (2, 3):
-        os.kill(pids[rank], signal.SIGKILL)
-    for name in theirs:
-        shutil.rmtree(SHARED_MEMORY / name, ignore_errors=True)
-
-
-def mapped(pid: int) -> list[str]:
-    """Files of ttp in shared memory that a process has mapped."""
-    lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-    return [line.split()[-1] for line in lines if f"{SHARED_MEMORY}/ttp-" in line]
