@@ -177,9 +177,7 @@ def _check_place(node_rank: int | None, local: int, world: int) -> None:
     if local > world:
         raise ConfigError(f"--local-worker-num {local} is more than --worker-num {world}")
     if world % local:
-        raise ConfigError(
-            f"{world} workers cannot be {local} on every host: the number has to be the same"
-        )
+        raise ConfigError(f"{world} workers cannot be {local} on every host: the number has to be the same")
     nodes = world // local
     if nodes > 1 and node_rank is None:
         raise ConfigError(f"--node-rank is needed: {nodes} hosts of {local} workers, and the ranks follow from it")
