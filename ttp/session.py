@@ -88,12 +88,19 @@ class Session:
         if self.adapter is not None:
             raise UsageError("wrap_optimizer() was called twice in this process: wrap one optimizer per process")
         if self.enabled:
-            env = RankEnv.from_env()
-            found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
-            self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
-            assert self.processor is not None
-            adapter.attach(self.processor)
+            self._join(adapter, save_dir, layout, buddy)
         self.adapter, self.save_dir = adapter, save_dir
+
+    def join(self) -> None:
+        """Join the job with what was registered before ttp was switched on. Errors as of ``register``."""
+        assert self.adapter is not None and self.save_dir is not None and self.processor is None
+        self._join(self.adapter, self.save_dir, None, False)
+
+    def _join(self, adapter: Adapter, save_dir: Path, layout: Layout | None, buddy: bool) -> None:
+        env = RankEnv.from_env()
+        found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
+        processor = self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
+        adapter.attach(processor)
 
     def start_processor(
         self,
