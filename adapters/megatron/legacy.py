@@ -29,8 +29,8 @@ from ttp.adapters.megatron.rank_state import STREAMS
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.megatron.stored import Stored
+from ttp.adapters.torch.capture import read_local_state
 from ttp.adapters.torch.convert.contents import digest_of
-from ttp.adapters.torch.local_piece import read_local_state
 from ttp.adapters.torch.rng import streams_of
 from ttp.errors import CheckpointError
 from ttp.store.digest import HashingFile, Progress

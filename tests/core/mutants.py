@@ -97,8 +97,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the gate lets everybody through": (GATE, "if not self._closed or self._updating or self._admitted:", "if True:"),
     "the gate forgets who waits": (
         GATE,
-        "self._closed = self._admitted = self._halted = False\n            self._closure += 1\n            self._opened.set()",
-        "self._closed = self._halted = False\n            self._closure += 1",
+        "self._admitted = self._halted = False\n            self._closure += 1\n            self._opened.set()",
+        "self._halted = False\n            self._closure += 1",
     ),
     # replicas that differ
     "odd copies are as good": (DECIDE, "if verdict.odd or bad:", "if bad:"),

@@ -168,7 +168,8 @@ def faults_of(ward: Ward, incident: Incident) -> tuple[RankFault, ...]:
         if ailing.ailment is not Ailment.STOPPED:
             kind = FAULTS.get(ailing.ailment, FaultOf.MEMORY)
             found[rank] = RankFault(rank, kind, ailing.code)
-    dead = {rank for rank, kind in incident.evidence if rank >= 0 and kind is not m.FaultKind.AILING}
+    killing = [found for kind, found in incident.evidence.items() if kind is not m.FaultKind.AILING]
+    dead = {rank for found in killing for rank in found if rank >= 0}
     for rank in {*dead, *ward.job.broken} - set(found):
         found[rank] = RankFault(rank, FaultOf.PROCESS)
     return tuple(found[rank] for rank in sorted(found))

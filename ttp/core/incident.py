@@ -149,6 +149,11 @@ class Incident:
         return bool(self.kinds)
 
     @property
+    def accused(self) -> set[Rank]:
+        """Of whom evidence stands."""
+        return {rank for found in self.evidence.values() for rank in found}
+
+    @property
     def kinds(self) -> set[m.FaultKind]:
         """Of the evidence of real faults that stands."""
         return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}

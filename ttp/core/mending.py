@@ -247,5 +247,5 @@ class Mending:
                 return ending
             self._outbox.record("not_cured", text=ending.text)
         elif ward.ailing:
-            self._outbox.record("not_curable", evidence=sorted({kind.value for _, kind in incident.evidence}))
+            self._outbox.record("not_curable", evidence=sorted(kind.value for kind in incident.kinds))
         return (yield from dump(ward, incident))

@@ -140,11 +140,11 @@ class Ward:
 
     def suspect(self, incident: Incident) -> set[Rank]:
         """Ranks that are asked to save only where nobody else can."""
-        return {*self.job.broken, *self.ailing, *(rank for rank, _ in incident.evidence)}
+        return {*self.job.broken, *self.ailing, *incident.accused}
 
     def curable(self, incident: Incident) -> bool:
         """Whether every process is there and fit to go back into its loop."""
-        kinds = {kind for _, kind in incident.evidence} - {m.FaultKind.SNAPSHOT}
+        kinds = incident.kinds
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
             m.FaultKind.AILING in kinds
