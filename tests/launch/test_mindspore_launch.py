@@ -139,11 +139,12 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
     assert controller.faults[0]["ranks"] == [3]
 
 
-def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, environ: dict[str, str]) -> None:
-    """Killed, waited for, started again, trained to the end; with the real controller."""
-    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "mindspore_worker.py", "100000", "2")
+def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, unused_port: int) -> None:
+    """Killed, waited for, started again on the same port, trained to the end; with the real controller."""
+    flags = [*TWO, "--max-restarts=1", f"--master-port={unused_port}"]
+    job = start(OF_MINDSPORE, flags, "mindspore_worker.py", "100000", "2")
     survivor, victim = job.pids(2)
-    assert job.wait_for("patience-0-0") == "600 600"
+    assert job.wait_for("patience-0-0") == "600 600"  # seconds, where MindSpore has 30
     os.kill(victim, signal.SIGKILL)
     (job.out / "rescue-0").touch()
     assert int(job.wait_for("saving-0-0")) == survivor
