@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttp.core.layout import Rank
@@ -135,6 +135,7 @@ def regular_sets(draw: st.DrawFn) -> tuple[list[list[int]], int]:
     return [sorted(order[i * size : (i + 1) * size]) for i in range(count)], copies
 
 
+@settings(deadline=None, max_examples=60)
 @given(regular_sets(), st.data())
 def test_everybody_is_chosen_as_the_original_chooses(sets: tuple[list[list[int]], int], data: st.DataObject) -> None:
     groups, copies = sets
@@ -156,16 +157,17 @@ def test_everybody_is_chosen_as_the_original_chooses(sets: tuple[list[list[int]]
             )
 
 
+@settings(deadline=None, max_examples=40)
 @given(st.integers(1, 12), st.data())
 def test_irregular_sets_lose_no_piece(size: int, data: st.DataObject) -> None:
     """The layout that decides on the version and the choice of savers mean the same by a piece."""
     copies = data.draw(st.integers(1, size))
     usable = data.draw(st.sets(st.integers(0, size - 1)))
     replicas = job([(list(range(size)), copies, 0)])
-    groups = replicas.layout().groups.values()
+    groups = sorted(replicas.layout().groups.values())
     assert sorted(r for group in groups for r in group) == list(range(size))
     told = chosen(replicas, usable)
     assert (told is not None) == all(usable & set(group) for group in groups)
     if told is not None:
         (ranks,) = {entries[0][1] for entries in told.values()}
-        assert all(rank in group for rank, group in zip(ranks, groups, strict=True)) or len(groups) > 10
+        assert all(rank in group for rank, group in zip(ranks, groups, strict=True))

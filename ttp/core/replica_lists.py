@@ -90,8 +90,11 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
 def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> tuple[ReplicaSet, ...]:
     sets: list[ReplicaSet] = []
     known: dict[Rank, ReplicaSet] = {}
+    plain: dict[Rank, ReplicaSet] = {}
     for number in range(world_size):
         rank = Rank(number)
+        if plain.get(rank) == said[rank][index]:
+            continue  # what another one of the set has said, to the letter
         mine = check_set(said[rank][index], rank, world_size)
         theirs = known.get(rank)
         if theirs is None:
@@ -100,6 +103,7 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
                 raise ConfigError(f"type {index}: rank {rank} shares state with ranks {compact_ranks(taken)}, not they")
             sets.append(mine)
             known.update(dict.fromkeys(mine.ranks, mine))
+            plain.update(dict.fromkeys(mine.ranks, said[rank][index]))
         elif theirs != mine:
             raise ConfigError(
                 f"type {index}: rank {rank} says that ranks {compact_ranks(mine.ranks)} hold {mine.copies} copies, "
