@@ -117,7 +117,8 @@ class Actor:
                 raise CannotAct(f"no {kind.value} handler is registered")
             return 0
         log.info("rank %s: %s of step %s", self._rank, kind.value, act.version)
-        return int(handler(Call.of(kind, act)) or 0)
+        returned = handler(Call.of(kind, act))
+        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # what others return means nothing
 
     # ---------------------------------------------------------------------------------------------------------- kinds
 
