@@ -82,6 +82,9 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
         server = await start_server(driver, bind, port, config.token)
+    except ConfigError as problem:
+        print(f"ttp controller: {problem}", file=sys.stderr)
+        return EXIT_BAD_CONFIG
     except RuntimeError:
         owner = port_owner(port)
         held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"

@@ -18,6 +18,7 @@ from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.layout import Rank, Version
+from ttp.core.manager_messages import ManagerCall, Notice
 
 log = logging.getLogger("ttp.controller")
 
@@ -86,6 +87,8 @@ class Driver:
         self._sequence = itertools.count(1)
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
+        self._calls: asyncio.Queue[ManagerCall | None] | None = None
+        self._problem = ""
         self._timer: asyncio.TimerHandle | None = None
         self._plan_timer()
 
@@ -135,6 +138,26 @@ class Driver:
         finally:
             self._saves.pop(request, None)
 
+    def attend(self, wait_s: float) -> asyncio.Queue[ManagerCall | None] | None:
+        """A manager is there; what it is told. ``None``: there is one already."""
+        if self._calls is not None or self.closed:
+            return None
+        self._calls = asyncio.Queue()
+        self.feed(ce.ManagerCame(wait_s))
+        return self._calls
+
+    def leave(self, calls: asyncio.Queue[ManagerCall | None]) -> None:
+        """The manager that was told through ``calls`` has gone."""
+        if calls is self._calls:
+            self._calls = None
+            self.feed(ce.ManagerLeft())
+
+    def notice(self, notice: Notice) -> str:
+        """The manager says something; why that is not accepted, empty if it is."""
+        self._problem = "this controller ends"
+        self.feed(ce.Noticed(next(self._ids), notice))
+        return self._problem
+
     def watch(self, replay: int) -> Watch:
         """Events from now on, preceded by the last ``replay`` ones."""
         watch = Watch(list(self.history)[-replay:] if replay else [])
@@ -156,6 +179,8 @@ class Driver:
             connection.end()
         for watch in self._watchers:
             watch.end()
+        if self._calls is not None:
+            self._calls.put_nowait(None)
         for request, future in self._saves.items():
             if not future.done():
                 future.set_result(_no_more(request))
@@ -172,6 +197,11 @@ class Driver:
                 future = self._saves.get(request)
                 if future is not None and not future.done():
                     future.set_result(action)
+            case ce.CallManager(call):
+                if self._calls is not None:
+                    self._calls.put_nowait(call)
+            case ce.AnswerNotice(_, problem):
+                self._problem = problem
             case ce.Stop(reason):
                 log.info("stopping: %s", reason)
                 self.stopped.set()

@@ -21,16 +21,19 @@ from grpc_reflection.v1alpha import reflection
 from ttp._version import __version__
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
+from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
+from ttp.controller.rounds_service import ManagerService
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
-from ttp.wire import limits
+from ttp.wire import limits, tls
 from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
 from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
+from ttp.wire.v1 import rounds_pb2_grpc
 
 log = logging.getLogger("ttp.controller")
 
@@ -249,16 +252,18 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
 
     Raises:
         RuntimeError: the port cannot be bound.
+        ConfigError: TLS is asked for and cannot be had.
     """
     interceptors = [*([TokenInterceptor(token)] if token else []), RawReports()]
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
     rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
+    rounds_pb2_grpc.add_ManagerServicer_to_server(ManagerService(driver), server)
     health_servicer = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(health_servicer, server)
-    for name in ("", SERVICE):
+    for name in ("", SERVICE, MANAGER_SERVICE):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
-    reflection.enable_server_reflection((SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
-    if server.add_insecure_port(f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
+    reflection.enable_server_reflection((SERVICE, MANAGER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
+    if tls.add_port(server, f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
         raise RuntimeError(f"cannot bind {bind}:{port}")
     await server.start()
     return server

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import free_port
-from ttp.core.layout import Layout
-from ttp.legacy import _layout_of
+from ttp.core.replica_lists import Replicas
+from ttp.legacy import replica_set
 
 PROGRAM = """
 import os, sys
@@ -73,16 +73,18 @@ def test_functions_return_one_when_they_cannot() -> None:
 
 
 @pytest.mark.parametrize(
-    ("dp_ranks", "world", "shards", "groups"),
+    ("dp_ranks", "shards", "holders"),
     [
-        ([0, 1, 2, 3], 4, 2, {"dp0.0": (0, 2), "dp0.1": (1, 3)}),
-        ([0, 1, 2, 3], 4, 1, {"dp0.0": (0, 1, 2, 3)}),
-        ([1, 3], 4, 1, {"dp0.0": (0, 2), "dp1.0": (1, 3)}),
-        ([0, 1, 2], 3, 1, {"dp0.0": (0, 1, 2)}),
+        ([0, 1, 2, 3], 2, [(0, 2), (1, 3)]),
+        ([0, 1, 2, 3], 1, [(0, 1, 2, 3)]),
+        ([0, 1], 0, [(0, 1)]),
+        ([0, 1, 2], 1, [(0, 1, 2)]),
+        ([0, 1, 2, 3, 4], 2, [(0, 2, 4), (1, 3)]),
+        ([0, 1, 2, 3, 4], 3, [(0, 3), (1, 4), (2,)]),
     ],
 )
 def test_replica_groups_of_the_replicated_optimizer(
-    dp_ranks: list[int], world: int, shards: int, groups: dict[str, tuple[int, ...]]
+    dp_ranks: list[int], shards: int, holders: list[tuple[int, ...]]
 ) -> None:
-    layout = _layout_of(dp_ranks, len(dp_ranks), world, shards)
-    assert isinstance(layout, Layout) and dict(layout.groups) == groups
+    layout = Replicas(len(dp_ranks), ((replica_set(dp_ranks, shards),),)).layout()
+    assert list(layout.groups.values()) == holders

@@ -126,7 +126,9 @@ def wrap_optimizer(
 
     Args:
         optimizer: a ``torch.optim.Optimizer``, or a ``MegatronOptimizer`` (see ``ttp.adapters.megatron.protect``). The
-            object comes back itself, with step hooks attached.
+            object comes back itself, with step hooks attached. Or a ``mindspore.nn.Optimizer``: a wrapper cell comes
+            back, to be used in its place; with ``model`` (a Cell) it is protected now, without by the callbacks of
+            ``ttp.adapters.mindspore``.
         model: the module that is trained, wrapped (DDP) or not.
         scheduler: its learning-rate scheduler, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
@@ -150,9 +152,21 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
+    if undo not in UNDO_WAYS:
+        raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
+    if "mindspore" in _families(optimizer):
+        from ttp.adapters.mindspore.wrapping import wrap
+
+        others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}
+        return wrap(optimizer, model, save_dir, layout, undo, buddy, others)
     adapter = _adapter_for(optimizer, model, scheduler, extra_state, scaler, undo, layout, shard_of, buddy)
     register(adapter, save_dir, layout, buddy=buddy)
     return optimizer
+
+
+def _families(optimizer: Any) -> set[str]:
+    """The packages that an object's classes come from."""
+    return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
 
 
 def register(
@@ -181,9 +195,7 @@ def _adapter_for(
     shard_of: Callable[[str], str] | None,
     buddy: bool,
 ) -> session.Adapter:
-    if undo not in UNDO_WAYS:
-        raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
-    families = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
+    families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
 
@@ -208,7 +220,8 @@ def _adapter_for(
             raise UsageError("wrap_optimizer() needs model=: the chunks that this optimizer was made for")
         return MegatronAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra_state, undo=undo)
     raise UsageError(
-        f"wrap_optimizer() knows torch.optim.Optimizer and Megatron's MegatronOptimizer; {type(optimizer).__module__}."
+        f"wrap_optimizer() knows torch.optim.Optimizer, Megatron's MegatronOptimizer and "
+        f"mindspore.nn.Optimizer; {type(optimizer).__module__}."
         f"{type(optimizer).__qualname__} is none of their kind"
     )
 

@@ -18,6 +18,14 @@ from ttp.launch.rank_names import in_torchruns_names
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+MINDIO_FORCE = "force"
+MINDIO_SWITCH = "TTP_MINDIO"
+NAMES_OF_MINDIO = frozenset({
+    "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS", "TTP_ADDR", "TTP_FRAMEWORK_TYPE",
+    "TTP_LOG_LEVEL", "TTP_LOG_MODE", "TTP_LOG_PATH", "TTP_LOG_STDOUT", "TTP_NORMAL_ACTION_TIME_LIMIT",
+    "TTP_RETRY_TIMES", "TTP_SAVE_CKPT_TIME_LIMIT", "TTP_STOP_CLEAN_BEFORE_DUMP",
+})  # fmt: skip
+"""The original's settings. Programs for it set them; they mean nothing here, and are not a slip of the pen there."""
 COUNT_MAX = 2**31 - 1
 NAME_MAX = 4000
 """Characters; a little less than a message or a system call takes."""
@@ -106,6 +114,13 @@ def _absolute(text: str) -> str:
     return os.path.normpath(_name(text))
 
 
+def _mindio(text: str) -> str:
+    word = text.strip().lower()
+    if word not in ("0", "off", "1", "on", MINDIO_FORCE):
+        raise ValueError("1, 0 or force is wanted")
+    return {"on": "1", "off": "", "0": ""}.get(word, word)
+
+
 def _digest_mode(text: str) -> str:
     if text not in DIGEST_MODES:
         raise ValueError(f"one of {', '.join(DIGEST_MODES)} is wanted")
@@ -180,6 +195,21 @@ class Config:
     token: str = _setting("TTP_TOKEN", _token, "")
     """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
 
+    tls_cert: str | None = _setting("TTP_TLS_CERT", _name, None)
+    """Certificate (PEM) of this process: with it every connection of the job is encrypted, both sides known."""
+
+    tls_key: str | None = _setting("TTP_TLS_KEY", _name, None)
+    """Its key (PEM)."""
+
+    tls_ca: str | None = _setting("TTP_TLS_CA", _name, None)
+    """Certificate (PEM) of the authority that has signed those of the job."""
+
+    tls_key_password: str | None = _setting("TTP_TLS_KEY_PASSWORD", _name, None)
+    """File that holds the password of the key; None: the key is not encrypted."""
+
+    mindio: str = _setting("TTP_MINDIO", _mindio, "")
+    """Whether ``ttp run`` puts the package ``mindio_ttp`` into place: 1, force (even where the original is), or not."""
+
     bind: str = _setting("TTP_BIND", _name, "")
     """Address the controller binds to; empty: every address of the machine."""
 
@@ -205,7 +235,8 @@ class Config:
         environ = os.environ if environ is None else environ
         known = {f.metadata["env"]: f for f in fields(cls)}
         values: dict[str, Any] = {}
-        for name in sorted(n for n in environ if n.startswith(PREFIX)):
+        ignored = NAMES_OF_MINDIO if environ.get(MINDIO_SWITCH) else frozenset()
+        for name in sorted(n for n in environ if n.startswith(PREFIX) and n not in ignored):
             if name not in known:
                 close = difflib.get_close_matches(name, known, n=1)
                 hint = f"; did you mean {close[0]}?" if close else f"; known names: {', '.join(sorted(known))}"

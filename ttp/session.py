@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -88,21 +88,37 @@ class Session:
         if self.adapter is not None:
             raise UsageError("wrap_optimizer() was called twice in this process: wrap one optimizer per process")
         if self.enabled:
-            env = RankEnv.from_env()
-            found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
-            self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
-            assert self.processor is not None
-            adapter.attach(self.processor)
+            self._join(adapter, save_dir, layout, buddy)
         self.adapter, self.save_dir = adapter, save_dir
 
+    def join(self) -> None:
+        """Join the job with what was registered before ttp was switched on. Errors as of ``register``."""
+        assert self.adapter is not None and self.save_dir is not None and self.processor is None
+        self._join(self.adapter, self.save_dir, None, False)
+
+    def _join(self, adapter: Adapter, save_dir: Path, layout: Layout | None, buddy: bool) -> None:
+        env = RankEnv.from_env()
+        found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
+        processor = self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
+        adapter.attach(processor)
+
     def start_processor(
-        self, env: RankEnv, layout: Layout, source: StateSource, save_dir: Path, *, buddy: bool = False
+        self,
+        env: RankEnv,
+        layout: Layout,
+        source: StateSource,
+        save_dir: Path,
+        prepare: Callable[[Processor], None] | None = None,
+        *,
+        buddy: bool = False,
     ) -> Processor:
-        """Join the job as ``env.rank``."""
+        """Join the job as ``env.rank``. ``prepare`` gets the processor before the controller can reach it."""
         from ttp.processor.processor import Processor
         from ttp.processor.signals import Preemption
 
         processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
+        if prepare is not None:
+            prepare(processor)
         processor.start()
         self.processor = processor
         self._preemption = Preemption(processor.report_preemption)
@@ -244,6 +260,15 @@ def current() -> Session:
     global _session
     if _session is None:
         _session = Session(Config.from_env())
+    return _session
+
+
+def begin(config: Config) -> Session:
+    """A session with settings that the program has chosen itself; the one that is there unless it has joined a job."""
+    global _session
+    if _session is None or _session.processor is not None:
+        _session = Session(config)
+    _session.config = config
     return _session
 
 

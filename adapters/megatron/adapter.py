@@ -13,6 +13,7 @@ from torch import nn
 from ttp.adapters.megatron.announce import announce
 from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
+from ttp.adapters.megatron.outline import outline_text
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
 from ttp.adapters.megatron.restore import restore_groups, restore_into
@@ -76,10 +77,12 @@ class MegatronAdapter(TorchAdapter):
         self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
         self._capture = LocalCapture(modules, self._extra)
         self._device = next((p.device for p in modules.parameters()), torch.device("cpu"))
-        geometry = describe(unwrap_model(self._chunks))
+        plain = unwrap_model(self._chunks)
+        geometry = describe(plain)
         inners = inner_optimizers(optimizer, geometry)
         layout, shards = announce(inners)
-        self._held = Held(geometry, tuple(inners), tuple(shards), layout)
+        outline = outline_text(geometry, plain, optimizer, inners, args)
+        self._held = Held(geometry, tuple(inners), tuple(shards), layout, outline)
         self._together: Any = Together(self._held)
         names = ModelNames(modules, None)
         self._source = MegatronSource(

@@ -107,10 +107,12 @@ class Geometry:
     Args:
         tensors: by identity of the live tensor.
         objects: plain values by their name in the checkpoint; what ``get_extra_state()`` gives.
+        object_names: for each chunk, name in its state dict -> name in the checkpoint.
     """
 
     tensors: dict[int, Described] = field(default_factory=dict)
     objects: dict[str, Any] = field(default_factory=dict)
+    object_names: list[dict[str, str]] = field(default_factory=list)
 
 
 def describe(chunks: Sequence[nn.Module]) -> Geometry:
@@ -128,8 +130,10 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
     found = Geometry()
     for chunk in chunks:
         module: Any = chunk
+        found.object_names.append({})
         for _, name, entry in nested_items_iter(module.sharded_state_dict()):
             if isinstance(entry, ShardedObject):
+                found.object_names[-1][str(name)] = entry.unique_key
                 if _is_first(entry.replica_id):
                     found.objects[entry.unique_key] = entry.data
             elif id(entry.data) not in found.tensors or _is_first(entry.replica_id):

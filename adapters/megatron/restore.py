@@ -63,7 +63,7 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     fresh = [_moments(inner, saved, wants) for inner in held.inners]
     _refuse_foreign(path, wants, saved)
     with torch.no_grad():
-        _fill(path, wants, saved)
+        fill(path, wants, saved)
     for inner, states in zip(held.inners, fresh, strict=True):
         _install(inner, states, _saved_of(inner, job))
     return job
@@ -142,8 +142,17 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
 # ---------------------------------------------------------------------------------------------------------------- boxes
 
 
-def _fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
-    """Every stored box is read once, and only one at a time is in memory."""
+def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
+    """Put what the checkpoint has into all targets. Every stored box is read once, and only one at a time is in memory.
+
+    Args:
+        path: the checkpoint.
+        wants: what goes where.
+        saved: what there is, by name.
+
+    Raises:
+        CheckpointError: a file cannot be read, or elements are missing.
+    """
     missing = [prod(want.part.sizes) for want in wants]
     by_key: dict[str, list[int]] = {}
     for number, want in enumerate(wants):

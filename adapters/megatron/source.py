@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,12 +47,14 @@ class Held:
         inners: its plain optimizers, in the order of their steps.
         shards: of each of them.
         layout: of the job.
+        outline: of this rank, for the files of its shards; see ``outline.outline_text``.
     """
 
     geometry: Geometry
     inners: tuple[Inner, ...]
     shards: tuple[Shard, ...]
     layout: Layout
+    outline: Mapping[str, list[str]] = field(default_factory=dict)
 
     @property
     def stepping(self) -> tuple[Optimizer, ...]:
@@ -139,11 +141,11 @@ class MegatronSource(TorchSource):
         found: dict[str, list[Chunk]] = {}
         for key, chunk in _updated(inner, state["image"]):
             found.setdefault(key, []).append(chunk)
-        result: dict[str, Any] = {}
+        result: dict[str, Any] = dict(self.held.outline)
         if inner is self.held.inners[0]:
             for key, chunk in self._fixed(inner, state["buffers"]):
                 found.setdefault(key, []).append(chunk)
-            result = {key: [value] for key, value in self.held.geometry.objects.items()}
+            result |= {key: [value] for key, value in self.held.geometry.objects.items()}
         return result | {key: tuple(chunks) for key, chunks in found.items()}
 
     def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:

@@ -49,7 +49,7 @@ def write_stock_files(draft: Path, order: Commit, inners: Sequence[Inner], args:
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     files = {"metadata.json": json.dumps(backend | {"common_backend": "torch", "common_backend_version": 1}).encode()}
     try:
-        job, progress = read_job_state(draft, order.pieces), _progress(draft, order.pieces)
+        job, progress = read_job_state(draft, order.pieces), progress_of(draft, order.pieces)
         files["common.pt"] = _saved(_common(job, progress, inners, args))
     except Exception as problem:
         log.warning("the checkpoint can be read by ttp only, Megatron itself needs a common.pt: %s", problem)
@@ -67,7 +67,7 @@ def _saved(state: dict[str, Any]) -> bytes:
     return buffer.getvalue()
 
 
-def _progress(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
+def progress_of(draft: Path, pieces: Sequence[Piece]) -> dict[str, Any]:
     """Counters and loss scales of the version, which every rank has kept in its page; empty: all pages are lost."""
     for rank in ranks_kept(pieces):
         local = read_local_state(draft, pieces, rank)

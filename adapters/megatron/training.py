@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ttp
 from ttp.adapters.megatron.protect import protect
+from ttp.adapters.megatron.rank_state import TrackedStreams
+from ttp.adapters.torch.rng import RngState
 
 
 def install(
@@ -23,7 +26,8 @@ def install(
 
     ``setup_model_and_optimizer`` of Megatron's training module registers what it has made, and restores the newest
     checkpoint of ttp over what Megatron may have loaded: before data iterators are built from the samples consumed.
-    ``train`` is run under ``ttp_to_persist``.
+    ``train`` is run under ``ttp_to_persist``. What was restored of random streams is put back when it begins: building
+    a data iterator has drawn from them, and an unbroken training did not do so there.
 
     Args:
         save_dir: see ``protect``; None: ``--save`` of Megatron, else ``checkpoints``.
@@ -33,11 +37,34 @@ def install(
         training: the module to hook; None: ``megatron.training.training``.
     """
     module: Any = training or importlib.import_module("megatron.training.training")
-    module.setup_model_and_optimizer = _restoring(module, save_dir, extra_state=extra_state, undo=undo, buddy=buddy)
-    module.train = ttp.ttp_to_persist(module.train)
+    streams = _Streams()
+    how = {"extra_state": extra_state, "undo": undo, "buddy": buddy}
+    module.setup_model_and_optimizer = _restoring(module, save_dir, streams, **how)
+    module.train = ttp.ttp_to_persist(_beginning_with(module.train, streams))
 
 
-def _restoring(module: Any, save_dir: str | Path | None, **how: Any) -> Any:
+class _Streams:
+    """All random streams of this rank, as they were at one moment."""
+
+    def __init__(self) -> None:
+        self._rng: bytes | None = None
+        self._tracked: dict[str, Any] = {}
+
+    def keep(self) -> None:
+        """Those of now."""
+        self._rng = b"".join(bytes(part) for part in RngState().capture())
+        tracked = TrackedStreams().state_dict()
+        self._tracked = tracked | {"streams": {name: state.clone() for name, state in tracked["streams"].items()}}
+
+    def put_back(self) -> None:
+        """The kept ones, once."""
+        if self._rng is not None:
+            TrackedStreams().load_state_dict(self._tracked)
+            RngState().restore(self._rng)
+            self._rng = None
+
+
+def _restoring(module: Any, save_dir: str | Path | None, streams: _Streams, **how: Any) -> Any:
     setup = module.setup_model_and_optimizer
 
     @functools.wraps(setup)
@@ -47,7 +74,17 @@ def _restoring(module: Any, save_dir: str | Path | None, **how: Any) -> Any:
         args = module.get_args()
         directory = save_dir or getattr(args, "save", None) or "checkpoints"
         protect(model, optimizer, scheduler, args, save_dir=directory, **how)
-        ttp.restore()  # puts the counters of ``args`` back too
+        if ttp.restore():  # puts the counters of ``args`` back too
+            streams.keep()
         return made
 
     return setup_model_and_optimizer
+
+
+def _beginning_with(train: Callable[..., Any], streams: _Streams) -> Callable[..., Any]:
+    @functools.wraps(train)
+    def training(*positional: Any, **named: Any) -> Any:
+        streams.put_back()
+        return train(*positional, **named)
+
+    return training

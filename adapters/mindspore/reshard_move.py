@@ -40,7 +40,8 @@ def blocks(entry: Entry, rank: int, size: int = BLOCK) -> Iterator[bytes]:
             inside = [slice(a - index * n, b - index * n) for (a, b), index, n in zip(box, cell, source, strict=True)]
             rows = read_rows(_part(entry, cell), inside[0].start, inside[0].stop)
             there = tuple(slice(a - at, b - at) for (a, b), at in zip(box, low, strict=True))
-            made[there] = rows[(slice(None), *inside[1:])]
+            here = (slice(None), *inside[1:])
+            made[there] = rows[here]
         yield made.tobytes()
 
 

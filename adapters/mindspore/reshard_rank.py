@@ -8,6 +8,7 @@ What MindSpore got wrong is made again by our own conversion, and compared again
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -176,6 +177,7 @@ def _by_mindspore(plan: Plan, rank: int, names: Sequence[str], work: Path) -> di
     files = {one: _stand_in(plan, rank, one, names, work / f"rank_{one}.ckpt") for one in needed}
     made = work / "made.ckpt"
     ms.transform_checkpoint_by_rank(rank, {one: str(path) for one, path in files.items() if path}, str(made), src, dst)
+    gc.collect()  # its parameters refer to each other
     for path in files.values():
         if path is not None:
             path.unlink()

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ttp.adapters.torch.partition import Placement
 from ttp.errors import ConfigError
 
 GATHER_BYTES = 64 << 20
@@ -124,6 +125,26 @@ class BlockGather:
             for piece in pieces
         )
         return one
+
+
+def block_gather(
+    placement: Placement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
+) -> BlockGather:
+    """The exchange of the block that rank ``me`` of a group is in; a process group of its own is made for it.
+
+    Args:
+        placement: of the shards.
+        me: which of the group's ranks this is.
+        ranks: of the group, as the job numbers them.
+        group: all of them.
+        shards: the parameters of each shard.
+    """
+    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # as torch sorts them
+    if len(block) == 1:
+        group = None
+    elif len(block) < placement.size:
+        group = dist.new_group([ranks[r] for r in block], use_local_synchronization=True)
+    return BlockGather(shards, [placement.shard_of(r) for r in block], block.index(me), group)
 
 
 def dense_memory(parameter: Tensor) -> Tensor:

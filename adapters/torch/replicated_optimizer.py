@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from ttp.adapters.torch.gather import BlockGather, dense_memory
+from ttp.adapters.torch.gather import BlockGather, block_gather, dense_memory
 from ttp.adapters.torch.partition import Placement, assign
 from ttp.errors import ConfigError
 
@@ -192,15 +192,8 @@ class ReplicatedOptimizer(Optimizer):
         return own
 
     def _make_gather(self) -> BlockGather:
-        ranks = self.group_ranks
-        block = sorted(self.placement.block_of(self._rank), key=lambda r: ranks[r])  # as torch sorts them
         group = self.process_group or dist.group.WORLD
-        if len(block) == 1:
-            group = None
-        elif len(block) < self.placement.size:
-            group = dist.new_group([ranks[r] for r in block], use_local_synchronization=True)
-        holds = [self.placement.shard_of(r) for r in block]
-        return BlockGather(self._shards, holds, block.index(self._rank), group)
+        return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
 
     def _meet(self) -> None:
         """See that all ranks of the group were given the same, and where they are."""

@@ -91,3 +91,9 @@ def test_what_cannot_be_done_is_said(
     said = ttp("convert", *arguments)
     assert said.code == code and words in said.err and "Traceback" not in said.err
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "new").exists()
+
+
+def test_only_a_megatron_job_has_a_legacy_layout(ttp: Ttp, save_dir: Path, tmp_path: Path) -> None:
+    said = ttp("convert", save_dir, tmp_path / "load", "--to", "megatron")
+    assert said.code == 1 and "not by a Megatron job" in said.err
+    assert not (tmp_path / "load").exists()

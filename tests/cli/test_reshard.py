@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from tests.cli.conftest import Ttp
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # what importing MindSpore warns of is not ours
+    importlib.import_module("mindspore")
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 

@@ -97,8 +97,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the gate lets everybody through": (GATE, "if not self._closed or self._updating or self._admitted:", "if True:"),
     "the gate forgets who waits": (
         GATE,
-        "self._closed = self._admitted = False\n            self._closure += 1\n            self._opened.set()",
-        "self._closed = False\n            self._closure += 1",
+        "self._admitted = self._halted = False\n            self._closure += 1\n            self._opened.set()",
+        "self._halted = False\n            self._closure += 1",
     ),
     # replicas that differ
     "odd copies are as good": (DECIDE, "if verdict.odd or bad:", "if bad:"),
@@ -152,7 +152,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a snapshot can be made by an update": (
         PROCESSOR,
-        "has_gradient=quiet.has_gradient and not self._snapshot",
+        "has_gradient=quiet.has_gradient and not self._may_not_redo",
         "has_gradient=quiet.has_gradient",
     ),
     "the gate stays open after an update": (

@@ -17,7 +17,8 @@ from ttp.launch.leases import Leases
 
 OUT, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
 if os.environ.get("MS_ROLE") == "MS_SCHED":  # as MindSpore's scheduler: no rank, waits to be ended
-    (OUT / "scheduler").write_text(f"{os.getpid()} {os.environ['MS_SCHED_PORT']}")
+    (OUT / ".scheduler").write_text(f"{os.getpid()} {os.environ['MS_SCHED_PORT']}")
+    (OUT / ".scheduler").replace(OUT / "scheduler")
     signal.pause()
 RANK, ATTEMPT, PID = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.getpid()
 LEASES = Leases(Path(os.environ["TTP_RUN_DIR"])) if "TTP_RUN_DIR" in os.environ else None

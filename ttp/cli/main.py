@@ -19,6 +19,8 @@ from ttp.cli import (
     incidents,
     inspection,
     listing,
+    recover,
+    redundancy,
     report_fault,
     reshard,
     save,
@@ -76,7 +78,7 @@ def _register(name: str, panel: str, command: Callable[..., None], **settings: A
 
 
 def _run(context: typer.Context) -> None:
-    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ..."""
+    """Launch a job like torchrun, protected: ttp run [torchrun's flags] script.py ... (or: ttp run --mindspore ...)"""
     raise typer.Exit(_launch(context.args))
 
 
@@ -101,6 +103,8 @@ _register("verify", _SAVED, verify.verify)
 _register("inspect", _SAVED, inspection.inspect)
 _register("convert", _SAVED, convert.convert)
 _register("reshard", _SAVED, reshard.reshard)
+_register("recover", _SAVED, recover.recover)
+_register("redundancy", _SAVED, redundancy.redundancy)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)

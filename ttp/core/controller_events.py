@@ -7,6 +7,7 @@ from typing import Any, NewType
 
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
+from ttp.core.manager_messages import ManagerCall, Notice
 
 ConnectionId = NewType("ConnectionId", int)
 
@@ -82,11 +83,31 @@ class Accused:
 
 
 @dataclass(frozen=True, slots=True)
+class ManagerCame:
+    """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLeft:
+    """Nobody does any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """The manager says something."""
+
+    request: int
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Received | StreamEnded | SaveRequested | Accused | Tick
+Event = Received | StreamEnded | SaveRequested | Accused | ManagerCame | ManagerLeft | Noticed | Tick
 
 # ------------------------------------------------------------------------------------------------------------- actions
 
@@ -120,10 +141,25 @@ class AnswerSave:
 
 
 @dataclass(frozen=True, slots=True)
+class CallManager:
+    """Tell the manager."""
+
+    call: ManagerCall
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNotice:
+    """The answer to a ``Noticed``: why it is not accepted; empty if it is."""
+
+    request: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The controller is not needed any more."""
 
     reason: str
 
 
-Action = Send | Record | AnswerSave | Stop
+Action = Send | Record | AnswerSave | CallManager | AnswerNotice | Stop

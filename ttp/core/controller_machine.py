@@ -12,6 +12,7 @@ which only depends on what is known and can be entered again when more ranks are
                ``FREEZING``, where the plan is made again for the pieces that are missing (generation + 1).
 ``COMMITTING`` all pieces are durable; one rank renames the draft. If it is lost another one is asked; the commit is
                idempotent.
+``MENDING``    instead of both, where it is for the program's own handlers to save or to repair (``ttp.core.mending``).
 ``SAVED``      the checkpoint exists. What is left is to learn whether the fault is real: a stream that broke and came
                back within the grace was a false alarm, and the world is thawed.
 ``RELEASED``   everybody was told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
@@ -41,12 +42,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ttp.core import messages as m
+from ttp.core import rounds_messages as rm
 from ttp.core.buddies import Buddies
 from ttp.core.controller_events import (
     Accused,
     Action,
+    AnswerNotice,
     ConnectionId,
     Event,
+    ManagerCame,
+    ManagerLeft,
+    Noticed,
     Patience,
     Received,
     SaveRequested,
@@ -103,6 +109,7 @@ class ControllerMachine:
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Take one event, return what has to be done, in order. Late and duplicate events change nothing."""
+        self._rescue.mending.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
                 self._hello(connection, hello, now)
@@ -117,11 +124,20 @@ class ControllerMachine:
                 self._accused(event, now)
             case SaveRequested():
                 self._rescue.request(event, now)
+            case ManagerCame(wait_s):
+                self._rescue.mending.manager_came(wait_s)
+            case ManagerLeft():
+                self._rescue.mending.manager_left()
+            case Noticed(request, notice):
+                problem = self._rescue.mending.notice(notice, incident=self.incident is not None)
+                self._outbox.add(AnswerNotice(request, problem))
             case Tick():
                 self._look_for_hangs(now)
         frozen = self.incident is not None
         self._expire(now)
         self._rescue.advance(now)
+        if self.incident is None:
+            self._rescue.mending.advance()
         if frozen and self.incident is None:
             self._hangs.restart(now)  # nobody could move, and that was no hang
         self._maybe_finished(now)
@@ -146,6 +162,8 @@ class ControllerMachine:
             if due is not None:
                 yield due
         yield from self._rescue.deadlines()
+        if self.incident is None:
+            yield from self._rescue.mending.deadlines()
 
     # --------------------------------------------------------------------------------------------------- what is known
 
@@ -288,6 +306,7 @@ class ControllerMachine:
         self._standby.reset()
         self._mirrors.reset()
         self._buddies.reset()
+        self._rescue.mending.reset()
         self.finished_at = None
 
     def _new_incarnation(self, hello: m.Hello, now: float) -> None:
@@ -403,6 +422,7 @@ class ControllerMachine:
             member.last_seen, member.version, member.phase = now, beat.version, beat.phase
             member.mark, member.activity = beat.mark, beat.activity
             self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
+            self._rescue.mending.moved(beat.version)
             if self.incident is not None:
                 self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
 
@@ -431,6 +451,8 @@ class ControllerMachine:
                 self._mirrors.pass_on(report)
             case m.Copied():
                 self._buddies.copied(report)
+            case rm.Handlers() | rm.Ailing() | rm.Acted():
+                self._rescue.mending.reported(report)
             case _ if self.incident is not None:
                 self._saving_reported(self.incident, report, now)
 

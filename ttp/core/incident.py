@@ -20,6 +20,7 @@ class Stage(enum.Enum):
 
     FREEZING = "freezing"
     SAVING = "saving"
+    MENDING = "mending"
     COMMITTING = "committing"
     SAVED = "saved"
     RELEASED = "released"
@@ -33,6 +34,7 @@ _EXPLAINS = (
     m.FaultKind.PREEMPTED,
     m.FaultKind.HUNG,
     m.FaultKind.SILENT,
+    m.FaultKind.AILING,
     m.FaultKind.COLLECTIVE,
     m.FaultKind.SNAPSHOT,
 )
@@ -147,6 +149,11 @@ class Incident:
         return bool(self.kinds)
 
     @property
+    def accused(self) -> set[Rank]:
+        """Of whom evidence stands."""
+        return {rank for found in self.evidence.values() for rank in found}
+
+    @property
     def kinds(self) -> set[m.FaultKind]:
         """Of the evidence of real faults that stands."""
         return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}
@@ -231,6 +238,15 @@ class Incident:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
                 self._count(rank, answer.version)
+
+    def use(self, layout: Layout) -> None:
+        """It is better known now which ranks hold what."""
+        counted = dict(self._counted)
+        for rank in counted:
+            self._discount(rank)
+        self.layout = layout
+        for rank, version in counted.items():
+            self._count(rank, version)
 
     def answered(self, rank: Rank) -> bool:
         """Whether the rank has given its final answer."""

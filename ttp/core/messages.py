@@ -11,9 +11,10 @@ from dataclasses import dataclass
 
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
+from ttp.core.rounds_messages import Act, Acted, Ailing, Handlers
 
 PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 1
+PROTOCOL_MINOR = 2
 
 
 class Phase(enum.Enum):
@@ -36,6 +37,7 @@ class FaultKind(enum.Enum):
     OUTSIDE = "outside"  # an operator, a node monitor
     SILENT = "silent"  # says nothing: no heartbeat, no answer to a freeze
     HUNG = "hung"  # its peers wait for it and it does not move
+    AILING = "ailing"  # its loop has ended, and can be entered again once it is repaired
     SNAPSHOT = "snapshot"  # nothing is wrong: somebody asked for a checkpoint
 
 
@@ -335,6 +337,9 @@ Report = (
     | StandbyUp
     | Mirror
     | Copied
+    | Handlers
+    | Ailing
+    | Acted
 )
 
 # -------------------------------------------------------------------------------------------------------------- orders
@@ -522,4 +527,5 @@ Order = (
     | Keep
     | CopyTo
     | Settled
+    | Act
 )

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttp.core import messages as m
+from ttp.core.handler_talk import StartAct
 from ttp.core.layout import Rank, Version
+from ttp.core.rounds_messages import Acted, Ailing, Handlers
 
 # -------------------------------------------------------------------------------------------------------------- events
 
@@ -132,6 +134,27 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
+class HandlersKnown:
+    """What the program's handlers can do, and how they stand."""
+
+    report: Handlers
+
+
+@dataclass(frozen=True, slots=True)
+class Ailed:
+    """The training thread has left its loop, and can go back once it is repaired; ``None``: it has gone back."""
+
+    report: Ailing | None
+
+
+@dataclass(frozen=True, slots=True)
+class ActDone:
+    """A handler has ended, or there was nothing to do."""
+
+    report: Acted
+
+
+@dataclass(frozen=True, slots=True)
 class NeighbourDied:
     """A process of this host has ended: seen here before anybody else can."""
 
@@ -212,6 +235,9 @@ Event = (
     | PageChanged
     | CopyMade
     | CopySkipped
+    | HandlersKnown
+    | Ailed
+    | ActDone
 )
 
 # ------------------------------------------------------------------------------------------------------------- actions
@@ -382,4 +408,5 @@ Action = (
     | KeepPage
     | NameBuddy
     | SettleCopy
+    | StartAct
 )

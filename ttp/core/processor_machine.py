@@ -24,10 +24,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
+from ttp.core import rounds_messages as rm
 from ttp.core.decide import How
+from ttp.core.handler_talk import HandlerTalk, StartAct
 from ttp.core.layout import Version
 from ttp.core.processor_events import (
+    ActDone,
     Action,
+    Ailed,
     Based,
     CancelSave,
     CloseGate,
@@ -40,6 +44,7 @@ from ttp.core.processor_events import (
     DropLease,
     Event,
     Exit,
+    HandlersKnown,
     HoldLease,
     HostProbed,
     Joined,
@@ -76,7 +81,9 @@ from ttp.core.route import HOME, Route
 from ttp.errors import EXIT_NOT_SAVED
 
 __all__ = [
+    "ActDone",
     "Action",
+    "Ailed",
     "Based",
     "CancelSave",
     "CloseGate",
@@ -89,6 +96,7 @@ __all__ = [
     "DropLease",
     "Event",
     "Exit",
+    "HandlersKnown",
     "HoldLease",
     "HostProbed",
     "Joined",
@@ -115,6 +123,7 @@ __all__ = [
     "SettleCopy",
     "StackSeen",
     "StandbyStarted",
+    "StartAct",
     "StartCommit",
     "StartSave",
     "StartStandby",
@@ -186,6 +195,7 @@ class ProcessorMachine:
         self._copy: m.Copied | None = None
         self._unsettled = False
         self._skipped = Version(0)
+        self._talk = HandlerTalk()
         self._actions: list[Action] = []
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -232,6 +242,8 @@ class ProcessorMachine:
                 self._report(m.StandbyUp(self._hello.rank, address))
             case CopyMade() | CopySkipped():
                 self._copied(event)
+            case HandlersKnown() | Ailed() | ActDone():
+                self._handled(event)
             case PageChanged(version, final, data):
                 self._report(m.Mirror(self._hello.rank, version, final, self.incarnation, data))
         if not self.gone:
@@ -251,7 +263,7 @@ class ProcessorMachine:
             yield self._redo_until
         if self.incident and not self._snapshot:
             yield self._frozen_since + self.manners.rescue_s
-        if self._down_since is not None and not self.incident and (self._broken or self._returned):
+        if self._down_since is not None and not self.incident and self._waits:
             yield self._down_since + self.manners.alone_s
 
     def _on_time(self, now: float) -> None:
@@ -269,9 +281,19 @@ class ProcessorMachine:
         if self.incident and not self._snapshot and now >= self._frozen_since + self.manners.rescue_s:
             self._exit(EXIT_NOT_SAVED, f"frozen for {self.manners.rescue_s:g} s (TTP_OT) without being released")
         alone = self._down_since is not None and now >= self._down_since + self.manners.alone_s
-        if alone and not self.incident and (self._broken or self._returned):
+        if alone and not self.incident and self._waits:
             self._do(LetGo(rescued=False))
             self.gone = True
+
+    @property
+    def _may_not_redo(self) -> bool:
+        """A snapshot is written from what there is; handlers need all ranks at one version."""
+        return self._snapshot and self._hello.framework != rm.HANDLERS
+
+    @property
+    def _waits(self) -> bool:
+        """Whether the training thread has left its loop, and stands there until somebody says something."""
+        return bool(self._broken or self._returned or self._talk.ailing)
 
     def _within_s(self, now: float) -> float | None:
         """How long an attempt may take, where there are others to ask; None: as long as it takes.
@@ -352,6 +374,8 @@ class ProcessorMachine:
                 self._serve(order)
             case m.Settled():
                 self._settled(order)
+            case rm.Act():
+                self._act(order)
             case _:
                 pass  # late: of an incident or a generation that is over
 
@@ -384,6 +408,8 @@ class ProcessorMachine:
             self._report(self._view)  # others may still wait for the decision, and this controller may be new
         if self._copy is not None:
             self._report(self._copy)  # this controller may be new
+        for report in self._talk.repeated():
+            self._report(report)
         if self._broken is not None:
             self._report_broken(self._broken)
         if self._returned is not None:
@@ -427,7 +453,7 @@ class ProcessorMachine:
                 final=quiet.phase is not m.Phase.UPDATING,
                 stuck=not (quiet.parked or self._broken or self._returned),
                 settled=quiet.settled,
-                has_gradient=quiet.has_gradient and not self._snapshot,
+                has_gradient=quiet.has_gradient and not self._may_not_redo,
                 has_preimage=quiet.has_preimage and not self._snapshot,
                 digests=quiet.digests,
                 bad=quiet.bad,
@@ -515,6 +541,26 @@ class ProcessorMachine:
         self.incident, self._snapshot, self._redoing = "", False, None
         self._do(OpenGate())
         self._do(DropLease())
+
+    # -------------------------------------------------------------------------------------------------------- handlers
+
+    def _handled(self, event: HandlersKnown | Ailed | ActDone) -> None:
+        match event:
+            case HandlersKnown(report):
+                self._report(self._talk.known(report))
+            case Ailed(ailing):
+                if self._talk.ailed(ailing) is not None and ailing is not None:
+                    self._report(ailing)
+            case ActDone(acted):
+                if self._talk.done(acted) is not None:
+                    self._report(acted)
+
+    def _act(self, order: rm.Act) -> None:
+        answer = self._talk.ordered(order)
+        if isinstance(answer, StartAct):
+            self._do(answer)
+        elif answer is not None:
+            self._report(answer)
 
     # ---------------------------------------------------------------------------------------------------------- copies
 

@@ -1,7 +1,7 @@
 """Takes an incident from its first evidence to the release or the thaw: freezing, deciding, ending.
 
-What happens between the plan and the checkpoint is in ``ttp.core.saving``; the stages are explained in
-``ttp.core.controller_machine``.
+What happens between the plan and the checkpoint is in ``ttp.core.saving``, or in ``ttp.core.mending`` where it is for
+the program's own handlers to save; the stages are explained in ``ttp.core.controller_machine``.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.incident import OVER, Evidence, Incident, Stage
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.membership import Membership
+from ttp.core.mending import Mending
 from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
+from ttp.core.rounds import Ending, Outcome
 from ttp.core.saving import Saving
+from ttp.core.ward import Judge
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 OUTSIDER = Rank(-1)
@@ -51,8 +54,12 @@ class Rescue:
         self._outbox = outbox
         self._patience = patience
         self._new_id = new_id
+        self.mending = Mending(job, outbox, Judge(self._decide, self._on_disk), self._blame)
 
     # ------------------------------------------------------------------------------------------------------- evidence
+
+    def _blame(self, subject: Rank, kind: m.FaultKind, text: str, now: float) -> None:
+        self.fault(subject, kind, text, now, witness=OUTSIDER)
 
     def fault(
         self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
@@ -132,6 +139,7 @@ class Rescue:
             self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
         self._freeze(incident, hello.rank, incident.cause, now)
         self.saving.resend(incident, hello.rank)
+        self.mending.came_back(hello.rank, frozen=hello.incident == incident.id)
 
     def _after_incident(self, hello: m.Hello, now: float) -> None:
         """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
@@ -145,6 +153,7 @@ class Rescue:
 
     def lost(self, rank: Rank) -> None:
         """The rank cannot be spoken to any more."""
+        self.mending.lost(rank)
         if self.incident is not None:
             self.incident.forget(rank)
             self.incident.waiting.discard(rank)
@@ -196,7 +205,9 @@ class Rescue:
     def _improves(self, incident: Incident, answer: m.Frozen) -> bool:
         """A rank that was thought lost has brought back a newer version than the planned one."""
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
-        if plan is None or not clean or answer.version <= plan.version or incident.stage is Stage.FREEZING:
+        if plan is None or not clean or answer.version <= plan.version:
+            return False
+        if incident.stage in (Stage.FREEZING, Stage.MENDING):
             return False
         verdict = self._decide(incident)
         return isinstance(verdict, Plan) and verdict.version > plan.version
@@ -219,6 +230,8 @@ class Rescue:
         if incident.look_again_at:
             yield incident.look_again_at
         yield from (until for until in incident.pauses.values() if until != OVER)
+        if incident.stage is Stage.MENDING:
+            yield from self.mending.deadlines()
         if incident.waiting:
             yield incident.expire_check_at
 
@@ -259,6 +272,7 @@ class Rescue:
         steps: dict[Stage, Callable[[Incident, float], None]] = {
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
+            Stage.MENDING: self._mend,
             Stage.COMMITTING: lambda incident, _: self.saving.check_committer(incident),
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
@@ -275,7 +289,12 @@ class Rescue:
         if incident.recovered and job.complete and not (incident.faulty or job.broken or job.suspects):
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
-        if now < incident.look_again_at or (incident.waiting and not incident.newest_is_known()):
+        if incident.waiting and (self.mending.leads or not incident.newest_is_known()):
+            return
+        if self.mending.leads:
+            self._maybe_mend(incident, now)
+            return
+        if now < incident.look_again_at:
             return
         verdict = self._decide(incident)
         if isinstance(verdict, Plan) and not verdict.lost:
@@ -288,6 +307,40 @@ class Rescue:
                 self._start(incident, verdict, now)
             else:
                 self._give_up(incident, verdict.reason, now)
+
+    def _maybe_mend(self, incident: Incident, now: float) -> None:
+        """It is for the program's own handlers to do something, once everybody stands where it will stand."""
+        layout = self.mending.layout
+        if layout is not None and layout is not incident.layout:
+            incident.use(layout)
+        short = isinstance(self._decide(incident), NoPlan) and not self.mending.ails_any
+        if short and (self._hopes(incident, now) or self._job.suspects):
+            return
+        incident.stage = Stage.MENDING
+        self.mending.begin(incident)
+
+    def _mend(self, incident: Incident, now: float) -> None:
+        ending = self.mending.advance()
+        if ending is None:
+            return
+        self._outbox.record("mended", outcome=ending.outcome.value, version=ending.version, text=ending.text)
+        match ending:
+            case Ending(Outcome.RESUMED, version, text):
+                mended = incident.faulty and version > 0
+                for kind, subject in [(kind, s) for kind, found in incident.evidence.items() for s in found]:
+                    self._retract(incident, subject, kind)
+                self._thaw(incident, text, mended=mended)
+            case Ending(Outcome.SAVED, version, text):
+                incident.stage, incident.saved, incident.outcome = Stage.SAVED, version, text
+                incident.path = "where the save handlers wrote it"
+                self.saving.last_commit = (version, incident.path)
+                if self.mending.halted:
+                    self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
+            case Ending(_, _, text) if self.mending.halted:
+                incident.outcome = f"not saved: {text}"
+                self._release(incident, EXIT_NOT_SAVED, text, now)
+            case Ending(_, _, text):
+                self._end_without(incident, text, now)
 
     def _falls_short(self, incident: Incident, plan: Plan, now: float) -> bool:
         """Whether a newer version that a living rank has finished may become whole in a moment.
@@ -338,7 +391,7 @@ class Rescue:
         return Answer(
             rank=frozen.rank,
             version=frozen.version,
-            torn=frozen.phase is m.Phase.TORN or redoing,
+            torn=frozen.phase is m.Phase.TORN or redoing or self.mending.spoilt(frozen.rank),
             has_gradient=frozen.has_gradient and with_offers,
             has_preimage=frozen.has_preimage and with_offers and not redoing,
             stuck=frozen.stuck or bool(member.broken),
@@ -371,8 +424,7 @@ class Rescue:
         return members[copy.of].hello.host != members[witness].hello.host
 
     def _start(self, incident: Incident, plan: Plan, now: float) -> None:
-        last_commit = self.saving.last_commit
-        on_disk = max(self.base_version, last_commit[0] if last_commit else 0)
+        last_commit, on_disk = self.saving.last_commit, self._on_disk()
         if plan.version > on_disk:
             self.saving.begin(incident, plan, now)
             return
@@ -382,6 +434,10 @@ class Rescue:
             f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
         )
         self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
+
+    def _on_disk(self) -> Version:
+        last_commit = self.saving.last_commit
+        return Version(max(self.base_version, last_commit[0] if last_commit else 0))
 
     def _check_savers(self, incident: Incident, now: float) -> None:
         self.saving.check(incident, now)
@@ -412,13 +468,15 @@ class Rescue:
             return False
         return incident.waits("second look", self._patience.second_look_s, now)
 
-    def _thaw(self, incident: Incident, reason: str) -> None:
-        self.false_alarms += not incident.snapshot
+    def _thaw(self, incident: Incident, reason: str, *, mended: bool = False) -> None:
+        false_alarm = not (incident.snapshot or mended)
+        self.false_alarms += false_alarm
         for rank in sorted(self._job.live):
             self._outbox.send_to(rank, m.Thaw(rank, self._job.term, incident.id, reason))
         incident.outcome = incident.outcome or reason
-        self._outbox.record("thawed", reason=reason, false_alarm=not incident.snapshot)
+        self._outbox.record("thawed", reason=reason, false_alarm=false_alarm)
         self.close()
+        self.mending.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
         """Nothing can be saved here; perhaps elsewhere."""
@@ -447,6 +505,7 @@ class Rescue:
         return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
+        self.mending.over(resumed=False)
         incident.stage, incident.exit_code, incident.release_text = Stage.RELEASED, exit_code, text
         incident.released_at = now
         self._job.ended = True

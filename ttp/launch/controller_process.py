@@ -18,6 +18,7 @@ from pathlib import Path
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError
 from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, may_be_bound, port_owner, probe
 from ttp.launch.run_dir import make_private
+from ttp.wire.tls import diagnose
 
 __all__ = [
     "Presence",
@@ -245,6 +246,8 @@ class _Start:
         elif self._stranger_since is None:
             self._stranger_since = now
         elif now - self._stranger_since >= STRANGER_S:
+            if encryption := diagnose(self._address, self._port, ""):
+                raise ConfigError(encryption)
             raise ConfigError(
                 f"port {self._port} of {self._address} is in use by something that is no ttp controller"
                 f"{self._owner()}: choose another TTP_PORT"

@@ -28,13 +28,12 @@ class FaultReporter:
     def __init__(
         self, address: str, port: int, token: str, pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: ()
     ) -> None:
-        import grpc
-
+        from ttp.wire.tls import open_channel
         from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
         self._pages_after = pages_after
         self._metadata = (("ttp-token", token),)
-        self._channel = grpc.insecure_channel(target(address, port), options=channel_options())
+        self._channel = open_channel(target(address, port), channel_options())
         self._channel.subscribe(lambda _state: None, try_to_connect=True)
         self._stub = ControllerStub(self._channel)
 

@@ -18,6 +18,8 @@ from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
 
 EXIT_FAILED = 1
 
+MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
+
 
 def show_log(config: Config) -> None:
     """Let operators see what the launcher waits for, unless the program that calls us logs already."""

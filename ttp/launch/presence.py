@@ -77,7 +77,7 @@ def target(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def channel_options() -> list[tuple[str, int]]:
+def channel_options() -> list[tuple[str, Any]]:
     """Options of every short connection to a controller: no HTTP proxy, no shared connection, quick reconnects."""
     return [
         ("grpc.enable_http_proxy", 0),
@@ -102,10 +102,11 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
         return "nobody"
     import grpc
 
+    from ttp.wire.tls import open_channel
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
     from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
+    with open_channel(target(address, port), channel_options()) as channel:
         try:
             ControllerStub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),))
         except grpc.RpcError as problem:
@@ -130,10 +131,11 @@ def controller_pid(address: str, port: int, token: str, timeout_s: float = PROBE
 def _status(address: str, port: int, token: str, timeout_s: float) -> Any:
     import grpc
 
+    from ttp.wire.tls import open_channel
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
     from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-    with grpc.insecure_channel(target(address, port), options=channel_options()) as channel:
+    with open_channel(target(address, port), channel_options()) as channel:
         try:
             return ControllerStub(channel).GetStatus(
                 GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),)

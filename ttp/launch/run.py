@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from ttp.config import Config
+from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
-from ttp.launch.preparation import forget_run_dir, refuse, settled, show_log, verdict
+from ttp.launch.preparation import MINDIO_HELP, forget_run_dir, refuse, settled, show_log, verdict
 
 logger = logging.getLogger("ttp.launch")
 
@@ -36,6 +37,10 @@ class Launch(Protocol):
     def several_nodes(self) -> bool:
         """Whether other hosts take part."""
 
+    @property
+    def mindio(self) -> bool:
+        """Whether programs written for mindio_ttp are to run on ttp."""
+
     def run(self, config: Config) -> int:
         """Launch it with these settings and return the exit code."""
 
@@ -50,6 +55,8 @@ def run(argv: list[str]) -> int:
         launch = _launch(argv)
         config = Config.from_env()
         show_log(config)
+        if launch.mindio or config.mindio:
+            _put_mindio_into_place(config)
         with settled(config, launch.several_nodes) as job:
             code = launch.run(job)
         if code == EXIT_TRAINED:
@@ -91,7 +98,19 @@ def _parse(argv: list[str]) -> Any:
         ) from None
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
+    parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
     return parser.parse_args(argv)
+
+
+def _put_mindio_into_place(config: Config) -> None:
+    from ttp.compat.mindio.placing import find_original, tell_children
+
+    original = find_original()
+    if original is not None and config.mindio != MINDIO_FORCE:
+        logger.warning(
+            "the original mindio_ttp is installed and is used; %s=force puts ttp's in its place", MINDIO_SWITCH
+        )
+    tell_children(os.environ)
 
 
 def _several_nodes(nnodes: str) -> bool:
@@ -109,6 +128,7 @@ class _TorchLaunch:
     def __init__(self, argv: list[str]) -> None:
         self._arguments = _parse(argv)
         self.several_nodes = _several_nodes(self._arguments.nnodes)
+        self.mindio: bool = self._arguments.mindio
         self._agent: Any = None
 
     def run(self, config: Config) -> int:

@@ -23,6 +23,7 @@ from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
 from ttp.store.digest import HashingFile
+from ttp.wire import tls
 from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, TOKEN_KEY, metadata
 from ttp.wire.v1 import buddy_pb2 as pb
 from ttp.wire.v1 import buddy_pb2_grpc as rpc
@@ -52,7 +53,7 @@ class Sender:
     def __init__(self, address: str, token: str, run_id: str) -> None:
         self.address = address
         self._token, self._run_id = token, run_id
-        self._channel = grpc.insecure_channel(address, options=CLIENT_OPTIONS)
+        self._channel = tls.open_channel(address, CLIENT_OPTIONS)
 
     def send(
         self,
@@ -144,7 +145,7 @@ class Receiver(rpc.BuddyServicer):
             options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
         )
         rpc.add_BuddyServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"[{bind}]:0" if ":" in bind else f"{bind or '[::]'}:0")
+        self.port = tls.add_port(self._server, f"[{bind}]:0" if ":" in bind else f"{bind or '[::]'}:0")
         if self.port == 0:
             raise RuntimeError(f"no port can be had at {bind or 'this host'}")
         self._server.start()

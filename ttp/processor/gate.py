@@ -38,6 +38,10 @@ class GateState:
     near: bool = False
 
 
+class Halted(Exception):  # noqa: N818 - it is not an error of whoever gets it
+    """The training thread is to leave its loop instead of waiting at the gate."""
+
+
 class Gate:
     """Guards one copy of the state. ``begin_update`` and ``end_update`` belong to the training thread.
 
@@ -51,6 +55,7 @@ class Gate:
         "_closed",
         "_closure",
         "_done",
+        "_halted",
         "_lock",
         "_near",
         "_on_quiet",
@@ -75,15 +80,23 @@ class Gate:
         self._parked = False
         self._near = False
         self._done = False
+        self._halted = False
         self.redone = False
         """Whether the running, or else the last, update was made by order, under a closed gate."""
 
     # --------------------------------------------------------------------------------------------- training thread
 
     def begin_update(self) -> None:
-        """Pass the gate, or wait in front of it until it opens."""
+        """Pass the gate, or wait in front of it until it opens.
+
+        Raises:
+            Halted: see ``halt``.
+        """
         while True:
             with self._lock:
+                if self._halted:
+                    self._parked = False
+                    raise Halted
                 if not self._closed or self._updating or self._admitted:
                     self.redone = self._admitted
                     self._updating, self._admitted = True, False
@@ -120,6 +133,11 @@ class Gate:
         finally:
             with self._lock:
                 self._near = False
+
+    @property
+    def updating(self) -> bool:
+        """Whether the training thread is in an update. Without the lock: for that thread itself."""
+        return self._updating
 
     @property
     def closed(self) -> bool:
@@ -169,10 +187,22 @@ class Gate:
             self._opened.set()
             return True
 
+    def halt(self) -> None:
+        """Whoever stands at the gate, or comes to it, is told to leave its loop: ``begin_update`` raises ``Halted``."""
+        with self._lock:
+            self._halted = True
+            self._opened.set()
+
+    def revive(self, version: Version) -> None:
+        """The copy was repaired and is of ``version``; the training thread enters its loop again."""
+        with self._lock:
+            self.version = version
+            self._updating = self._torn = self._halted = self._admitted = False
+
     def open(self) -> None:
         """Let updates start again."""
         with self._lock:
-            self._closed = self._admitted = False
+            self._closed = self._admitted = self._halted = False
             self._closure += 1
             self._opened.set()
 

@@ -78,8 +78,17 @@ class _PythonStream:
         return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]), _pack_gauss(gauss)
 
     def restore(self, data: bytes, gauss: bytes) -> None:
-        position, *words = struct.unpack(f"<{_WORDS + 1}I", data)
-        random.setstate((3, (*words, position), _unpack_gauss(gauss)))
+        random.setstate(python_state(data, gauss))
+
+
+def python_state(data: bytes, gauss: bytes) -> tuple[Any, ...]:
+    """What was captured of module ``random``, for ``random.setstate``.
+
+    Raises:
+        struct.error: it was not.
+    """
+    position, *words = struct.unpack(f"<{_WORDS + 1}I", data)
+    return 3, (*words, position), _unpack_gauss(gauss)
 
 
 def _pack_gauss(value: float | None) -> bytes:
@@ -157,14 +166,7 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
     except ImportError:
         return ["numpy is not installed: its random stream was not put back"]
     streams: Any = numpy.random
-    if gauss:
-        words = numpy.frombuffer(data, dtype="<u4", count=_WORDS)
-        (position,) = struct.unpack_from("<i", data, 4 * _WORDS)
-        spare = _unpack_gauss(gauss)
-        state: Any = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
-        state |= {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
-    else:
-        state = decode(data)
+    state = _numpy_state(data, gauss)
     wanted = state["bit_generator"]
     if type(streams.get_bit_generator()).__name__ != wanted:
         if wanted not in _NUMPY_GENERATORS:
@@ -172,6 +174,32 @@ def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
         streams.set_bit_generator(getattr(streams, wanted)())
     streams.set_state(state)
     return []
+
+
+def _numpy_state(data: bytes, gauss: bytes) -> Any:
+    """For ``numpy.random.set_state``, in its newer form."""
+    import numpy
+
+    if not gauss:
+        return decode(data)
+    words = numpy.frombuffer(data, dtype="<u4", count=_WORDS)
+    (position,) = struct.unpack_from("<i", data, 4 * _WORDS)
+    spare = _unpack_gauss(gauss)
+    state = {"bit_generator": "MT19937", "state": {"key": words, "pos": position}}
+    return state | {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
+
+
+def numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
+    """What was captured of numpy, for the older form of ``numpy.random.set_state``; None: it was no Mersenne Twister.
+
+    Raises:
+        ValueError, TypeError, LookupError, struct.error, EncodingError: it was not captured.
+    """
+    state = _numpy_state(data, gauss)
+    if state["bit_generator"] != "MT19937":
+        return None
+    inner = state["state"]
+    return ("MT19937", inner["key"].copy(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
 
 
 _NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")

@@ -26,6 +26,7 @@ from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
+from ttp.core import rounds_messages as rm
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.stripes import WHOLE
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
@@ -44,6 +45,7 @@ from ttp.processor.sentinel import Sentinel
 from ttp.processor.source import Cancelled, StateSource
 from ttp.processor.stream import Stream
 from ttp.store.mounts import Mounts
+from ttp.wire import tls
 from ttp.wire.channel import target
 
 T = TypeVar("T")
@@ -152,6 +154,10 @@ class Processor:
         self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._closed = False
         self._exit_code: int | None = None
+        self.on_act: Callable[[rm.Act], None] | None = None
+        """Carries out rounds; must not block. ``acted`` says what came of it."""
+        self.before_exit: Callable[[], None] | None = None
+        """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` at most."""
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
 
     # --------------------------------------------------------------------------------------------- for the main thread
@@ -232,6 +238,29 @@ class Processor:
         self._exit_code = then
         self.gate.mark_torn()
         self._inbox.put(pm.Raised(kind, text, detail))
+
+    def handlers_known(self, report: rm.Handlers) -> None:
+        """What the program's handlers can do; said again to every controller."""
+        self._inbox.put(pm.HandlersKnown(report))
+
+    def ails(self, report: rm.Ailing) -> None:
+        """The training thread has left its loop, and can go back. May be called from any thread."""
+        self.gate.mark_torn()
+        self._inbox.put(pm.Ailed(report))
+
+    def acted(self, report: rm.Acted) -> None:
+        """What came of an act. May be called from any thread."""
+        self._inbox.put(pm.ActDone(report))
+
+    def exit_with(self, code: int | None) -> None:
+        """Exit code of this process after a release; None: as the controller says."""
+        self._exit_code = code
+
+    def wait_let_go(self, timeout_s: float) -> bool:
+        """Whether nothing more comes from the controller; waits for that."""
+        with contextlib.suppress(concurrent.futures.TimeoutError):
+            self._let_go.result(timeout=timeout_s)
+        return self._let_go.done() or self._closed
 
     def say(self) -> None:
         """Tell the controller now, not with the next beat, what this rank does."""
@@ -349,6 +378,16 @@ class Processor:
                 self._copying.named(order)
             case pm.SettleCopy() if self._copying is not None:
                 self._copying.settle(action)
+            case pm.StartAct(act):
+                self._start_act(act)
+
+    def _start_act(self, act: rm.Act) -> None:
+        if self.on_act is not None:
+            self.on_act(act)
+            return
+        state = self.gate.state()
+        torn, text = state.phase is m.Phase.TORN, f"this rank has no handlers to {act.kind.value} with"
+        self.acted(rm.Acted(act.rank, act.serial, False, 0, state.version, torn, text))
 
     def _work(self, job: Callable[[], None]) -> None:
         """On the saver; one that still hangs in what was cancelled is left behind."""
@@ -537,7 +576,17 @@ class Processor:
         if reason.startswith("UNAUTHENTICATED") and not self._joined.is_set():
             self._problem = ConfigError(f"the controller at {self.env.master_addr}:{self.config.port}: {reason}")
             self._joined.set()
+        self._complain_of_encryption(reason)
         self._inbox.put(pm.StreamDown(reason))
+
+    def _complain_of_encryption(self, reason: str) -> None:
+        """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""
+        if self._joined.is_set() or self._closed or not reason.startswith("UNAVAILABLE"):
+            return
+        problem = tls.diagnose(self.env.master_addr, self.config.port or 0, reason)
+        if problem is not None:
+            self._problem = ConfigError(problem)
+            self._joined.set()
 
     # ------------------------------------------------------------------------------------------------------ for others
 
@@ -652,6 +701,10 @@ class Processor:
         last_resort.daemon = True
         last_resort.start()
         log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
+        if self.before_exit is not None:
+            last_word = threading.Thread(target=self.before_exit, name="ttp-exit", daemon=True)
+            last_word.start()
+            last_word.join(EXIT_S / 2)
         with contextlib.suppress(Exception):
             if self._stream is not None:
                 self._stream.finish(timeout_s=0.5)

@@ -17,7 +17,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core.buddies import keepers
 from ttp.core.controller_events import Action, Record
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.incident import Incident
@@ -143,7 +142,7 @@ class Judge:
             if whole:
                 plain[rank] = {version}
             offered[rank] = plain.get(rank, set()) | _offers(answer, version, whole)
-            kept |= _kept(self._world.layout, answer, self._world.copies(process.host))
+            kept |= _kept(self._world.keepers, answer, self._world.copies(process.host))
         layout, written = self._world.layout, incident.written()
         best = largest_version(layout, plain, written, kept)
         newest = max((v for versions in plain.values() for v in versions), default=None)
@@ -212,14 +211,13 @@ def _silent(incident: Incident) -> set[Rank]:
 
 
 def _kept(
-    layout: Layout, answer: m.Frozen | None, there: Collection[tuple[Rank, Version]]
+    keepers: Mapping[Rank, Sequence[Shard]], answer: m.Frozen | None, there: Collection[tuple[Rank, Version]]
 ) -> set[tuple[Shard, Version]]:
     """Second copies that a rank has said that it can bring, and that are still ``there``."""
     if answer is None or not (answer.final and answer.kept):
         return set()
-    mine = keepers(layout)
     found = (copy for copy in answer.kept if (copy.of, copy.version) in there)
-    return {(shard, copy.version) for copy in found for shard in mine.get(copy.of, ())}
+    return {(shard, copy.version) for copy in found for shard in keepers.get(copy.of, ())}
 
 
 def _offers(answer: m.Frozen | None, version: Version, whole: bool) -> set[Version]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
-from ttp.core.buddies import NOBODY, Generations, keepers
+from ttp.core.buddies import NOBODY, Generations
 from ttp.core.layout import Rank, Shard, Version
 from ttp.testing.toy import Words
 
@@ -54,7 +54,7 @@ class SimCopies:
         if not self._generations.tries(version // EVERY):
             self._rank.put(pm.CopyMade(version, False, "not tried"))
             return
-        mine = keepers(self._world.layout).get(self._rank.rank, ())
+        mine = self._world.keepers.get(self._rank.rank, ())
         trainer = self._rank.trainer
         copy = ({shard: trainer.shards[shard] for shard in mine}, trainer.random)
         self._world.after(self._rank.takes(0.005), self._rank.run, self._stored, version, copy)
@@ -101,7 +101,7 @@ class SimCopies:
 
     def shard(self, shard: Shard, version: Version) -> Words | None:
         """Of a kept copy, if it is still there."""
-        keeper = next(rank for rank, shards in keepers(self._world.layout).items() if shard in shards)
+        keeper = next(rank for rank, shards in self._world.keepers.items() if shard in shards)
         copy = self._world.copies(self._rank.host).get((keeper, version))
         return None if copy is None else copy[0][shard]
 

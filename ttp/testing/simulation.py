@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
+from ttp.core.buddies import keepers
 from ttp.core.controller_events import Accused, ConnectionId, Patience, SaveRequested
 from ttp.core.layout import Rank, Version
 from ttp.testing.clock import Clock
@@ -110,6 +111,8 @@ class Simulation(Clock):
         self.scenario, self.layout, self.steps = scenario, scenario.layout, scenario.steps
         self.rng = random.Random(f"run {scenario.seed}")
         self.storage = ToyStorage(self.layout)
+        self.keepers = keepers(self.layout)
+        """Who keeps copies of which shards; the same on all ranks, and computed once for all of them here."""
         self.judge = Judge(self)
         self.patience, self.manners = PATIENCE, MANNERS
         if scenario.watched:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 
+from ttp.wire import tls
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 TOKEN_KEY = "ttp-token"
 MESSAGE_BYTES_MAX = 256 << 20
 """Tables of pieces travel in messages: about 300 bytes per tensor."""
 
-_COMMON = [
+_COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.keepalive_time_ms", 5_000),
@@ -44,8 +47,12 @@ def target(address: str, port: int) -> str:
 
 
 def open_channel(address: str, port: int) -> grpc.Channel:
-    """A channel of its own connection to the controller."""
-    return grpc.insecure_channel(target(address, port), options=CLIENT_OPTIONS)
+    """A channel of its own connection to the controller.
+
+    Raises:
+        ConfigError: TLS is asked for and cannot be had; see ``ttp.wire.tls``.
+    """
+    return tls.open_channel(target(address, port), CLIENT_OPTIONS)
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -17,6 +17,7 @@ from typing import Any
 from google.protobuf.message import DecodeError
 
 from ttp.core import messages as m
+from ttp.core import rounds_messages as rm
 from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
@@ -169,7 +170,9 @@ def _snake(kind: type) -> str:
 
 
 def _known_fields() -> dict[type, list[tuple[str, Any]]]:
-    kinds = [*REPORTS, *ORDERS, m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate]
+    values = [m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate]
+    values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
+    kinds = [*REPORTS, *ORDERS, *values]
     fields: dict[type, list[tuple[str, Any]]] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)

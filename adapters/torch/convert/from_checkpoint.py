@@ -24,16 +24,20 @@ from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
 
-FRAMEWORK = "torch"
+FRAMEWORK, MEGATRON = "torch", "megatron"
 
 
 def read_checkpoint(path: Path) -> Contents:
     """What the checkpoint at ``path`` holds; its digests have been verified.
 
     Raises:
-        CheckpointError: it is not one of the torch adapter, or its shards do not fit together.
+        CheckpointError: it is of another framework's adapter, or its shards do not fit together.
     """
     manifest = Manifest.load(path)
+    if manifest.framework == MEGATRON:
+        from ttp.adapters.megatron.contents import read_megatron
+
+        return read_megatron(path)
     items = _torch_items(path, manifest)
     build_metadata(items, StorageMeta())  # that chunks cover every tensor exactly once
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
@@ -52,8 +56,8 @@ def read_checkpoint(path: Path) -> Contents:
 def _torch_items(path: Path, manifest: Manifest) -> list[Item]:
     if manifest.framework != FRAMEWORK:
         raise CheckpointError(
-            f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of plain torch "
-            f"jobs only. Use the converter of {manifest.framework} itself"
+            f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of torch and "
+            f"Megatron jobs only. Use the converter of {manifest.framework} itself"
         )
     items = items_of(manifest.pieces)
     if not any(item.path[0] == "model" and item.is_tensor for item in items):

@@ -34,6 +34,7 @@ class Shape:
     torch_adam: bool = False
     overflows: tuple[int, ...] = ()
     frozen: bool = False
+    replicated: bool = False
 
 
 class Training:
@@ -68,7 +69,8 @@ class Training:
         self.optimizer = _optimizer(self.chunks, shape)
         self.scheduler = _scheduler(self.optimizer, self.batch)
         # As Megatron-LM: tensor parallel ranks share this stream, or their copies of one parameter would drift apart.
-        torch.manual_seed(seed + 10 * self.dp_rank + 100 * parallel_state.get_pipeline_model_parallel_rank())
+        own = 0 if shape.replicated else 10 * self.dp_rank  # as --data-parallel-random-init, or not
+        torch.manual_seed(seed + own + 100 * parallel_state.get_pipeline_model_parallel_rank())
         self.losses: list[float] = []
         self.before_update: Callable[[], None] = lambda: None
         """Called between the reduced gradients and the optimizer; tests put something here."""
@@ -199,7 +201,7 @@ def _optimizer(chunks: list[Any], shape: Shape) -> Any:
         lr=1e-2,
         min_lr=1e-4,
         weight_decay=0.01,
-        use_distributed_optimizer=shape.distributed,
+        use_distributed_optimizer=shape.distributed or shape.replicated,
         bf16=shape.bf16,
         fp16=shape.fp16_scaler,
         initial_loss_scale=64.0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +50,22 @@ class Job:
         """Exit codes of a life under ttp, with a controller of its own; see ``worlds.job``."""
         env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
-        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, steps=STEPS, life=life, **how)
+        env |= how.pop("env", {})
+        settings = {"steps": STEPS, **how}
+        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, life=life, **settings)
+
+    def starts(self) -> list[int]:
+        """The version at which each life began."""
+        lines = (line.split() for line in (self.directory / "rank0.log").read_text().splitlines())
+        return [int(words[2]) for words in lines if words[1] == "start"]
+
+    def seen(self, rank: int, life: int | None = None) -> dict[int, set[str]]:
+        """What a rank held at each version that it finished, in one life or in all; see ``worlds.bits``."""
+        found: dict[int, set[str]] = {}
+        for words in (line.split() for line in (self.directory / f"rank{rank}.log").read_text().splitlines()):
+            if words[1] == "version" and life in (None, int(words[0])):
+                found.setdefault(int(words[2]), set()).add(words[3])
+        return found
 
     def kill(self, dead: list[int], phase: str, undo: str | None = None) -> None:
         """A first life, in which these ranks are killed in one step; the others save."""
@@ -121,3 +136,33 @@ def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -
     assert any("exp_avg_sq" in key for key in one)
     for key, value in one.items():
         assert torch.equal(value, other[key]), key
+
+
+_OTHERWISE = {
+    "local_experts": "experts",
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+"""What the checkpoint calls some of the model's tensors: specs with and without fused layers read each other."""
+
+
+def _key_of(name: str, known: Container[str]) -> str:
+    for mine, theirs in _OTHERWISE.items():
+        name = name if name in known else name.replace(mine, theirs)
+    return name
+
+
+def assert_whole(unhurt: dict[str, torch.Tensor], state: dict[str, Any]) -> None:
+    """Every element of a file's weights and moments; the job's tensors hold all layers, or all experts of them."""
+    seen: dict[str, torch.Tensor] = {key: torch.zeros(value.shape, dtype=torch.bool) for key, value in unhurt.items()}
+    for name, weight in state["model"].items():
+        steps = name.split(".")
+        numbers = tuple(int(step) for step in steps if step.isdecimal())
+        key = _key_of(".".join(step for step in steps if not step.isdecimal()), unhurt)
+        moments = {f"optimizer.state.{what}.{key}": value for what, value in state["optim"]["state"][name].items()}
+        for full, value in {key: weight, **moments}.items():
+            if not full.startswith("optimizer.state.step"):
+                assert torch.equal(value.float(), unhurt[full][numbers]), (name, full)
+                seen[full][numbers] = True
+    missing = {key for key, known in seen.items() if not known.all()}
+    assert not missing - {key for key in missing if "fp32_param" in key}, missing

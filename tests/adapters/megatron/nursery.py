@@ -64,6 +64,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     worlds = importlib.import_module("tests.adapters.megatron.worlds")
+    importlib.import_module("tests.adapters.megatron.seed_gpt3")
     importlib.import_module("ttp.adapters.megatron.adapter")
     for name in ("core", "core.models.gpt", "core.optimizer", "core.distributed", "core.pipeline_parallel"):
         importlib.import_module(f"megatron.{name}")
@@ -96,7 +97,9 @@ def _fork(worlds: Any, order: dict[str, Any], rank: int) -> int:
             os.dup2(out, stream)
         os.environ.update(order["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank), "JOB_DIR": str(directory)})
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(order["ranks"])
-        getattr(worlds, order["program"])(**order["arguments"])
+        module, _, program = order["program"].rpartition(".")
+        home = importlib.import_module(f"tests.adapters.megatron.{module}") if module else worlds
+        getattr(home, program)(**order["arguments"])
         code = 0
     except SystemExit as leaving:
         code = leaving.code if isinstance(leaving.code, int) else 1

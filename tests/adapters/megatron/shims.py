@@ -27,6 +27,7 @@ def apply(*, torch_adam: bool = False) -> None:
     cuda.current_device = lambda: torch.device("cpu")
     cuda.synchronize = lambda *_args: None
     cuda.get_rng_state = cuda.random.get_rng_state = lambda *_args, **_kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *_args, **_kwargs: torch.set_rng_state(state)
     cuda.manual_seed = torch.manual_seed
     cuda.Stream = _Stream
     cuda.stream = lambda _stream: contextlib.nullcontext()

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, VIRTUAL, Job, assert_equal
+from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, TP2_DP2, VIRTUAL, Job, assert_equal, assert_whole
 from tests.adapters.megatron.nursery import Nursery
+from ttp.adapters.megatron import offer_to_megatron
+from ttp.adapters.torch.convert.conversion import convert
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400), pytest.mark.slow]
 
@@ -46,3 +48,31 @@ def test_another_kind_of_optimizer(nursery: Nursery, tmp_path: Path, bf16: bool)
     job, unhurt = killed(nursery, tmp_path, {"instances": 2, "bf16": bf16})
     plain = job.state("plain", {"distributed": False, "bf16": bf16}, ttp_from=str(job.save_dir))
     assert_equal(unhurt, plain)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        pytest.param(DP4, id="dp4"),
+        pytest.param(PP2_DP2, id="pp2"),
+        pytest.param(VIRTUAL, id="interleaved"),
+        pytest.param(EP2_DP2, id="experts"),
+        pytest.param({**TP2_DP2, "fp16_scaler": True, "overflows": [1]}, id="dynamic-loss-scale"),
+        pytest.param({**DP4, "bf16": True}, id="bf16-dp4"),
+        pytest.param({"distributed": False, "tp": 2}, id="fp32-optimizer"),
+        pytest.param({"distributed": False, "tp": 2, "bf16": True}, id="float16-optimizer"),
+        pytest.param({"distributed": False, "tp": 2, "torch_adam": True}, id="torch-adam"),
+        pytest.param({**TP2_DP2, "frozen": True}, id="frozen-layers"),
+    ],
+)
+def test_the_legacy_layout_and_one_file(nursery: Nursery, tmp_path: Path, shape: dict[str, Any]) -> None:
+    """Loaded by Megatron itself, and trained on: and everything in one file, under the names of the model."""
+    job, unhurt = killed(nursery, tmp_path, shape)
+    offer_to_megatron(job.checkpoint, tmp_path / "load", ckpt_format="torch")
+    assert_equal(unhurt, job.state("legacy", legacy_from=str(tmp_path / "load")))
+    for rank in range(4):
+        for name in ("weights", "main", "moments", "groups", "schedule", "scalers"):
+            assert job.summary("legacy", rank)[name] == job.summary("unhurt", rank)[name], (rank, name)
+        assert job.after("legacy", rank)["args"] == job.after("unhurt", rank)["args"]
+    convert(job.checkpoint, tmp_path / "all.pt", "torch", watch=lambda _what, _total: lambda _count: None)
+    assert_whole(unhurt, torch.load(tmp_path / "all.pt", weights_only=True))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import random
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -17,10 +19,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import ttp
+import ttp.session
 from tests.adapters.megatron import shims
 from tests.adapters.megatron.gpt import Shape, Training
 
@@ -34,9 +38,13 @@ def _rank() -> int:
 
 
 def _join(name: str, shape: Shape) -> None:
+    """Without a name: the process group of whoever launched this rank."""
     collectives: Any = dist
-    store = collectives.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
-    dist.init_process_group("gloo", store=store, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    if name:
+        store = collectives.FileStore(str(_directory() / f"store.{name}"), int(os.environ["WORLD_SIZE"]))
+        dist.init_process_group("gloo", store=store, rank=_rank(), world_size=int(os.environ["WORLD_SIZE"]))
+    else:
+        dist.init_process_group("gloo")
     shims.apply(torch_adam=shape.torch_adam)
 
 
@@ -47,6 +55,8 @@ def job(
     fault: dict[str, Any] | None = None,
     undo: str | None = None,
     through: str = "protect",
+    hosts: str = "",
+    launched: bool = False,
 ) -> None:
     """Train under ttp until ``steps`` updates are made.
 
@@ -54,22 +64,26 @@ def job(
         shape: see ``Shape``.
         steps: updates in the life of the job.
         life: how often it was started before.
-        fault: which ranks kill themselves, at which step, and where in it.
+        fault: which ranks kill themselves, at which step, and where in it; ``host``: with the memory of their host.
         undo: see ``protect``.
         through: ``protect``, or ``install`` into something like Megatron-LM's training module.
+        hosts: for each rank the letter of the host that it believes to be on; then with ``buddy=True``.
+        launched: there is a launcher, which has made a process group possible.
     """
-    _join(f"job{life}", Shape(**shape))
+    if hosts:
+        os.environ |= {"TTP_HOST": hosts[_rank()], "TTP_RUN_DIR": str(_directory() / "run" / hosts[_rank()])}
+    _join("" if launched else f"job{life}", Shape(**shape))
     training = Training(Shape(**shape), seed=123 + life)  # nothing may be right by chance
-    run = partial(_iterate, training, steps, life, _hurt(training, fault or {}))
+    run = partial(_iterate, training, steps, life, _hurt(training, fault or {}, life))
     if through == "install":
         _pretrain(training, run)
     else:
-        _protected(training, run, undo)
+        _protected(training, run, undo, buddy=bool(hosts))
     dist.barrier()
 
 
 @ttp.ttp_to_persist
-def _protected(training: Training, run: Callable[[int], None], undo: str | None) -> None:
+def _protected(training: Training, run: Callable[[int], None], undo: str | None, *, buddy: bool) -> None:
     from ttp.adapters.megatron import protect
 
     protect(
@@ -79,6 +93,7 @@ def _protected(training: Training, run: Callable[[int], None], undo: str | None)
         training.args,
         save_dir=_directory() / "checkpoints",
         undo=undo,
+        buddy=buddy,
     )
     run(ttp.restore())
 
@@ -96,18 +111,21 @@ def _pretrain(training: Training, run: Callable[[int], None]) -> None:
     module.setup_model_and_optimizer = lambda: (training.chunks, training.optimizer, training.scheduler)
     module.train = train
     install(save_dir=_directory() / "checkpoints", training=module)
-    module.train(None, *module.setup_model_and_optimizer())
+    made = module.setup_model_and_optimizer()
+    torch.empty((), dtype=torch.int64).random_()  # as a DataLoader does when an iterator is made
+    module.train(None, *made)
 
 
 def _iterate(training: Training, steps: int, life: int, hurt: dict[str, Any], start: int) -> None:
     _note(f"{life} start {start}")
     assert training.args.iteration >= start, (training.args, start)
+    training.optimizer.chained_optimizers[0].optimizer.register_step_pre_hook(lambda *_args: hurt["at"]("passed"))
     while start < steps:
         hurt["step"] = start
         hurt["at"]("begin")
         start += training.step()
         hurt["at"]("stepped")
-        _note(f"{life} version {start}")
+        _note(f"{life} version {start} {bits(training)}")
     (_directory() / f"result{_rank()}.json").write_text(json.dumps(summary(training), sort_keys=True))
 
 
@@ -116,14 +134,21 @@ def _note(text: str) -> None:
         log.write(text + "\n")
 
 
-def _hurt(training: Training, fault: dict[str, Any]) -> dict[str, Any]:
+def _hurt(training: Training, fault: dict[str, Any], life: int) -> dict[str, Any]:
+    """Puts a call of ``at`` into every phase of a step.
+
+    In ``barrier`` this rank has entered the barrier before the update, and may or may not have let others out of it; in
+    ``passed`` it has left it, and so have all.
+    """
     state: dict[str, Any] = {"step": -1}
 
     def at(phase: str) -> None:
         if fault and _rank() in fault["ranks"] and (state["step"], phase) == (fault["step"], fault["phase"]):
-            (_directory() / f"dying.{_rank()}").touch()
-            while len(list(_directory().glob("dying.*"))) < len(fault["ranks"]):
+            (_directory() / f"dying.{life}.{_rank()}").touch()
+            while len(list(_directory().glob(f"dying.{life}.*"))) < len(fault["ranks"]):
                 time.sleep(0.001)  # all of them get as far as this
+            if fault.get("host"):
+                _lose_memory()
             os.kill(os.getpid(), signal.SIGKILL)
 
     state["at"] = at
@@ -132,7 +157,56 @@ def _hurt(training: Training, fault: dict[str, Any]) -> dict[str, Any]:
             inner.optimizer.register_step_pre_hook(lambda *_args, n=number: at(f"pre_step{n}"))
             inner.optimizer.register_step_post_hook(lambda *_args, n=number: at(f"post_step{n}"))
     training.before_update = lambda: at("reduced")
+    if fault:
+        _watch_barrier(at)
+        _watch_passes(training, at)
     return state
+
+
+def _lose_memory() -> None:
+    processor = ttp.session.current().processor
+    assert processor is not None and processor._pages is not None
+    shutil.rmtree(processor._pages.path)
+
+
+def _watch_barrier(at: Callable[[str], None]) -> None:
+    """The barrier before the update is the one that does not wait by itself."""
+    library: Any = dist
+    original = library.barrier
+
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if kwargs.get("async_op"):
+            at("barrier")
+        return work
+
+    library.barrier = barrier
+
+
+def _watch_passes(training: Training, at: Callable[[str], None]) -> None:
+    """Within the forward and the backward pass, and when the optimizer has updated and gathered the weights."""
+    watched: Any = training
+    forward, step = watched._forward, watched.optimizer.step
+
+    def watched_forward(*args: Any) -> Any:
+        output, loss = forward(*args)
+        at("forward")
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: at("backward"))
+        return output, loss
+
+    def watched_step() -> Any:
+        done = step()
+        at("gathered")
+        return done
+
+    watched._forward, watched.optimizer.step = watched_forward, watched_step
+
+
+def bits(training: Training) -> str:
+    """Of everything that the updates so far have made of this rank's weights, moments and schedule."""
+    found = summary(training)
+    return digest(*(found[name].encode() for name in ("weights", "main", "moments", "groups", "scalers", "schedule")))
 
 
 def digest(*parts: Any) -> str:
@@ -168,7 +242,9 @@ def summary(training: Training) -> dict[str, str]:
 # ------------------------------------------------------------------------------------------- states of other layouts
 
 
-def state(shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", stock_from: str = "") -> None:
+def state(
+    shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", stock_from: str = "", legacy_from: str = ""
+) -> None:
     """Write the state of a job to ``<name>.<rank>.pt``, as Megatron describes it, in boxes of global tensors.
 
     The job has trained ``steps``, or has restored a checkpoint: through ttp, or as Megatron itself does.
@@ -180,6 +256,8 @@ def state(shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", 
         _restore_by_ttp(training, ttp_from)
     if stock_from:
         _restore_by_megatron(training, stock_from)
+    if legacy_from:
+        _restore_legacy(training, Path(legacy_from))
     torch.save({"boxes": _boxes(training), "summary": summary(training)}, _directory() / f"{name}.{_rank()}.pt")
     training.train(2)
     (_directory() / f"{name}.{_rank()}.json").write_text(json.dumps(summary(training)))
@@ -206,6 +284,36 @@ def _restore_by_megatron(training: Training, checkpoint: str) -> None:
     training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     training.args.iteration = loaded["iteration"]
     training.args.consumed_train_samples = loaded["args"].consumed_train_samples
+
+
+def _restore_legacy(training: Training, load_dir: Path) -> None:
+    """What ``load_checkpoint`` of Megatron-LM does with ``--ckpt-format torch``."""
+    from megatron.core import parallel_state, tensor_parallel
+
+    iteration = int((load_dir / "latest_checkpointed_iteration.txt").read_text())
+    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
+    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
+    if parallel_state.get_expert_model_parallel_world_size() > 1:
+        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
+    directory = load_dir / f"iter_{iteration:07d}" / name
+    loaded = torch.load(directory / "model_optim_rng.pt", map_location="cpu")
+    assert loaded["checkpoint_version"] == 3.0
+    for number, chunk in enumerate(training.chunks):
+        chunk.load_state_dict(loaded["model" if len(training.chunks) == 1 else f"model{number}"], strict=True)
+    with torch.no_grad():
+        training.optimizer.load_state_dict(loaded["optimizer"])
+        if training.shape.distributed:
+            training.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
+    training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
+    training.args.iteration = loaded["iteration"]
+    training.args.consumed_train_samples = loaded["args"].consumed_train_samples
+    (streams,) = loaded["rng_state"]
+    random.setstate(streams["random_rng_state"])
+    np.random.set_state(streams["np_rng_state"])
+    torch.set_rng_state(streams["torch_rng_state"])
+    torch.cuda.set_rng_state(streams["cuda_rng_state"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(streams["rng_tracker_states"])
 
 
 def _plain(training: Training) -> list[Any]:

@@ -23,7 +23,6 @@ from tests.adapters.mindspore.reshard_worlds import (
     save,
     write_strategy,
 )
-from ttp.adapters.mindspore import reshard as module
 from ttp.adapters.mindspore import reshard_rank
 from ttp.adapters.mindspore.reshard import MINDSPORE_BYTES, Resharded, Wish, reshard
 from ttp.adapters.mindspore.reshard_ckpt import CkptWriter, Tensor
@@ -289,7 +288,7 @@ def test_some_ranks_only_beside_those_that_others_make(s8: Path) -> None:
 
 def test_a_disk_that_is_too_small(s8: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = shutil.disk_usage(s8)
-    monkeypatch.setattr(module.shutil, "disk_usage", lambda _: usage._replace(free=100_000))
+    monkeypatch.setattr("ttp.adapters.mindspore.reshard.shutil.disk_usage", lambda _: usage._replace(free=100_000))
     refused(s8, STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt", "has 100000 bytes free, and .* are needed")
 
 
@@ -344,7 +343,7 @@ def test_the_source_is_as_it_was(s8: Path) -> None:
 
 def test_a_large_tensor_is_read_and_written_in_several_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ttp.adapters.mindspore.reshard_ckpt._VALUE_MAX", 1000)
-    full = {"w": np.arange(900, dtype=np.float32).reshape(30, 30), "b": np.array(2, np.int8)}
+    full: dict[str, Any] = {"w": np.arange(900, dtype=np.float32).reshape(30, 30), "b": np.array(2, np.int8)}
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     file = HashingFile(tmp_path / "whole" / "rank_0" / "net.ckpt")
     writer = CkptWriter(file)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
+from ttp.launch.preparation import MINDIO_HELP
 from ttp.launch.presence import is_local
 from ttp.launch.rank_table import RankTable, read_rank_table
 
@@ -44,6 +45,7 @@ class Job:
         max_restarts: how often the job is started again.
         log_dir: where the output of each worker goes; None: to that of the launcher.
         rank_table: exported for the workers, as msrun does; empty: none.
+        mindio: programs written for mindio_ttp are to run on ttp.
         command: what each process runs.
     """
 
@@ -57,6 +59,7 @@ class Job:
     max_restarts: int
     log_dir: Path | None
     rank_table: str
+    mindio: bool
     command: tuple[str, ...]
 
     @property
@@ -96,6 +99,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
         max_restarts=given.max_restarts,
         log_dir=Path(given.log_dir) if given.log_dir else None,
         rank_table=table_path,
+        mindio=given.mindio,
         command=_command(given.script, given.script_args),
     )
 
@@ -116,6 +120,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
+    add("--mindio", action="store_true", help=MINDIO_HELP)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser

@@ -86,7 +86,7 @@ class MindSporeLaunch:
 
     def __init__(self, argv: list[str]) -> None:
         self._job = parse(argv)
-        self.several_nodes = self._job.several_nodes
+        self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
 
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""

@@ -15,12 +15,58 @@ import google.protobuf.internal.containers
 import google.protobuf.internal.enum_type_wrapper
 import google.protobuf.message
 import sys
+import ttp.wire.v1.rounds_pb2
 import typing
 
 if sys.version_info >= (3, 10):
     import typing as typing_extensions
 else:
     import typing_extensions
+from ttp.wire.v1.rounds_pb2 import (
+    AILMENT_FATAL as AILMENT_FATAL,
+    AILMENT_MEMORY as AILMENT_MEMORY,
+    AILMENT_MEMORY_CORRUPT as AILMENT_MEMORY_CORRUPT,
+    AILMENT_NETWORK as AILMENT_NETWORK,
+    AILMENT_RETRY as AILMENT_RETRY,
+    AILMENT_STOPPED as AILMENT_STOPPED,
+    AILMENT_UNSPECIFIED as AILMENT_UNSPECIFIED,
+    Act as Act,
+    Acted as Acted,
+    Ailing as Ailing,
+    Ailment as Ailment,
+    AttendRequest as AttendRequest,
+    Handlers as Handlers,
+    ManagerCall as ManagerCall,
+    Notice as Notice,
+    NoticeAnswer as NoticeAnswer,
+    REPAIR_WAY_LOAD as REPAIR_WAY_LOAD,
+    REPAIR_WAY_LOAD_REBUILD as REPAIR_WAY_LOAD_REBUILD,
+    REPAIR_WAY_MEMORY_HIGH as REPAIR_WAY_MEMORY_HIGH,
+    REPAIR_WAY_MEMORY_LOW as REPAIR_WAY_MEMORY_LOW,
+    REPAIR_WAY_RECEIVE as REPAIR_WAY_RECEIVE,
+    REPAIR_WAY_ROLLBACK as REPAIR_WAY_ROLLBACK,
+    REPAIR_WAY_SEND as REPAIR_WAY_SEND,
+    REPAIR_WAY_UNSPECIFIED as REPAIR_WAY_UNSPECIFIED,
+    ROUND_KIND_CATCH_UP as ROUND_KIND_CATCH_UP,
+    ROUND_KIND_CLEAN as ROUND_KIND_CLEAN,
+    ROUND_KIND_CONTINUE as ROUND_KIND_CONTINUE,
+    ROUND_KIND_HOLD as ROUND_KIND_HOLD,
+    ROUND_KIND_PAUSE as ROUND_KIND_PAUSE,
+    ROUND_KIND_RENAME as ROUND_KIND_RENAME,
+    ROUND_KIND_REPAIR as ROUND_KIND_REPAIR,
+    ROUND_KIND_RESUME as ROUND_KIND_RESUME,
+    ROUND_KIND_ROLLBACK as ROUND_KIND_ROLLBACK,
+    ROUND_KIND_SAVE as ROUND_KIND_SAVE,
+    ROUND_KIND_STOP as ROUND_KIND_STOP,
+    ROUND_KIND_SYNC as ROUND_KIND_SYNC,
+    ROUND_KIND_UNSPECIFIED as ROUND_KIND_UNSPECIFIED,
+    RankFault as RankFault,
+    RepairWay as RepairWay,
+    ReplicaSet as ReplicaSet,
+    RoundKind as RoundKind,
+    Transfer as Transfer,
+    TypeRanks as TypeRanks,
+)
 
 DESCRIPTOR: google.protobuf.descriptor.FileDescriptor
 
@@ -61,6 +107,7 @@ class _FaultKindEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._Enum
     FAULT_KIND_SILENT: _FaultKind.ValueType  # 7
     FAULT_KIND_SNAPSHOT: _FaultKind.ValueType  # 8
     FAULT_KIND_HUNG: _FaultKind.ValueType  # 9
+    FAULT_KIND_AILING: _FaultKind.ValueType  # 10
 
 class FaultKind(_FaultKind, metaclass=_FaultKindEnumTypeWrapper): ...
 
@@ -74,6 +121,7 @@ FAULT_KIND_OUTSIDE: FaultKind.ValueType  # 6
 FAULT_KIND_SILENT: FaultKind.ValueType  # 7
 FAULT_KIND_SNAPSHOT: FaultKind.ValueType  # 8
 FAULT_KIND_HUNG: FaultKind.ValueType  # 9
+FAULT_KIND_AILING: FaultKind.ValueType  # 10
 global___FaultKind = FaultKind
 
 class _GoodbyeReason:
@@ -798,6 +846,9 @@ class RankReport(google.protobuf.message.Message):
     STANDBY_UP_FIELD_NUMBER: builtins.int
     MIRROR_FIELD_NUMBER: builtins.int
     COPIED_FIELD_NUMBER: builtins.int
+    HANDLERS_FIELD_NUMBER: builtins.int
+    AILING_FIELD_NUMBER: builtins.int
+    ACTED_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -828,6 +879,12 @@ class RankReport(google.protobuf.message.Message):
     def mirror(self) -> global___Mirror: ...
     @property
     def copied(self) -> global___Copied: ...
+    @property
+    def handlers(self) -> ttp.wire.v1.rounds_pb2.Handlers: ...
+    @property
+    def ailing(self) -> ttp.wire.v1.rounds_pb2.Ailing: ...
+    @property
+    def acted(self) -> ttp.wire.v1.rounds_pb2.Acted: ...
     def __init__(
         self,
         *,
@@ -846,10 +903,13 @@ class RankReport(google.protobuf.message.Message):
         standby_up: global___StandbyUp | None = ...,
         mirror: global___Mirror | None = ...,
         copied: global___Copied | None = ...,
+        handlers: ttp.wire.v1.rounds_pb2.Handlers | None = ...,
+        ailing: ttp.wire.v1.rounds_pb2.Ailing | None = ...,
+        acted: ttp.wire.v1.rounds_pb2.Acted | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied"] | None: ...
+    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied", "handlers", "ailing", "acted"] | None: ...
 
 global___RankReport = RankReport
 
@@ -1313,6 +1373,7 @@ class ControllerOrder(google.protobuf.message.Message):
     KEEP_FIELD_NUMBER: builtins.int
     COPY_TO_FIELD_NUMBER: builtins.int
     SETTLED_FIELD_NUMBER: builtins.int
+    ACT_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -1345,6 +1406,8 @@ class ControllerOrder(google.protobuf.message.Message):
     def copy_to(self) -> global___CopyTo: ...
     @property
     def settled(self) -> global___Settled: ...
+    @property
+    def act(self) -> ttp.wire.v1.rounds_pb2.Act: ...
     def __init__(
         self,
         *,
@@ -1364,10 +1427,11 @@ class ControllerOrder(google.protobuf.message.Message):
         keep: global___Keep | None = ...,
         copy_to: global___CopyTo | None = ...,
         settled: global___Settled | None = ...,
+        act: ttp.wire.v1.rounds_pb2.Act | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled"] | None: ...
+    def HasField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act"] | None: ...
 
 global___ControllerOrder = ControllerOrder
 

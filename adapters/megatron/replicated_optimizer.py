@@ -1,0 +1,192 @@
+"""Megatron's ZeRO-1 with copies: ``dp // 2`` shards of the optimizer's state, each on two data-parallel ranks.
+
+For programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it is put where Megatron has its
+``DistributedOptimizer``, and takes the same arguments. Gradients are reduced over the whole data-parallel group (let
+``DistributedDataParallelConfig.use_distributed_optimizer`` be False), the two copies of a shard get the same ones and
+make the same update, and the ranks of a block bring each other the parameters that they updated. Who holds what is
+``ttp.adapters.torch.partition``; where the group is odd the rank that is left over joins the last block.
+
+A rank's update is finished when the inner optimizer's ``step()`` is; what the exchange after it writes are parameters
+of other shards, so a rank that dies in it leaves nobody torn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state, tensor_parallel
+from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
+from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
+from megatron.core.transformer.module import param_is_not_shared
+from torch import Tensor
+
+from ttp.adapters.megatron.rank_state import TrackedStreams
+from ttp.adapters.torch.gather import block_gather
+from ttp.adapters.torch.partition import Placement, assign
+from ttp.adapters.torch.rng import RngState
+from ttp.errors import ConfigError
+
+COPIES = 2
+
+
+class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
+    """See above. All parameters of a model are given to it; it keeps the state of one shard of them.
+
+    Args:
+        optimizer: the plain one, of all parameters; those of other shards are taken out of it.
+        config: Megatron's.
+        grad_scaler: Megatron's, or None.
+        init_state_fn: as Megatron calls it.
+        model_chunks: what is trained, for the names in checkpoints.
+        data_parallel_group: the copies of the model; None: Megatron's, all of it. Megatron gives its part of an
+            instance; it is not looked at.
+        **megatron: what else Megatron gives its ``DistributedOptimizer``; not needed.
+
+    Raises:
+        ConfigError: the data-parallel group has less than two ranks, or the model reduces gradients in parts.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        config: Any,
+        grad_scaler: Any,
+        init_state_fn: Callable[..., None],
+        model_chunks: Any = None,
+        data_parallel_group: Any = None,
+        **megatron: Any,
+    ) -> None:
+        self._refuse(config, model_chunks)
+        self.data_parallel_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
+        self._place = dist.get_rank(self.data_parallel_ranks)
+        self.placement = Placement(dist.get_world_size(self.data_parallel_ranks), COPIES)
+        self.shard = self.placement.shard_of(self._place)
+        groups = [] if optimizer is None else optimizer.param_groups
+        self._trained = [[p for p in group["params"] if p.requires_grad] for group in groups]
+        everything = list(chain.from_iterable(self._trained))
+        dealt = assign([p.numel() for p in everything], [0] * self.placement.shards)
+        self._shards: list[list[Tensor]] = [[] for _ in range(self.placement.shards)]
+        for parameter, shard in zip(everything, dealt, strict=True):
+            self._shards[shard].append(parameter)
+        mine = {id(parameter) for parameter in self._shards[self.shard]}
+        for group in groups:
+            group["params"] = [p for p in group["params"] if id(p) in mine]
+        super().__init__(optimizer, config, grad_scaler, init_state_fn)
+        self.names = dict(_named(model_chunks or []))
+        self._main = dict(self._pairs())
+        ranks = list(dist.get_process_group_ranks(self.data_parallel_ranks))
+        self._gather = block_gather(self.placement, self._place, ranks, self.data_parallel_ranks, self._shards)
+        self._streams, self._tracked = RngState(), TrackedStreams()
+        self.current_step = 0
+        """Finished updates, as programs give it to ``ttp_end_updating_os``."""
+        self.streams: dict[str, Any] = {}
+        """Random streams of this rank when the last update was finished."""
+
+    @staticmethod
+    def _refuse(config: Any, model_chunks: Any) -> None:
+        if any(chunk.ddp_config.use_distributed_optimizer for chunk in model_chunks or []):
+            raise ConfigError(
+                "ReplicatedOptimizer needs whole gradients on every rank: give DistributedDataParallelConfig "
+                "use_distributed_optimizer=False (OptimizerConfig keeps its own)"
+            )
+        for name in ("use_precision_aware_optimizer", "optimizer_cpu_offload", "overlap_param_gather"):
+            if getattr(config, name, False):
+                raise ConfigError(f"ReplicatedOptimizer does not do OptimizerConfig.{name}: set it to False")
+
+    # ----------------------------------------------------------------------------------------------------- the update
+
+    def increase_step(self) -> None:
+        """The program says that the inner optimizer has made one more update."""
+        self.current_step += 1
+        self.note_streams()
+
+    def note_streams(self) -> None:
+        """Remember the random streams: a save happens on another thread, when the next step may have used them."""
+        data = b"".join(bytes(part) for part in self._streams.capture())
+        self.streams = {"random": torch.frombuffer(bytearray(data), dtype=torch.uint8)}
+        self.streams |= {"tracked": self._tracked.state_dict()}
+
+    def restore_streams(self, streams: dict[str, Any]) -> list[str]:
+        """Put back what ``note_streams`` noted; notes on what this process does not have."""
+        notes = self._streams.restore(streams["random"].numpy().tobytes())
+        here = self._tracked.state_dict()["place"]  # ranks of one place in the model draw the same numbers
+        self._tracked.load_state_dict({**streams["tracked"], "place": here})
+        return notes
+
+    def get_grad_stats_parallel_group(self) -> Any:
+        """Every rank has all gradients: statistics go over the model-parallel ranks only."""
+        return parallel_state.get_model_parallel_group()
+
+    def get_main_grads_for_grad_norm(self) -> list[Tensor]:
+        """Of all shards, in the order in which the plain optimizer would have them."""
+        tp = getattr(self, "tp_group", None)
+        unshared = (
+            p
+            for p in chain.from_iterable(self._trained)
+            if param_is_not_shared(p) and tensor_parallel.param_is_not_tensor_parallel_duplicate(p, tp)
+        )
+        return [grad for p in unshared if (grad := self._gradient(p)) is not None]
+
+    def _gradient(self, parameter: Tensor) -> Tensor | None:
+        main = self._main.get(parameter)
+        if main is not None:
+            return main.grad
+        grad: Tensor | None = getattr(parameter, "main_grad", parameter.grad)
+        if grad is None or not self.grad_scaler:
+            return None if grad is None else grad.float()
+        return grad.float() * self.grad_scaler.inv_scale
+
+    def clip_grad_norm(self, clip_grad: float) -> float:
+        """Also where no parameter fell to this rank: the others wait for it."""
+        if self.get_parameters():
+            return float(super().clip_grad_norm(clip_grad))
+        group = self.get_grad_stats_parallel_group()
+        return float(get_grad_norm_fp32(self.get_main_grads_for_grad_norm(), grad_stats_parallel_group=group))
+
+    def _unscale_main_grads_and_check_for_nan(self) -> bool:
+        """What is not finite in one shard stops the update of all."""
+        super()._unscale_main_grads_and_check_for_nan()
+        dist.all_reduce(self.found_inf, op=dist.ReduceOp.MAX, group=self.data_parallel_ranks)
+        return bool(self.found_inf.item() > 0)
+
+    def _copy_main_params_to_model_params(self) -> None:
+        super()._copy_main_params_to_model_params()
+        self._gather.run()
+
+    # ------------------------------------------------------------------------------------------------- for checkpoints
+
+    @property
+    def held(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """By name: parameters of this rank's shard, and the fp32 copies that are updated for them."""
+        return {self.names[parameter]: (parameter, main) for parameter, main in self._main.items()}
+
+    @property
+    def trained(self) -> dict[str, Tensor]:
+        """Parameters of all shards by name."""
+        return {self.names[p]: p for p in chain.from_iterable(self._trained)}
+
+    def sharded_state_dict(self, *_: Any, **__: Any) -> Any:
+        """Not in Megatron's distributed format.
+
+        Raises:
+            ConfigError: always.
+        """
+        raise ConfigError("ReplicatedOptimizer is saved by ttp_save_checkpoint; do not ask for torch_dist checkpoints")
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if self.is_stub_optimizer:
+            return
+        halves = zip(chain(*self.float16_groups), chain(*self.fp32_from_float16_groups), strict=True)
+        yield from halves
+        for parameter in chain(*self.fp32_from_fp32_groups):
+            yield parameter, parameter
+
+
+def _named(chunks: Any) -> Iterator[tuple[Tensor, str]]:
+    for number, chunk in enumerate(chunks):
+        for name, parameter in chunk.named_parameters():
+            yield parameter, f"{number}.{name}"

@@ -1,0 +1,122 @@
+"""A checkpoint of a Megatron job as programs read it that are no ranks of a job: what is in it, and who held what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import StorageMeta
+
+from ttp.adapters.megatron.geometry import Tile
+from ttp.adapters.megatron.outline import OUTLINE_PREFIX, Outline, Place
+from ttp.adapters.megatron.restore import Want, fill
+from ttp.adapters.megatron.stock import JOB_KEY, progress_of
+from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.adapters.torch.metadata import build_metadata
+from ttp.adapters.torch.reader import read_value
+from ttp.adapters.torch.table import Item, items_of
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+
+FRAMEWORK = "megatron"
+
+
+class Stored:
+    """The checkpoint at ``path``; its digests have been verified. Nothing but values of its own is loaded.
+
+    Args:
+        path: the directory.
+
+    Raises:
+        CheckpointError: it was not written by a Megatron job, or its shards do not fit together.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.manifest = path, Manifest.load(path)
+        if self.manifest.framework != FRAMEWORK:
+            raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
+        items = items_of(self.manifest.pieces)
+        build_metadata(items, StorageMeta())  # that boxes cover every tensor exactly once
+        self.items: dict[str, list[Item]] = {}
+        for item in items:
+            self.items.setdefault(item.key, []).append(item)
+        self.job: JobState = read_job_state(path, self.manifest.pieces)
+        if JOB_KEY not in self.job.extra:
+            raise CheckpointError(f"the job state of {path} has nothing of Megatron")
+
+    @property
+    def optimizers(self) -> Sequence[Mapping[str, Any]]:
+        """Param groups and counts of steps, of each optimizer."""
+        return list(self.job.extra[JOB_KEY]["optimizers"])
+
+    @property
+    def progress(self) -> dict[str, Any]:
+        """Counters and loss scales of the version."""
+        return progress_of(self.path, self.manifest.pieces)
+
+    def outlines(self) -> dict[Place, list[Outline]]:
+        """Of the ranks that have written, by place in the model.
+
+        Raises:
+            CheckpointError: there are none, or they cannot be read.
+        """
+        found: dict[Place, list[Outline]] = {}
+        for key, items in self.items.items():
+            for item in items if key.startswith(OUTLINE_PREFIX) else ():
+                outline = Outline.from_json(str(self.value(item)))
+                found.setdefault(outline.place, []).append(outline)
+        if not found:
+            raise CheckpointError(
+                f"{self.path} does not say which names and buffers its ranks had: an older ttp wrote it, or the log of "
+                "the job said why not. ttp.restore() and Megatron's torch_dist loader read it"
+            )
+        return found
+
+    def value(self, item: Item) -> Any:
+        """A plain value, which Megatron puts into lists of one."""
+        (found,) = read_value(self.path, item)
+        return found
+
+    def has(self, key: str) -> bool:
+        """Whether there is a tensor or value of this name."""
+        return key in self.items
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor that is there."""
+        return self.items[key][0].torch_dtype
+
+    def read(self, targets: Iterable[tuple[Tensor, Sequence[Tile], str]]) -> None:
+        """Put elements where they belong.
+
+        Args:
+            targets: a contiguous tensor, what it is made of, and what is put before the names of that.
+
+        Raises:
+            CheckpointError: something is missing, or cannot be read.
+        """
+        wants: list[Want] = []
+        for target, tiles, prefix in targets:
+            memory = target.view(-1)
+            for tile in tiles:
+                if not self.has(prefix + tile.key):
+                    raise CheckpointError(f"{self.path} lacks {prefix}{tile.key}")
+                parts = tile.parts(0, target.numel())
+                wants += [Want(prefix + tile.key, part, part.view(memory, 0)) for part in parts]
+        fill(self.path, wants, self.items)
+
+
+def whole_tile(key: str, shape: Sequence[int], index: Sequence[int]) -> Tile:
+    """Of a checkpoint's tensor that holds one of each layer or expert: that of one of them, as a tensor of its own.
+
+    Args:
+        key: of the checkpoint's tensor.
+        shape: of it.
+        index: which, along as many dimensions in front.
+    """
+    sizes = tuple(shape[len(index) :])
+    strides = tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+    return Tile(key, tuple(shape), (*index, *(0,) * len(sizes)), sizes, strides, 0, flexible=False)

@@ -1,0 +1,213 @@
+"""One MindSpore training: its network and optimizer, registered by a callback, ``restore`` or ``wrap_optimizer``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import mindspore as ms
+from mindspore import context, nn
+
+from ttp.adapters.mindspore.constraints import check_world
+from ttp.adapters.mindspore.layouts import Groups, layout_of
+from ttp.adapters.mindspore.local_state import LocalCapture, Position
+from ttp.adapters.mindspore.memory import Memory
+from ttp.adapters.mindspore.preimage import PreImage
+from ttp.adapters.mindspore.read import load_into, position_of
+from ttp.adapters.mindspore.source import MindSporeSource
+from ttp.adapters.mindspore.wrapper import OptTTPWrapper
+from ttp.core.agreement import agree
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import Candidate, RestoreView
+from ttp.errors import UsageError
+from ttp.store.manifest import Manifest
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.adapters.mindspore")
+
+
+class MindSporeAdapter:
+    """See ``ttp.session.Adapter``.
+
+    Args:
+        network: all that is trained, the optimizer's state included: ``Model.train_network``, or the network itself.
+        optimizer: wrapped.
+        replicas: see ``layout_of``.
+        strategy: see ``layout_of``.
+
+    Raises:
+        UsageError: the optimizer is not wrapped.
+        ConfigError: a parameter cannot be saved.
+    """
+
+    def __init__(
+        self,
+        network: nn.Cell,
+        optimizer: Any,
+        *,
+        replicas: Groups | None = None,
+        strategy: str | Path | None = None,
+    ) -> None:
+        if not isinstance(optimizer, OptTTPWrapper):
+            raise UsageError(
+                f"the optimizer is a {type(optimizer).__qualname__} that nobody has wrapped: write "
+                "optimizer = ttp.adapters.mindspore.OptTTPWrapper(optimizer) before it is given to Model"
+            )
+        self.network, self.optimizer = network, optimizer
+        self._replicas, self._strategy = replicas, strategy
+        parameters = {id(p): p for cell in (network, optimizer) for p in cell.get_parameters()}
+        self._parameters = list(parameters.values())
+        self._memory = Memory(self._parameters)
+        updated = {p.name for p in [*optimizer.opt.get_parameters(), *optimizer.parameters]}
+        self._capture = LocalCapture(self._memory, [name for name in self._memory.held if name not in updated])
+        self._source = MindSporeSource(self._memory, self._capture, sorted(updated & self._memory.held.keys()))
+        self._source.loss_scale = float(optimizer.loss_scale)
+        self._preimage = PreImage(self._memory, sorted(updated)) if optimizer.undo else None
+        self._source.preimage = self._preimage
+        self._by_python = context.get_context("mode") == context.PYNATIVE_MODE
+        self._processor: Processor | None = None
+        self._driven = False
+        self._updated = False
+        self.position = Position()
+        """Where in the data the last finished version was finished, or where the running step will be."""
+
+    @property
+    def source(self) -> MindSporeSource:
+        """What the processor saves from."""
+        return self._source
+
+    def layout(self, world_size: int) -> Layout:
+        """The replica groups.
+
+        Raises:
+            ConfigError: they cannot be told, or the job has none; the text says what to change.
+        """
+        check_world(world_size)
+        found = layout_of(self.network, self._parameters, world_size, replicas=self._replicas, strategy=self._strategy)
+        log.info("replica groups: %s", dict(found.groups))
+        return found
+
+    def says(self, replicas: Groups | None, strategy: str | Path | None) -> None:
+        """What a callback knows of the layout and ``restore`` did not."""
+        self._replicas = replicas if replicas is not None else self._replicas
+        self._strategy = strategy if strategy is not None else self._strategy
+
+    def attach(self, processor: Processor) -> None:
+        """Report updates to ``processor`` from now on."""
+        self._processor = processor
+        self._source.connect(processor)
+        self.optimizer.reporter = self
+        self._capture.read_stream()
+        self._capture.capture(processor.gate.version, self.position, final=True)
+
+    def detach(self) -> None:
+        """Report nothing any more."""
+        self.optimizer.reporter = self._processor = None
+
+    def step_done(self) -> None:
+        """A version is finished with the optimizer's last write; ``ttp.step_done`` changes nothing here."""
+
+    # ------------------------------------------------------------------------------------------- the training thread
+
+    def begin_update(self) -> None:
+        """See ``Reporter``."""
+        processor = self._processor
+        if processor is None:
+            return
+        version = processor.gate.version
+        self._capture.capture(version + 1, self._here(version + 1), final=False)
+        if self._preimage is not None:
+            self._preimage.take(version)
+        processor.mark += 1
+        processor.begin_update()
+
+    def end_update(self) -> None:
+        """See ``Reporter``."""
+        processor = self._processor
+        if processor is None:
+            return
+        self._memory.again()
+        if self._by_python:
+            self._capture.read_stream()
+        version = processor.gate.version + 1
+        self._capture.capture(version, self._here(version), final=True)
+        self._source.in_step = self._updated = self._driven
+        processor.mark = 0
+        processor.end_update()
+
+    def step_begins(self, position: Position) -> None:
+        """``Model.train`` makes the step that ends at ``position``."""
+        self._driven, self._updated = True, False
+        self.position = position
+        processor = self._processor
+        if processor is not None:
+            processor.mark += 1
+            self._capture.capture(processor.gate.version + 1, position, final=False)
+
+    def step_ends(self) -> None:
+        """The step is over, with or without an update."""
+        processor = self._processor
+        if processor is None:
+            return
+        self._capture.read_stream()
+        if self._updated:
+            self._capture.capture(processor.gate.version, self.position, final=True)
+        self._source.in_step = False
+
+    def _here(self, version: int) -> Position:
+        """Without ``Model.train`` an update is a step."""
+        return self.position if self._driven else Position(step=version)
+
+    # --------------------------------------------------------------------------------------------------- restoring
+
+    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
+        """What this rank finds. Without ttp nobody compares: ``save_dir`` is to be seen by all ranks."""
+        return agree([RestoreView(Rank(0), found, skipped)])
+
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
+        """Put a checkpoint that was verified into the network and the optimizer.
+
+        Raises:
+            CheckpointError: it belongs to another network or another layout, or cannot be read. Nothing has been
+                changed then.
+        """
+        manifest = Manifest.load(checkpoint)
+        for note in load_into(self._memory, self._capture, checkpoint, manifest, rank, world_size):
+            log.warning("restored version %s, but %s", manifest.version, note)
+        self.position = position_of(checkpoint, manifest)
+        self._memory.look()
+        if self._preimage is not None:
+            self._preimage.forget()
+        if protected:
+            self._capture.read_stream()
+            self._capture.capture(manifest.version, self.position, final=True)
+        return Version(manifest.version)
+
+    @property
+    def version(self) -> Version:
+        """Finished updates, as the optimizer counts them. Not while a graph runs."""
+        return Version(int(self.optimizer.global_step.asnumpy().item()))
+
+    def loaded_by(self, load: Callable[[], Any]) -> Version:
+        """Let the program's ``ckpt_load_fn`` find the state; returns its version.
+
+        Raises:
+            UsageError: it did not return a dict with ``step_num``.
+        """
+        found = load()
+        values = found[0] if isinstance(found, tuple) else found
+        if not isinstance(values, dict) or "step_num" not in values:
+            raise UsageError("ckpt_load_fn() returns (parameters, remove_redundancy), with step_num among the former")
+        ms.load_param_into_net(self.network, values, strict_load=True)
+        read = {name: int(values[name].asnumpy()) if name in values else 0 for name in ("epoch_num", "step_num")}
+        self.position = Position(read["epoch_num"], read["step_num"], _number(values.get("batch_num")))
+        self._memory.look()
+        return self.version
+
+
+def _number(value: Any) -> int:
+    return 0 if value is None else int(value.asnumpy())

@@ -1,0 +1,253 @@
+"""The callbacks for ``Model.train``: ``TFTRegister`` as in MindSpore 2.4, ``TrainFaultTolerance`` as in 2.10."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mindspore import nn
+from mindspore.train import Callback
+
+from ttp import api, session
+from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.constraints import check_sink, parallel_mode
+from ttp.adapters.mindspore.joining import join, meet_at
+from ttp.adapters.mindspore.layouts import Groups
+from ttp.adapters.mindspore.local_state import Position
+from ttp.adapters.mindspore.source import SaveFunction
+from ttp.adapters.mindspore.switch import require_switched_on
+from ttp.errors import ConfigError, UsageError
+
+DEFAULT_PORT = 30051
+"""Of the controller, where neither the program nor the launcher says one; that of the original's example."""
+
+PORT_MIN, PORT_MAX = 1024, 65535
+
+
+class Protection(Callback):
+    """What both callbacks do; see there.
+
+    Args:
+        ckpt_save_path: directory of checkpoints, seen by all hosts.
+        initial_step: steps made before this ``Model.train``, where ``restore`` does not tell.
+        replicas: see ``TFTRegister``.
+        strategy: see ``TFTRegister``.
+    """
+
+    def __init__(
+        self,
+        ckpt_save_path: str | Path,
+        *,
+        initial_step: int = 0,
+        replicas: Groups | None = None,
+        strategy: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        require_switched_on()
+        self._save_path, self._initial_step = ckpt_save_path, initial_step
+        self._replicas, self._strategy = replicas, strategy
+        self._save_fn: SaveFunction | None = None
+        self._adapter: MindSporeAdapter | None = None
+        self._base = 0
+        self._late = False
+        self._pauses = contextlib.ExitStack()
+
+    def on_train_begin(self, run_context: Any) -> None:
+        """Check the constraints, and join the job.
+
+        Raises:
+            ConfigError: the job does not fulfil one; the text says what to change.
+            UsageError: the optimizer is not wrapped.
+        """
+        cb_params = run_context.original_args()
+        check_sink(_sink_size(cb_params))
+        self._meet()
+        late = parallel_mode() in ("semi_auto_parallel", "auto_parallel") and not (self._replicas or self._strategy)
+        self._late = late and not getattr(cb_params.train_network, "parameter_layout_dict", None)
+        if not self._late:
+            self._join(cb_params)
+
+    def _meet(self) -> None:
+        """Say where the controller is."""
+
+    def _join(self, cb_params: Any) -> None:
+        optimizer = _optimizer_of(cb_params)
+        self._adapter = adapter = join(
+            cb_params.train_network, optimizer, self._save_path, replicas=self._replicas, strategy=self._strategy
+        )
+        adapter.source.save_fn, adapter.source.cb_params = self._save_fn, cb_params
+        self._base = max(self._initial_step, adapter.position.step) - cb_params.cur_step_num
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        """Say where in the data the step is."""
+        if self._adapter is not None:
+            self._adapter.step_begins(self._position(run_context.original_args()))
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        """Say that the step is over."""
+        if self._adapter is not None:
+            self._adapter.step_ends()
+        elif self._late:  # the network has been compiled by now, and knows its layout
+            self._late = False
+            cb_params = run_context.original_args()
+            self._join(cb_params)
+            if self._adapter is not None and (processor := session.current().processor) is not None:
+                self._adapter.position = self._position(cb_params)
+                processor.set_base_version(self._adapter.version)
+
+    def on_eval_begin(self, run_context: Any) -> None:
+        """Nobody hangs who evaluates."""
+        self._pauses.enter_context(api.paused("evaluation"))
+
+    def on_eval_end(self, run_context: Any) -> None:
+        """Training goes on."""
+        self._pauses.close()
+
+    def on_train_end(self, run_context: Any) -> None:
+        """Wait until every rank is done, so that one that dies in its last step can still be saved from the others."""
+        if self._adapter is not None:
+            session.current().returned()
+            self._forget()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What ``Model.train`` raises is reported, and the rescue is waited for: the process ends in here."""
+        self._pauses.close()
+        if problem is None or self._adapter is None:
+            return
+        current = session.current()
+        if isinstance(problem, KeyboardInterrupt) or (isinstance(problem, SystemExit) and not problem.code):
+            current.left()
+        elif isinstance(problem, (Exception, SystemExit)):
+            current.raised(problem)
+        self._forget()
+
+    def _forget(self) -> None:
+        if self._adapter is not None:
+            self._adapter.detach()
+            self._adapter = None
+        if not session.current().in_train:
+            session.reset()
+
+    def _position(self, cb_params: Any) -> Position:
+        size = cb_params.train_dataset.get_dataset_size()
+        return Position(cb_params.cur_epoch_num, self._base + cb_params.cur_step_num, size)
+
+
+class TFTRegister(Protection):
+    """Enables the power-off checkpoint for a ``Model.train``, as the class of this name in MindSpore does.
+
+    When a worker dies, hangs or raises, one healthy replica of every slice writes
+    ``ckpt_save_path/tft_saved_checkpoints-step_{global_step}/rank_{r}/ttp_rank_{r}-{epoch}_{step}.ckpt``, and all
+    workers end with exit code 75. The controller is a process of its own: any worker may die, the one of
+    ``ctrl_rank_id`` too.
+
+    Args:
+        ctrl_rank_id: worker on whose host the controller runs.
+        ctrl_ip: address of that host.
+        ctrl_port: where the controller listens. ``TTP_PORT``, which ``ttp run`` sets, overrides it.
+        ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.
+        replicas: which ranks hold the same slices, one list per slice: for ``layerwise_parallel`` parameters.
+        strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism.
+
+    Raises:
+        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, or an argument is none.
+    """
+
+    def __init__(
+        self,
+        ctrl_rank_id: int,
+        ctrl_ip: str,
+        ctrl_port: int,
+        ckpt_save_path: str | Path,
+        *,
+        replicas: Groups | None = None,
+        strategy: str | Path | None = None,
+    ) -> None:
+        super().__init__(ckpt_save_path, replicas=replicas, strategy=strategy)
+        if isinstance(ctrl_rank_id, bool) or not isinstance(ctrl_rank_id, int) or ctrl_rank_id < 0:
+            raise ConfigError(f"ctrl_rank_id={ctrl_rank_id!r} is no rank: 0 is usual")
+        if not isinstance(ctrl_ip, str) or not ctrl_ip.strip():
+            raise ConfigError(f"ctrl_ip={ctrl_ip!r} is no address: give that of the host of rank {ctrl_rank_id}")
+        if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not PORT_MIN <= ctrl_port <= PORT_MAX:
+            raise ConfigError(f"ctrl_port={ctrl_port!r} is no port: give a free one from {PORT_MIN} to {PORT_MAX}")
+        self._address, self._port = ctrl_ip.strip(), ctrl_port
+        self._meet()
+
+    def _meet(self) -> None:
+        meet_at(self._address, self._port)
+
+
+class TrainFaultTolerance(Protection):
+    """Enables the power-off checkpoint for a ``Model.train``, with the arguments of MindSpore 2.10.
+
+    The controller is found by ``TTP_PORT`` and ``MASTER_ADDR``, or by ``MS_TFT_IP`` and ``MS_TFT_PORT``.
+
+    Args:
+        ckpt_save_path: see ``TFTRegister``; may be None where ``ckpt_save_fn`` is given.
+        ckpt_save_fn: ``save(cb_params, append_dict)`` writes the checkpoint itself, on a thread beside training, and
+            is preferred. The files are its own then: nothing is verified, there is no manifest. In PyNative mode
+            reading a Parameter there waits for the collective that hangs.
+        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved; for ``restore(..., ckpt_load_fn=)``.
+        initial_step: steps made before, where ``restore`` does not tell.
+        replicas: see ``TFTRegister``.
+        strategy: see ``TFTRegister``.
+
+    Raises:
+        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing.
+        UsageError: there is neither a path nor a function.
+    """
+
+    def __init__(
+        self,
+        ckpt_save_path: str | Path | None = None,
+        *,
+        ckpt_save_fn: SaveFunction | None = None,
+        ckpt_load_fn: Callable[[], Any] | None = None,
+        initial_step: int = 0,
+        replicas: Groups | None = None,
+        strategy: str | Path | None = None,
+    ) -> None:
+        if ckpt_save_path is None and ckpt_save_fn is None:
+            raise UsageError("TrainFaultTolerance() needs ckpt_save_path, or a ckpt_save_fn that writes checkpoints")
+        for name, function in (("ckpt_save_fn", ckpt_save_fn), ("ckpt_load_fn", ckpt_load_fn)):
+            if function is not None and not callable(function):
+                raise UsageError(f"{name}={function!r} is no function")
+        path = "./ttp_checkpoints/" if ckpt_save_path is None else ckpt_save_path
+        super().__init__(path, initial_step=initial_step, replicas=replicas, strategy=strategy)
+        self._save_fn, self.ckpt_load_fn = ckpt_save_fn, ckpt_load_fn
+        self._meet()
+
+    def _meet(self) -> None:
+        meet_at(os.environ.get("MS_TFT_IP", "127.0.0.1"), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))
+
+
+def _port(text: str) -> int:
+    if text.isascii() and text.isdigit() and PORT_MIN <= int(text) <= PORT_MAX:
+        return int(text)
+    raise ConfigError(f"MS_TFT_PORT={text!r:.40} is no port: give a free one from {PORT_MIN} to {PORT_MAX}")
+
+
+def _optimizer_of(cb_params: Any) -> Any:
+    optimizer = cb_params.optimizer or getattr(cb_params.network, "optimizer", None)
+    if optimizer is None:
+        raise UsageError("Model has no optimizer: give it one, Model(network, optimizer=OptTTPWrapper(optimizer))")
+    if not isinstance(optimizer, nn.Optimizer):
+        raise UsageError(
+            f"the optimizer is a {type(optimizer).__qualname__}: only optimizers derived from mindspore.nn.Optimizer "
+            "can be protected"
+        )
+    return optimizer
+
+
+def _sink_size(cb_params: Any) -> int | None:
+    """Steps between two callbacks. On CPU MindSpore makes single steps whatever it is asked for."""
+    if cb_params.get("sink_size", None):
+        return int(cb_params.sink_size) if cb_params.sink_size > 0 else int(cb_params.batch_num)
+    size = cb_params.train_dataset.get_dataset_size()
+    return int(cb_params.batch_num) if cb_params.batch_num != size else None

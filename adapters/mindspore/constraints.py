@@ -1,0 +1,86 @@
+"""What a job must be for its last step to be saved; said at its start, with what to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mindspore import context
+from mindspore.communication import GlobalComm, get_group_size
+
+from ttp.errors import ConfigError
+
+SHARD_SIZE = 2
+"""``optimizer_weight_shard_size`` with which optimizer states keep replicas."""
+
+
+def parallel_mode() -> str:
+    """``stand_alone``, ``data_parallel``, ``hybrid_parallel``, ``semi_auto_parallel`` or ``auto_parallel``."""
+    return str(context.get_auto_parallel_context("parallel_mode"))
+
+
+def is_sliced() -> bool:
+    """Whether ranks may hold different parts of the state."""
+    return parallel_mode() not in ("stand_alone", "data_parallel")
+
+
+def world_size() -> int:
+    """Ranks of this job, as MindSpore sees it; 1 before ``init()``."""
+    return int(get_group_size()) if GlobalComm.INITED else 1
+
+
+def check_world(ranks: int) -> None:
+    """Raises:
+    ConfigError: there is only one rank, or MindSpore and the launcher disagree on their number.
+    """
+    if not GlobalComm.INITED:
+        raise ConfigError(
+            "mindspore.communication.init() was not called: call it before Model.train, and set "
+            "parallel_mode=ParallelMode.DATA_PARALLEL, so that the ranks train one model"
+        )
+    if world_size() != ranks:
+        raise ConfigError(
+            f"the launcher speaks of {ranks} ranks and MindSpore of {world_size()}: let one launcher start the job"
+        )
+    if ranks < 2:
+        raise ConfigError(
+            "the power-off checkpoint needs a data parallelism of at least 2: with one rank nobody holds a copy of "
+            "what it loses. Start the job with two or more workers, or without TFTRegister"
+        )
+    if parallel_mode() == "stand_alone":
+        raise ConfigError(
+            "parallel_mode is stand_alone: the ranks train models of their own, which are no replicas. Call "
+            "set_auto_parallel_context(parallel_mode=ParallelMode.DATA_PARALLEL) (or another parallel mode)"
+        )
+
+
+def check_sink(sink_size: int | None) -> None:
+    """Raises:
+    ConfigError: several steps are made without a word in between.
+    """
+    if sink_size is not None and sink_size > 1:
+        raise ConfigError(
+            f"sink_size is {sink_size}: only sink_size=1 tells which step was the last. Call Model.train(..., "
+            "dataset_sink_mode=False) or give it sink_size=1"
+        )
+
+
+def check_optimizer_parallel() -> None:
+    """Raises:
+    ConfigError: optimizer states are cut over all ranks, so that each part exists once.
+    """
+    if not context.get_auto_parallel_context("enable_parallel_optimizer"):
+        return
+    size = _shard_size()
+    if size != SHARD_SIZE:
+        raise ConfigError(
+            f"optimizer parallelism is on with optimizer_weight_shard_size={size}: parts of the optimizer's state "
+            "would have no replica. Call set_auto_parallel_context(enable_parallel_optimizer=True, "
+            f"parallel_optimizer_config={{'optimizer_weight_shard_size': {SHARD_SIZE}}})"
+        )
+
+
+def _shard_size() -> Any:
+    try:
+        return context.get_auto_parallel_context("optimizer_weight_shard_size")
+    except ValueError:
+        return None

@@ -1,0 +1,96 @@
+"""Who holds a copy of what, as MindSpore's parallel modes tell it.
+
+A shard here is all that one rank holds: ranks that hold the same slice of every parameter form its replica group, and
+one of them writes its whole file, as the original does. That is what MindSpore's own tools read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ttp.adapters.mindspore.constraints import parallel_mode
+from ttp.core.layout import Layout, Rank, Shard
+from ttp.errors import ConfigError
+
+Groups = Sequence[Sequence[int]]
+"""Ranks that hold the same, one entry per shard."""
+
+
+def layout_of(
+    network: Any, parameters: Iterable[Any], world_size: int, *, replicas: Groups | None, strategy: str | Path | None
+) -> Layout:
+    """The replica groups of a job.
+
+    Args:
+        network: the training network; after its compilation it knows its ``parameter_layout_dict``.
+        parameters: of it.
+        world_size: ranks of the job.
+        replicas: as the user says them; None: found.
+        strategy: a strategy file (``strategy_ckpt_config``), where the network does not know its layout.
+
+    Raises:
+        ConfigError: it cannot be told, or does not fit the job; the text says what to give.
+    """
+    if replicas is not None:
+        return of_groups(replicas, world_size)
+    mode = parallel_mode()
+    if mode in ("stand_alone", "data_parallel"):
+        return Layout.data_parallel(world_size)
+    if mode == "hybrid_parallel":
+        sliced = [parameter.name for parameter in parameters if parameter.layerwise_parallel]
+        if not sliced:
+            return Layout.data_parallel(world_size)
+        raise ConfigError(
+            f"{len(sliced)} parameters are layerwise_parallel ({', '.join(sliced[:3])}, ...): they are shards of their "
+            "own, and MindSpore does not tell which ranks hold the same ones. Say it: TFTRegister(..., "
+            "replicas=[[0, 2], [1, 3]]), one list for each distinct slice"
+        )
+    known = getattr(network, "parameter_layout_dict", None) or (str(strategy) if strategy else None)
+    if not known:
+        raise ConfigError(
+            f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE), the "
+            "file of set_auto_parallel_context(strategy_ckpt_config={'save_file': FILE}), or replicas="
+        )
+    from mindspore.train._utils import get_parameter_redundancy
+
+    return of_redundancy(get_parameter_redundancy(known), world_size)
+
+
+def of_groups(groups: Groups, world_size: int) -> Layout:
+    """A layout in which each group holds one slice.
+
+    Raises:
+        ConfigError: a rank is missing, or in two groups, or alone.
+    """
+    ranks = sorted(int(rank) for group in groups for rank in group)
+    if ranks != list(range(world_size)):
+        raise ConfigError(f"replicas={[list(g) for g in groups]}: each of the {world_size} ranks is to be there once")
+    alone = [list(group) for group in groups if len(group) < 2]
+    if alone:
+        raise ConfigError(
+            f"replicas={[list(g) for g in groups]}: {alone[0]} has no replica, so that its slice dies with it. The "
+            "power-off checkpoint needs a data parallelism of at least 2 for every slice: use more ranks, or cut less"
+        )
+    if len(groups) == 1:
+        return Layout.data_parallel(world_size)
+    named = {Shard(f"slice_{min(group)}"): tuple(Rank(int(r)) for r in group) for group in groups}
+    return Layout(world_size, named)
+
+
+def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size: int) -> Layout:
+    """From MindSpore's ``get_parameter_redundancy``: for each parameter, the ranks that hold equal slices of it."""
+    held: dict[int, list[tuple[str, int]]] = {rank: [] for rank in range(world_size)}
+    for name, groups in sorted(redundancy.items()):
+        for index, group in enumerate(groups):
+            for rank in group:
+                if int(rank) not in held:
+                    raise ConfigError(f"the strategy speaks of rank {rank}, and the job has {world_size} ranks")
+                held[int(rank)].append((name, index))
+    same: dict[tuple[tuple[str, int], ...], list[int]] = {}
+    for rank, slices in held.items():
+        if not slices:
+            raise ConfigError(f"the strategy says nothing of rank {rank}: is it of another job?")
+        same.setdefault(tuple(slices), []).append(rank)
+    return of_groups(list(same.values()), world_size)

@@ -1,0 +1,198 @@
+"""What only one rank has, of one version, as a page: place in the data, random streams, state beside the optimizer.
+
+State *beside the optimizer* are parameters of the training network that the optimizer neither trains nor owns:
+BatchNorm's moving averages, the loss scale and its counters, accumulated gradients. They change in the forward pass,
+before the gate, so their memory is ahead of the version while the rank waits; and BatchNorm's differ between ranks. So
+they are copied into the page when the version is finished, and the checkpoint is written from there.
+
+The image: a header, a description (msgpack), the sections. No pickle.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mindspore as ms
+import msgpack
+import numpy as np
+import xxhash
+
+from ttp.adapters.mindspore.memory import Held, Memory
+from ttp.errors import CheckpointError
+from ttp.processor.host_rng import HostStreams
+from ttp.processor.pages import Buffer, Kept, PageWriter
+
+_MAGIC = b"TTPM\x01"
+_HEADER = struct.Struct("<5sxI5I3q")
+"""Magic; bytes of the description, of python's stream, its spare number, numpy's, its spare number, MindSpore's; epoch,
+step, batches of an epoch."""
+
+_LARGE = 64 << 10
+"""Bytes from which a parameter is copied only when its digest has changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in the data a version was finished.
+
+    Args:
+        epoch: in which its step lay, from 1; 0 where nobody said.
+        step: steps made since the beginning of the first epoch, skipped updates included.
+        batch_num: steps of an epoch; 0 where nobody said.
+    """
+
+    epoch: int = 0
+    step: int = 0
+    batch_num: int = 0
+
+    @property
+    def step_in_epoch(self) -> int:
+        """From 1; the number in the checkpoint's name."""
+        return (self.step - 1) % self.batch_num + 1 if self.batch_num and self.step else self.step
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """A page, read.
+
+    Args:
+        position: in the data.
+        host: python's and numpy's streams, see ``HostStreams``.
+        stream: MindSpore's.
+        beside: the state beside the optimizer: type, shape and bytes by name.
+    """
+
+    position: Position
+    host: tuple[bytes, bytes, bytes, bytes]
+    stream: bytes
+    beside: Mapping[str, tuple[str, tuple[int, ...], bytes]]
+
+
+class LocalCapture:
+    """Writes the page of this rank. Training thread only; never raises.
+
+    Args:
+        memory: of the training network.
+        beside: names of the parameters that are neither trained nor owned by the optimizer.
+    """
+
+    def __init__(self, memory: Memory, beside: Sequence[str]) -> None:
+        self._memory, self._beside = memory, tuple(beside)
+        self._host = HostStreams()
+        self._stream = b""
+        self._page: PageWriter | None = None
+        held = [memory.held[name] for name in self._beside]
+        self._description = msgpack.packb([[h.name, h.dtype, list(h.shape), _size(h, memory)] for h in held])
+        self.on_written: Callable[[int, bool], None] | None = None
+
+    def open_page(self, page: PageWriter) -> None:
+        """Write to this page from now on."""
+        self._page = page
+
+    def read_stream(self) -> None:
+        """Look at MindSpore's random stream; not while a graph runs."""
+        self._stream = ms.get_rng_state().asnumpy().tobytes()
+
+    def capture(self, version: int, position: Position, *, final: bool) -> None:
+        """Put the state of this moment into the page as that of ``version``."""
+        if self._page is None:
+            return
+        host = self._host.capture()
+        sizes = map(len, (self._description, *host, self._stream))
+        header = _HEADER.pack(_MAGIC, *sizes, position.epoch, position.step, position.batch_num)
+        small: list[Buffer] = []
+        large: list[Kept] = []
+        for name in self._beside:
+            view = self._memory.of(name).memory
+            if len(view) < _LARGE:
+                small.append(view)
+            else:
+                large.append((xxhash.xxh3_128_intdigest(view), view))
+        written = self._page.write(version, final, [header, self._description, *host, self._stream, *small], large)
+        if written and self.on_written is not None:
+            self.on_written(version, final)
+
+    def restore(self, state: LocalState, *, streams: bool) -> list[str]:
+        """Put back what a page kept; random streams only where they are this rank's own. Returns notes.
+
+        Raises:
+            CheckpointError: it does not fit this network.
+        """
+        for name, (dtype, shape, data) in state.beside.items():
+            held = self._memory.held.get(name)
+            if held is None or (held.dtype, held.shape) != (dtype, shape):
+                raise CheckpointError(f"the checkpoint's {name} is {dtype}{list(shape)}: this network has no such one")
+            put(self._memory, name, data)
+        if not streams:
+            return []
+        try:
+            notes = self._host.restore(*state.host)
+        except (ValueError, TypeError, struct.error) as problem:
+            raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
+        if state.stream:
+            ms.set_rng_state(ms.Tensor(np.frombuffer(state.stream, np.uint8).copy()))
+        return notes
+
+    def close(self, unlink: bool) -> None:
+        """Stop capturing; the page goes with ``unlink``."""
+        page, self._page = self._page, None
+        if page is not None:
+            page.close(unlink)
+
+
+def put(memory: Memory, name: str, data: bytes) -> None:
+    """Set a parameter to these bytes."""
+    parameter = memory.parameter(name)
+    array = np.frombuffer(data, parameter.asnumpy().dtype).reshape(tuple(parameter.shape))
+    parameter.set_data(ms.Tensor(array.copy(), parameter.dtype))
+
+
+def decode(data: bytes) -> LocalState:
+    """What ``LocalCapture`` put into a page.
+
+    Raises:
+        CheckpointError: these bytes are something else.
+    """
+    try:
+        return _decode(data)
+    except (ValueError, TypeError, LookupError, struct.error, msgpack.UnpackException) as problem:
+        raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
+
+
+def _decode(data: bytes) -> LocalState:
+    magic, described, *rest = _HEADER.unpack_from(data)
+    if magic != _MAGIC:
+        raise ValueError(f"they begin with {magic!r}")
+    streams, (epoch, step, batch_num) = rest[:5], rest[5:]
+    reader = _Reader(data, _HEADER.size)
+    table = msgpack.unpackb(reader.take(described))
+    python, python_gauss, numpy, numpy_gauss, stream = map(reader.take, streams)
+    beside: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
+    for large in (False, True):
+        for name, dtype, shape, size in table:
+            if (size >= _LARGE) is large:
+                beside[str(name)] = str(dtype), tuple(int(extent) for extent in shape), reader.take(size)
+    if reader.at != len(data):
+        raise ValueError(f"{len(data) - reader.at} bytes too many")
+    return LocalState(Position(epoch, step, batch_num), (python, python_gauss, numpy, numpy_gauss), stream, beside)
+
+
+class _Reader:
+    def __init__(self, data: bytes, at: int) -> None:
+        self._data, self.at = data, at
+
+    def take(self, size: int) -> bytes:
+        if size < 0 or self.at + size > len(self._data):
+            raise ValueError(f"{self.at + size} bytes are promised")
+        self.at += size
+        return self._data[self.at - size : self.at]
+
+
+def _size(held: Held, memory: Memory) -> int:
+    return int(memory.of(held.name).memory.nbytes)
+
+
+__all__: list[Any] = ["LocalCapture", "LocalState", "Position", "decode", "put"]

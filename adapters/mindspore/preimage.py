@@ -1,0 +1,51 @@
+"""A copy of what an update writes, from before it: with it a rank can go back (docs/concepts.md, undo)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ttp.adapters.mindspore.memory import Memory
+from ttp.core.layout import Version
+from ttp.errors import CheckpointError
+
+
+class PreImage:
+    """Exactly one more copy of parameters and optimizer state.
+
+    Args:
+        memory: of the training network.
+        names: of what the update writes.
+    """
+
+    def __init__(self, memory: Memory, names: Sequence[str]) -> None:
+        self._memory, self._names = memory, [name for name in names if name in memory.held]
+        self._copies: dict[str, Any] = {}
+        self.version: int | None = None
+        """Of which version the copy is; None: of none."""
+
+    def take(self, version: int) -> None:
+        """Copy the state, which is of ``version``. Training thread, before the first write."""
+        self.version = None
+        for name in self._names:
+            array = self._memory.of(name).array
+            if name not in self._copies:
+                self._copies[name] = np.empty_like(array)
+            np.copyto(self._copies[name], array)
+        self.version = version
+
+    def of(self, version: Version) -> Mapping[str, memoryview]:
+        """The bytes of ``version``.
+
+        Raises:
+            CheckpointError: the copy is of another one.
+        """
+        if self.version != version:
+            raise CheckpointError(f"version {version} cannot be gone back to: the copy is of {self.version}")
+        return {name: memoryview(copy.reshape(-1).view(np.uint8)) for name, copy in self._copies.items()}
+
+    def forget(self) -> None:
+        """The state was replaced."""
+        self.version = None

@@ -1,0 +1,95 @@
+"""A power-off checkpoint back into a network: the replica that was saved for this rank, and what only the rank had."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+
+from ttp.adapters.mindspore.local_state import LocalCapture, Position, decode
+from ttp.adapters.mindspore.memory import Memory
+from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
+from ttp.core.layout import Shard
+from ttp.errors import CheckpointError
+from ttp.processor.local_piece import read_local_image, why_lost
+from ttp.store import encoding
+from ttp.store.manifest import Manifest
+from ttp.store.plain_file import read_plain
+
+
+def file_for(manifest: Manifest, rank: int, world_size: int) -> str:
+    """The file of the replica that was saved for ``rank``, relative to the checkpoint.
+
+    Raises:
+        CheckpointError: the checkpoint is no MindSpore one, or is cut for another number of ranks.
+    """
+    if manifest.framework != "mindspore":
+        raise CheckpointError(f"version {manifest.version} was written by {manifest.framework}, not by MindSpore")
+    shards = [shard for shard, ranks in manifest.groups.items() if rank in ranks]
+    if len(manifest.groups) == 1:
+        shards = list(manifest.groups)  # whole, so for any rank of any world
+    elif world_size != manifest.world_size or len(shards) != 1:
+        raise CheckpointError(
+            f"version {manifest.version} was saved by {manifest.world_size} ranks in {len(manifest.groups)} slices, "
+            f"and this job has {world_size} ranks: cut it anew with `ttp reshard`, or start as many ranks"
+        )
+    files = [p.file for p in manifest.pieces if p.kind == SHARD_KIND and Shard(p.shard) == shards[0]]
+    if len(files) != 1:
+        raise CheckpointError(f"version {manifest.version} has {len(files)} files of {shards[0]} instead of 1")
+    return files[0]
+
+
+def position_of(checkpoint: Path, manifest: Manifest) -> Position:
+    """Where in the data the checkpoint's version was finished.
+
+    Raises:
+        CheckpointError: it does not say so.
+    """
+    files = [p.file for p in manifest.pieces if p.kind == JOB_KIND]
+    try:
+        found = encoding.decode(read_plain(checkpoint / files[0]))
+        return Position(int(found["epoch"]), int(found["step"]), int(found["batch_num"]))
+    except (OSError, encoding.EncodingError, LookupError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{checkpoint} does not say where in the data it was saved: {problem}") from problem
+
+
+def load_into(
+    memory: Memory, capture: LocalCapture, checkpoint: Path, manifest: Manifest, rank: int, world_size: int
+) -> list[str]:
+    """Set every parameter. Returns notes on what is not as it was.
+
+    Raises:
+        CheckpointError: it does not fit; nothing has been changed then.
+    """
+    file = checkpoint / file_for(manifest, rank, world_size)
+    try:
+        values = ms.load_checkpoint(str(file), crc_check=True)
+    except ValueError as problem:
+        raise CheckpointError(f"{file} cannot be read by MindSpore: {problem}") from problem
+    _check_fits(memory, values, file)
+    same_world = world_size == manifest.world_size
+    image = read_local_image(checkpoint, manifest.pieces, rank) if same_world else None
+    local = None if image is None else decode(image)
+    for name in memory.held:
+        memory.parameter(name).set_data(values[name].value())
+    if local is not None:
+        return capture.restore(local, streams=True)
+    why = why_lost(manifest.pieces, rank) if same_world else f"{manifest.world_size} ranks saved, {world_size} restore"
+    return [
+        f"nothing was kept of rank {rank} ({why}): its random streams begin anew, and what differs between ranks "
+        "(BatchNorm's averages) is that of the rank that saved"
+    ]
+
+
+def _check_fits(memory: Memory, values: dict[str, Any], file: Path) -> None:
+    absent = [name for name in memory.held if name not in values]
+    if absent:
+        raise CheckpointError(f"{file} belongs to another network: it has no {', '.join(absent[:5])}")
+    for name, held in memory.held.items():
+        found = values[name]
+        if (str(found.dtype), tuple(found.shape)) != (held.dtype, held.shape):
+            raise CheckpointError(
+                f"{file} belongs to another network: {name} is {found.dtype}{list(found.shape)} there and "
+                f"{held.dtype}{list(held.shape)} here"
+            )

@@ -1,0 +1,45 @@
+"""``get_ckpt_path_with_strategy``: the file of a replica where a rank has none of its own."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from ttp.adapters.mindspore.redundancy import groups_of_strategies, replicas_of
+from ttp.adapters.mindspore.strategy_file import Strategy, read_strategies
+from ttp.config import RankEnv
+
+_RANK = re.compile(r"rank_\d+")
+
+
+def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> str | None:
+    """Find a checkpoint that the current rank can load: its own, or one of a rank that holds the same slices.
+
+    The contract of ``mindspore.get_ckpt_path_with_strategy``: in ``cur_ckpt_path`` each ``rank_N`` is replaced. But no
+    ``init()`` is needed: who this rank is says the launcher's environment.
+
+    Args:
+        cur_ckpt_path: what the current rank would load.
+        cur_strategy_path: strategy file of its stage.
+
+    Returns:
+        The path of a file that exists, or None.
+
+    Raises:
+        ConfigError: the environment does not tell the rank.
+        CheckpointError: the strategy file cannot be read.
+    """
+    rank = RankEnv.from_env().rank
+    if f"rank_{rank}" in cur_ckpt_path and Path(cur_ckpt_path).is_file():
+        return cur_ckpt_path
+    strategies = [_at_stage_of(strategy, rank) for strategy in read_strategies(Path(cur_strategy_path))]
+    for replica in replicas_of(rank, groups_of_strategies(strategies)[1]):
+        path = _RANK.sub(f"rank_{replica}", cur_ckpt_path)
+        if Path(path).is_file():
+            return path
+    return None
+
+
+def _at_stage_of(strategy: Strategy, rank: int) -> Strategy:
+    """As MindSpore does: the file is taken for that of the rank's own stage."""
+    return Strategy(rank // strategy.devices, strategy.cuts)

@@ -1,0 +1,95 @@
+"""``restore``: the newest whole checkpoint into model and dataset."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp import session
+from ttp.adapters.mindspore.joining import join
+from ttp.adapters.mindspore.layouts import Groups
+from ttp.adapters.mindspore.local_state import Position
+
+log = logging.getLogger("ttp.adapters.mindspore")
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Where training goes on.
+
+    Args:
+        version: finished updates, as ``global_step`` counts them; 0: nothing was found.
+        step: finished steps of the data, from the first epoch on.
+        initial_epoch: for ``Model.train``.
+    """
+
+    version: int
+    step: int
+    initial_epoch: int
+
+
+def restore(
+    model: Any,
+    dataset: Any = None,
+    ckpt_save_path: str | Path = "./ttp_checkpoints/",
+    *,
+    replicas: Groups | None = None,
+    strategy: str | Path | None = None,
+    ckpt_load_fn: Callable[[], Any] | None = None,
+) -> Resumed:
+    """Load the newest whole checkpoint into ``model.train_network``, and let ``dataset`` go on where it was.
+
+    Weights, moments, ``global_step``, loss scale and this rank's random streams are restored, bit for bit. All ranks
+    agree on one checkpoint; ones that are not whole are skipped, said in the log, and left alone. To be called after
+    ``Model(...)`` and before ``Model.train(epochs, dataset, initial_epoch=...)``::
+
+        resumed = restore(model, dataset, "./ttp_checkpoints/")
+        model.train(5, dataset, callbacks=[tft_cb], initial_epoch=resumed.initial_epoch)
+
+    Args:
+        model: a ``mindspore.Model`` with a wrapped optimizer.
+        dataset: what will be given to ``Model.train``; the same pipeline and seed as before.
+        ckpt_save_path: as given to ``TFTRegister``. ``TTP_SAVE_DIR`` overrides it.
+        replicas: see ``TFTRegister``.
+        strategy: see ``TFTRegister``.
+        ckpt_load_fn: as for ``TrainFaultTolerance``: finds the state itself, instead of all this.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another network, or to another number of slices.
+        RestoreError: the ranks do not see one common checkpoint.
+        UsageError: the optimizer is not wrapped.
+        ConfigError: the job cannot be protected; the text says what to change.
+    """
+    adapter = join(model.train_network, model._optimizer, ckpt_save_path, replicas=replicas, strategy=strategy)
+    current = session.current()
+    if ckpt_load_fn is not None:
+        version = adapter.loaded_by(ckpt_load_fn)
+        if current.processor is not None:
+            current.processor.set_base_version(version)
+    else:
+        version = current.restore()  # type: ignore[assignment]
+    if not version:
+        return Resumed(0, 0, 0)
+    size = dataset.get_dataset_size() if dataset is not None else 0
+    position = _here(adapter.position, size)
+    adapter.position = position
+    if dataset is None:
+        return Resumed(int(version), position.step, max(0, position.epoch - 1))
+    dataset.set_init_step(position.step)
+    return Resumed(int(version), position.step, position.step // size)
+
+
+def _here(saved: Position, size: int) -> Position:
+    """``saved`` in a dataset of ``size`` batches. Another number of ranks or another batch size makes another size."""
+    if size in (0, saved.batch_num) or not saved.batch_num:
+        return saved
+    whole_epochs, rest = divmod(saved.step, saved.batch_num)
+    step = whole_epochs * size + rest * size // saved.batch_num
+    log.warning(
+        "an epoch had %d steps and has %d now: training goes on with step %d, about where it was in the data",
+        saved.batch_num, size, step + 1,
+    )  # fmt: skip
+    return Position(saved.epoch, step, size)

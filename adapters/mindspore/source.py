@@ -1,0 +1,283 @@
+"""What one rank of a MindSpore job writes: its file as ``mindspore.save_checkpoint`` would, pages, the job's state."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ttp.adapters.mindspore.ckpt_file import Entry, number, write_entries
+from ttp.adapters.mindspore.inspection import Inspector
+from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
+from ttp.adapters.mindspore.memory import Memory
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
+from ttp.errors import CheckpointError
+from ttp.processor.committing import commit_order
+from ttp.processor.local_piece import Pages, collect, write_local_piece
+from ttp.processor.pages import PageWriter
+from ttp.processor.source import Cancelled
+from ttp.store.durable import sync_directory
+from ttp.store.encoding import encode
+from ttp.store.piece_file import piece_file, write_piece
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.adapters.mindspore")
+
+SHARD_KIND = "shard"
+JOB_KIND = "job"
+
+SETTLE_S = 2.0
+"""How long a save waits for the end of the step after the update. Who has not come there by then hangs."""
+_POLL_S = 0.002
+
+SCALES = ("scale_sense", "loss_scale")
+"""What MindSpore's step cells call a dynamic loss scale."""
+
+SaveFunction = Callable[[Any, dict[str, Any]], Any]
+"""``ckpt_save_fn(cb_params, append_dict)`` of ``TrainFaultTolerance``."""
+
+
+class MindSporeSource:
+    """See ``StateSource``. Made by ``MindSporeAdapter``.
+
+    Args:
+        memory: of the training network.
+        capture: of rank-local state.
+        replicated: names of what replicas must have in common: parameters and the optimizer's state.
+    """
+
+    framework = "mindspore"
+    counts_bytes = True
+    writes_parts = False
+    on_device = False
+
+    def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
+        self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
+        self._processor: Processor | None = None
+        self._inspector: Inspector | None = None
+        self._page_dir: Path | None = None
+        self._incarnation = 0
+        self.in_step = False
+        """Whether the last update's step has not come to its end yet."""
+        self.preimage: Any = None
+        self.save_fn: SaveFunction | None = None
+        self.cb_params: Any = None
+        self.loss_scale = 1.0
+
+    def connect(self, processor: Processor) -> None:
+        """Updates are reported to ``processor`` from now on."""
+        self._processor = processor
+        if processor.config.digest != "off":
+            self._inspector = Inspector(processor.config.digest)
+
+    # ------------------------------------------------------------------------------------------------ StateSource
+
+    @property
+    def has_preimage(self) -> bool:
+        """See ``StateSource``."""
+        if self._processor is None or self.preimage is None:
+            return False
+        state = self._processor.gate.state()
+        if state.phase is Phase.UPDATING:
+            return False
+        return bool(self.preimage.version == state.version - (state.phase is not Phase.TORN))
+
+    def gradient_ready(self) -> bool:
+        """Whoever stands at the gate holds the reduced gradients of all that it updates."""
+        return self._processor is not None and self._processor.gate.state().parked
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        """See ``StateSource``."""
+        if self._processor is None or self._inspector is None or not self._memory.on_host:
+            return (), ()
+        shards = self._processor.layout.shards_of(Rank(self._processor.env.rank))
+        try:
+            held = [self._memory.of(name) for name in self._replicated]
+            digest, bad = self._inspector.look(held, version)
+        except Exception as problem:
+            log.warning("version %s was not compared with other replicas: %s", version, problem)
+            return tuple(ShardDigest(shard, "") for shard in shards), ()
+        size = sum(h.memory.nbytes for h in held)
+        return tuple(ShardDigest(shard, digest, size) for shard in shards), bad
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """See ``StateSource``."""
+        self._capture.on_written = changed
+
+    def settled(self) -> bool:
+        """Whether the step of the last update has come to its end."""
+        return not self.in_step
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """The reports are made by the host after the kernels."""
+        return version
+
+    def write_pieces(
+        self,
+        *,
+        order: SaverOrder,
+        version: Version,
+        draft: Path,
+        generation: int,
+        cancelled: Callable[[], bool],
+    ) -> list[Piece]:
+        """See ``StateSource``."""
+        undo = order.how is How.UNDO
+        if not undo:
+            self._wait_settled(cancelled)
+        local = self._local(version)
+        if self.save_fn is not None:
+            return self._by_the_program(self.save_fn, order, version, local.position)
+        pieces = []
+        for shard in order.shards:
+            pieces.append(self._write_rank(draft, shard, order.rank, version, local, undo, cancelled))
+        if order.pages:
+            file = f"rank_local_{order.rank}_{generation}.msgpack"
+            pieces.append(write_local_piece(draft, file, self._pages(order.pages, version), order.rank))
+        if order.job_state:
+            job = _job_state(version, local.position)
+            pieces.append(write_piece(draft, f"job_{generation}.msgpack", job, JOB_KIND, order.rank))
+        sync_directory(draft)
+        return pieces
+
+    def commit(self, order: Commit) -> tuple[str, int]:
+        """See ``StateSource``."""
+        assert self._processor is not None
+        if self.save_fn is not None:
+            return f"version {order.version}, written by the program's ckpt_save_fn", 0
+        return commit_order(
+            self._processor, order, framework=self.framework, finalise=lambda _draft: [], progress=self._wrote
+        )
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        """Open the page of this rank."""
+        self._page_dir, self._incarnation = page_dir, incarnation
+        self._capture.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
+
+    def close(self) -> None:
+        """See ``StateSource``."""
+        self._capture.close(unlink=True)
+
+    # ----------------------------------------------------------------------------------------------------- details
+
+    def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while not self.settled() and time.monotonic() < deadline:
+            if cancelled():
+                raise Cancelled
+            self._wrote(1)  # it is not the storage that is waited for
+            time.sleep(_POLL_S)
+
+    def _pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
+        if self._page_dir is None:
+            return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
+        return collect(self._page_dir, ranks, version, self._incarnation)
+
+    def _local(self, version: Version) -> LocalState:
+        """What this rank had when the version was finished.
+
+        Raises:
+            CheckpointError: its page is gone: nobody can tell where in the data the version was finished.
+        """
+        assert self._processor is not None
+        rank = Rank(self._processor.env.rank)
+        pages = self._pages((rank,), version)
+        if rank not in pages.data:
+            raise CheckpointError(
+                f"rank {rank} does not know where in the data version {version} was finished: "
+                f"{pages.missing.get(rank, 'it has no page')}"
+            )
+        return decode(pages.data[rank])
+
+    def _write_rank(
+        self,
+        draft: Path,
+        shard: Shard,
+        rank: Rank,
+        version: Version,
+        local: LocalState,
+        undo: bool,
+        cancelled: Callable[[], bool],
+    ) -> Piece:
+        position = local.position
+        file = f"rank_{rank}/ttp_rank_{rank}-{position.epoch}_{position.step_in_epoch}.ckpt"
+        if cancelled():
+            raise Cancelled
+        directory = (draft / file).parent
+        directory.mkdir(exist_ok=True)
+        entries = [*self._entries(version, local, undo), *self._numbers(rank, version, local)]
+        with piece_file(draft / file, self._wrote) as target:
+            write_entries(target, entries, cancelled)
+            size, digest = target.sync_and_close()
+        sync_directory(directory)
+        return Piece(file, size, digest, SHARD_KIND, shard, rank)
+
+    def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[Entry]:
+        """Live memory of what the update writes; what is beside it as it was when the version was finished.
+
+        Raises:
+            CheckpointError: the memory is not of ``version``.
+        """
+        assert self._processor is not None
+        have = self._processor.gate.version
+        if undo:
+            kept = self.preimage.of(version)
+        elif have != version:
+            raise CheckpointError(f"this rank holds version {have}, not {version}")
+        for name, held in self._memory.held.items():
+            if name in local.beside:
+                memory = memoryview(local.beside[name][2])
+            elif undo:
+                memory = kept[name]
+            else:
+                memory = self._memory.of(name).memory
+            yield Entry(name, held.dtype, held.shape, memory)
+
+    def _numbers(self, rank: int, version: int, local: LocalState) -> list[Entry]:
+        """What the original adds; what a parameter is called is that parameter: the optimizer's global_step."""
+        found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
+        return [number(name, value) for name, value in found.items() if name not in self._memory.held]
+
+    def _loss_scale(self, local: LocalState) -> float:
+        for name in SCALES:
+            if name in local.beside:
+                return float(np.frombuffer(local.beside[name][2], np.float32)[0])
+        return self.loss_scale
+
+    def _by_the_program(
+        self, save: SaveFunction, order: SaverOrder, version: Version, position: Position
+    ) -> list[Piece]:
+        if order.shards:
+            save(self.cb_params, append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale})
+        return []
+
+    def _wrote(self, count: int) -> None:
+        """The storage goes on: it may be slow, but it does not hang."""
+        assert self._processor is not None
+        self._processor.written += count
+
+
+def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:
+    """The keys of the original beside the tensors. ``step_num`` counts from the first epoch on, as MindSpore's does."""
+    return {
+        "epoch_num": position.epoch,
+        "step_num": position.step,
+        "cur_rank": rank,
+        "batch_num": position.batch_num,
+        "global_step": version,
+    }
+
+
+def _job_state(version: int, position: Position) -> bytes:
+    return encode(
+        {"version": int(version), "epoch": position.epoch, "step": position.step, "batch_num": position.batch_num},
+        "job",
+    )

@@ -1,0 +1,144 @@
+"""The optimizer's wrapper: reports after the gradients are final and before the first write, and after the last.
+
+Theory of operation
+-------------------
+The wrapper adds nothing to the arithmetic: the gradients go into the wrapped optimizer as they came, and its result
+comes back as it is.
+
+**Graph mode** compiles ``construct``; a Python call in it would run once, at compile time. So the two reports are
+operators (``ops.Custom`` with a Python function) that the graph runs in every step. Their order is data flow, which no
+pass of the compiler may break: the first one takes a value that depends on *all* gradients, the optimizer takes
+gradients that depend on the first one's result, the second one takes a value that depends on the optimizer's result,
+and the step's result depends on the second one's. ``side_effect_mem`` keeps them from being dropped or merged as equal.
+
+**PyNative** runs ``construct`` as Python. Kernels are launched asynchronously there; reading ``global_step`` to the
+host waits for what was launched before it.
+
+With a sliced layout an update may only begin when every rank can make it (docs/concepts.md): one AllReduce of one
+number stands between the gradients and the first report then, which is what MindSpore's own ``OptTFTWrapper`` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import mindspore as ms
+import numpy as np
+from mindspore import Tensor, context, nn, ops
+
+from ttp.adapters.mindspore.constraints import check_optimizer_parallel, is_sliced, world_size
+from ttp.adapters.mindspore.switch import may_be_protected
+from ttp.errors import UsageError
+
+_STATE = (
+    "param_rank optim_filter loss_scale dynamic_weight_decay grad_centralization dynamic_lr global_step is_group "
+    "is_group_lr is_group_params_ordered use_parallel group_params group_lr group_weight_decay "
+    "group_grad_centralization grad_centralization_flags skip_auto_parallel_compile learning_rate parameters "
+    "_parameters decay_flags dynamic_decay_flags weight_decay exec_weight_decay cache_enable reciprocal_scale "
+    "need_scale global_step_increase_tensor param_length enable_tuple_broaden _unique _target "
+)
+"""What MindSpore looks for at an optimizer; shared with the wrapped one, never copied."""
+
+
+class Reporter(Protocol):
+    """Who hears of updates. Called on the training thread; may wait, may not raise."""
+
+    def begin_update(self) -> None:
+        """All gradients are final; nothing has been written."""
+
+    def end_update(self) -> None:
+        """The last write is done."""
+
+
+class OptTTPWrapper(nn.Optimizer):
+    """An ``nn.Optimizer`` whose updates are reported to ttp. ``OptTFTWrapper`` is another name for it.
+
+    Losses and weights are those of the optimizer alone, bit for bit. Nothing is reported, and nothing is added to the
+    graph, where ttp is not switched on (``MS_ENABLE_TFT='{TTP:1}'`` or ``TTP_PORT``) when the wrapper is made.
+
+    Args:
+        opt: a MindSpore optimizer.
+        undo: see ``ttp.wrap_optimizer``.
+
+    Raises:
+        UsageError: ``opt`` is no ``nn.Optimizer``, or is wrapped already.
+        ConfigError: its state has no replicas (optimizer parallelism without ``optimizer_weight_shard_size`` 2).
+    """
+
+    def __init__(self, opt: nn.Optimizer, undo: str | None = None) -> None:
+        if not isinstance(opt, nn.Optimizer):
+            raise UsageError(
+                f"OptTTPWrapper() wraps a mindspore.nn.Optimizer, and got a {type(opt).__module__}."
+                f"{type(opt).__qualname__}: use an optimizer of mindspore.nn, or derive yours from nn.Optimizer"
+            )
+        if isinstance(opt, OptTTPWrapper):
+            raise UsageError("this optimizer is wrapped already: wrap it once")
+        check_optimizer_parallel()
+        # Optimizer.__init__ would make a second global_step and a second learning rate.
+        nn.Cell.__init__(self, auto_prefix=False)
+        self.opt, self.undo = opt, undo
+        for name in _STATE.split():
+            if hasattr(opt, name):
+                setattr(self, name, getattr(opt, name))
+        self.reporter: Reporter | None = None
+        self.ttp_reports = may_be_protected()
+        self.ttp_meets = self.ttp_reports and undo is None and is_sliced() and world_size() > 1
+        self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
+        self.ttp_one = Tensor([1], ms.int32)
+        self.ttp_depend = ops.Depend()
+        if self.ttp_meets:
+            self.ttp_meet = ops.AllReduce()
+        if self.ttp_reports and not self.ttp_by_python:
+            self.ttp_begin, self.ttp_end = _operator(self._begins), _operator(self._ends)
+
+    def construct(self, gradients: Any) -> Any:
+        """Report, update, report."""
+        if not self.ttp_reports:
+            return self.opt(gradients)
+        if self.ttp_by_python:
+            return self._update_by_python(gradients)
+        one = self.ttp_depend(self.ttp_one, gradients)
+        if self.ttp_meets:
+            one = self.ttp_meet(one)
+        result = self.opt(self.ttp_depend(gradients, self.ttp_begin(one)))
+        return self.ttp_depend(result, self.ttp_end(self.ttp_depend(self.ttp_one, result)))
+
+    def _update_by_python(self, gradients: Any) -> Any:
+        if self.ttp_meets:
+            self.ttp_meet(self.ttp_one).asnumpy()
+        self.global_step.asnumpy()
+        self._tell_begin()
+        result = self.opt(gradients)
+        self.global_step.asnumpy()
+        self._tell_end()
+        return result
+
+    def _begins(self, one: Any) -> Any:
+        self._tell_begin()
+        return _ONE
+
+    def _ends(self, one: Any) -> Any:
+        self._tell_end()
+        return _ONE
+
+    def _tell_begin(self) -> None:
+        if self.reporter is not None:
+            self.reporter.begin_update()
+
+    def _tell_end(self) -> None:
+        if self.reporter is not None:
+            self.reporter.end_update()
+
+
+OptTFTWrapper = OptTTPWrapper
+
+_ONE = np.array([1], np.int32)
+
+
+def _operator(function: Any) -> Any:
+    """``function`` as an operator of the graph, on the host."""
+    custom = ops.Custom(function, out_shape=(1,), out_dtype=ms.int32, func_type="pyfunc")
+    custom.add_prim_attr("side_effect_mem", True)
+    if context.get_context("device_target") != "CPU":
+        custom.set_device("CPU")  # not run: no such device was at hand
+    return custom

@@ -1,0 +1,47 @@
+"""``ttp.wrap_optimizer`` for an ``nn.Optimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mindspore import nn
+
+from ttp import api
+from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.wrapper import OptTTPWrapper
+from ttp.core.layout import Layout
+from ttp.errors import UsageError
+
+
+def wrap(
+    optimizer: nn.Optimizer,
+    model: Any,
+    save_dir: str | Path,
+    layout: Layout | None,
+    undo: str | None,
+    buddy: bool,
+    others: Mapping[str, Any],
+) -> OptTTPWrapper:
+    """The optimizer, wrapped; protected now where ``model`` is given. Arguments as of ``ttp.wrap_optimizer``.
+
+    Raises:
+        UsageError: an argument has no meaning for MindSpore.
+        ConfigError: the job cannot be protected.
+    """
+    given = [name for name, value in others.items() if value is not None] + ["buddy"] * buddy
+    if given:
+        raise UsageError(
+            f"wrap_optimizer({', '.join(given)}=) is not for MindSpore, where schedules and the loss "
+            "scale are parameters of the network and are saved with it: leave it out"
+        )
+    if model is not None and not isinstance(model, nn.Cell):
+        raise UsageError(
+            f"model= is a {type(model).__qualname__}: give the network (a Cell); a mindspore.Model is protected by the "
+            "callbacks TFTRegister and TrainFaultTolerance"
+        )
+    wrapped = OptTTPWrapper(optimizer, undo)
+    if model is not None:
+        api.register(MindSporeAdapter(model, wrapped), save_dir, layout)
+    return wrapped

@@ -1,0 +1,53 @@
+"""The distributed optimizer in one instance: one copy of each stretch, and another in the memory of the next host."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.megatron.jobs import Job
+from tests.adapters.megatron.nursery import Nursery
+from ttp.adapters.megatron import offer_to_megatron
+
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
+
+EVERY, STEPS, LOST_AT = 2, 8, 5
+
+
+def check(nursery: Nursery, directory: Path, shape: dict[str, Any], hosts: str, dead: list[int]) -> Job:
+    """A host is lost with its memory; the job goes on from the kept copies, with the bits of an unbroken one."""
+    job = Job(nursery, directory, shape)
+    how = {"ranks": len(hosts), "steps": STEPS, "hosts": hosts}
+    how["env"] = {"TTP_BUDDY_EVERY": str(EVERY), "TTP_STANDBYS": "0", "TTP_TOKEN": "a secret"}
+    codes = job.live(0, fault={"ranks": dead, "step": LOST_AT, "phase": "begin", "host": True}, **how)
+    assert codes == [-9 if rank in dead else 75 for rank in range(len(hosts))], job.story()
+    assert job.live(1, **how) == [0] * len(hosts), job.story()
+    start = job.starts()[1]
+    assert start % EVERY == 0 and 0 <= LOST_AT - start <= 2 * EVERY - 1
+    job.run_state("unhurt", ranks=len(hosts), steps=STEPS - 2)
+    for rank in range(len(hosts)):
+        assert json.loads((directory / f"result{rank}.json").read_text()) == job.after("unhurt", rank), job.story()
+        assert all(len(found) == 1 for found in job.seen(rank).values()), "a version made twice had other bits"
+    return job
+
+
+def test_a_host_with_single_copies_is_lost(nursery: Nursery, tmp_path: Path) -> None:
+    job = check(nursery, tmp_path, {}, "ab", [1])
+    (first, *_) = sorted(job.save_dir.glob("tft_saved_*"))
+    offer_to_megatron(first, tmp_path / "load", ckpt_format="torch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("shape", "hosts", "dead"),
+    [
+        pytest.param({"tp": 2}, "aabb", [2, 3], id="tp2-dp2"),
+        pytest.param({"ep": 2, "experts": True}, "aabb", [2, 3], id="experts"),
+        pytest.param({"pp": 2, "layers": 4, "bf16": True}, "abcd", [1], id="pp2-dp2-four-hosts"),
+    ],
+)
+def test_in_other_layouts(nursery: Nursery, tmp_path: Path, shape: dict[str, Any], hosts: str, dead: list[int]) -> None:
+    check(nursery, tmp_path, shape, hosts, dead)

@@ -1,0 +1,116 @@
+"""Layouts of Megatron x who is killed x where in a step: saved, or refused with the reason, and resumed bit for bit.
+
+``python -m tests.adapters.megatron.test_matrix`` runs all of it and prints the table of docs/reliability.md.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.adapters.megatron.jobs import DP4, EP2_DP2, TP2_DP2, Job
+from tests.adapters.megatron.nursery import Nursery
+
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.slow, pytest.mark.timeout(1200)]
+
+LAYOUTS = {"TP2 x DP2": TP2_DP2, "DP4": DP4, "EP2 x DP2, experts": EP2_DP2}
+"""In two instances of the distributed optimizer each: ranks 0 and 2 hold one half of the state, 1 and 3 the other."""
+PHASES = [
+    "begin", "forward", "backward", "reduced", "barrier", "passed", "post_step0", "post_step1", "gathered", "stepped",
+]  # fmt: skip
+WHO = {
+    "one rank": [3],
+    "rank 0": [0],
+    "one of each shard, in different columns": [0, 3],
+    "a whole column": [0, 1],
+    "all copies of a shard": [0, 2],
+}
+
+
+STEPS = 2 * len(PHASES) + 4
+
+
+def phases_of(layout: str) -> list[str]:
+    """Only with experts there is a second optimizer."""
+    return [phase for phase in PHASES if phase != "post_step1" or "experts" in layout]
+
+
+def unbroken(nursery: Nursery, directory: Path, shape: dict[str, Any], steps: int) -> Job:
+    job = Job(nursery, directory, shape)
+    assert nursery.run(directory, "job", shape=shape, steps=steps) == [0] * 4, job.story()
+    return job
+
+
+def run_case(nursery: Nursery, directory: Path, layout: str, who: str, reference: Job) -> Counter[str]:
+    """One job that is hurt in one phase after the other, each time in the life that the one before has left."""
+    job, dead, seen = Job(nursery, directory, LAYOUTS[layout]), WHO[who], Counter[str]()
+    start = 0
+    phases = phases_of(layout)
+    for life, phase in enumerate(phases):
+        fault = {"ranks": dead, "step": start + 1, "phase": phase}
+        codes = job.live(life, fault=fault, steps=STEPS)
+        outcome, start = _judged(job, life, phase, dead, codes, start)
+        seen[outcome] += 1
+    assert job.live(len(phases), steps=STEPS) == [0] * 4, job.story()
+    for rank in range(4):
+        known = reference.seen(rank)
+        assert all(found == known[version] for version, found in job.seen(rank).items()), (layout, who, rank)
+        assert (directory / f"result{rank}.json").read_text() == (
+            reference.directory / f"result{rank}.json"
+        ).read_text()
+    return seen
+
+
+def _judged(job: Job, life: int, phase: str, dead: list[int], codes: list[int], start: int) -> tuple[str, int]:
+    """What came of it, and the version at which the next life has to begin."""
+    alive = [rank for rank in range(4) if rank not in dead]
+    assert [codes[rank] for rank in dead] == [-9] * len(dead), (phase, codes, job.story())
+    newest = max([start, *(version for rank in alive for version in job.seen(rank, life))])
+    committed = max((int(name.rpartition("_")[2]) for name in job.versions()), default=0)
+    if codes[alive[0]] == 70:
+        assert [codes[rank] for rank in alive] == [70] * len(alive), job.story()
+        told = "".join(path.read_text() for path in (job.save_dir / "incidents").glob("*.jsonl"))
+        assert told.count("has no whole copy left") > life, told
+        return "refused", committed
+    assert [codes[rank] for rank in alive] == [75] * len(alive), (phase, codes, job.story())
+    assert newest <= committed <= start + 2, (phase, newest, committed)
+    assert committed >= start + 1, (phase, start, committed)
+    return "saved", committed
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_matrix(nursery: Nursery, tmp_path: Path, layout: str) -> None:
+    reference = unbroken(nursery, tmp_path / "unbroken", LAYOUTS[layout], STEPS)
+    for number, who in enumerate(WHO):
+        seen = run_case(nursery, tmp_path / str(number), layout, who, reference)
+        assert seen == {("refused" if who.startswith("all") else "saved"): len(phases_of(layout))}
+
+
+def main() -> None:
+    """Print the table."""
+    nursery, failed = Nursery(), 0
+    print(f"| layout | {' | '.join(WHO)} |\n|---|{'---|' * len(WHO)}", flush=True)
+    with tempfile.TemporaryDirectory() as directory:
+        for layout, shape in LAYOUTS.items():
+            reference = unbroken(nursery, Path(directory) / layout, shape, STEPS)
+            cells = []
+            for who in WHO:
+                try:
+                    seen = run_case(nursery, Path(directory) / f"{layout} {who}", layout, who, reference)
+                    cells.append(", ".join(f"{count} {outcome}" for outcome, count in seen.items()))
+                except AssertionError as problem:
+                    failed += 1
+                    cells.append("FAILED")
+                    print(problem, file=sys.stderr, flush=True)
+            print(f"| {layout} | {' | '.join(cells)} |", flush=True)
+    nursery.close()
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()

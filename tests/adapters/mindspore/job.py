@@ -1,0 +1,106 @@
+"""Runs a MindSpore job under ``ttp run --mindspore``, and reads what it printed and left."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+HERE = Path(__file__).parent
+TTP = Path(sys.executable).parent / "ttp"
+SMALL = ["--hidden", "32", "--images", "256", "--batch", "8", "--epochs", "2"]
+"""For the example: epochs of 16 steps with 2 workers, of 8 with 4."""
+
+Kill = tuple[int, int, str]
+"""Rank, step of its launch, place; see ``mnist_job``."""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class Job:
+    """A job directory and how it is launched.
+
+    ``steps[rank][step]`` is what ``rank`` printed last of a step: the bits of its loss and a digest of its state.
+    """
+
+    directory: Path
+    workers: int = 2
+    kills: list[Kill] = field(default_factory=list)
+    arguments: list[str] = field(default_factory=list)
+    max_restarts: int = 1
+    script: Path = HERE / "mnist_job.py"
+    env: dict[str, str] = field(default_factory=dict)
+    output: str = ""
+    code: int = -1
+
+    def run(self, timeout_s: float = 240) -> Job:
+        """Until the job is over. Nothing is left running."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        command = [str(TTP), "run", "--mindspore", "--nproc-per-node", str(self.workers)]
+        command += ["--max-restarts", str(self.max_restarts), str(self.script), *self.arguments]
+        log = self.directory / "out.log"
+        with log.open("w") as out:
+            process = subprocess.Popen(
+                command, cwd=self.directory, env=self.environ(), stdout=out, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                self.code = process.wait(timeout_s)
+            finally:
+                self._clean(process)
+        self.output = log.read_text()
+        return self
+
+    def environ(self) -> dict[str, str]:
+        foreign = ("TTP_", "MS_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "DATA_PATH")
+        base = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
+        base |= {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1", "JOB_KILLS": json.dumps(self.kills)}
+        base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "90"}
+        base |= {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "PYTHONUNBUFFERED": "1", "JOB_DIR": str(self.directory)}
+        return base | self.env
+
+    def _clean(self, process: subprocess.Popen[Any]) -> None:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        for orphan in psutil.process_iter(["environ"]):
+            if (orphan.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    orphan.kill()
+
+    @property
+    def steps(self) -> dict[int, dict[int, tuple[str, str]]]:
+        found: dict[int, dict[int, tuple[str, str]]] = {rank: {} for rank in range(self.workers)}
+        for line in self.output.splitlines():
+            words = line.split()
+            if len(words) == 8 and words[0] == "rank" and words[2] == "step":
+                found[int(words[1])][int(words[3])] = words[6], words[7]
+        return found
+
+    @property
+    def begun(self) -> list[int]:
+        """After which step each launch began, as rank 0 said."""
+        lines = [line.split() for line in self.output.splitlines() if line.startswith("rank 0 begins")]
+        return [int(words[-1]) for words in lines]
+
+    @property
+    def checkpoints(self) -> list[Path]:
+        return sorted((self.directory / "ttp_checkpoints").glob("tft_saved_checkpoints-step_*"))
+
+    def manifest(self, checkpoint: Path) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads((checkpoint / "manifest.json").read_text())
+        return found

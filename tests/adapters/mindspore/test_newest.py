@@ -1,0 +1,154 @@
+"""``load_newest``: the layouts of seed documents, damaged files, checkpoints of ttp."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.adapters.mindspore.jobs import flip, make_job
+from ttp.adapters.mindspore import load_newest
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError, UsageError
+from ttp.store.digest import digest_file
+from ttp.store.manifest import Manifest
+
+pytestmark = pytest.mark.xdist_group("mindspore-files")
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "RANK_ID", "MS_ROLE", "OMPI_COMM_WORLD_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def save(path: Path, value: float, *, age: int, crc: bool = True, **append: Any) -> Path:
+    """A checkpoint whose weight is ``value``, written ``age`` seconds before the others'."""
+    import mindspore as ms
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    data = [{"name": "w", "data": ms.Tensor(np.full((4,), value, np.float32))}]
+    ms.save_checkpoint(data, str(path), integrated_save=False, append_dict=append or None, crc_check=crc)
+    path.chmod(0o600)
+    os.utime(path, (1_700_000_000 - age, 1_700_000_000 - age))
+    return path
+
+
+def damage(path: Path) -> None:
+    kept = path.stat()
+    flip(path)
+    os.utime(path, (kept.st_atime, kept.st_mtime))
+
+
+def weight(found: Any) -> float:
+    return float(found.parameters["w"].asnumpy()[0])
+
+
+def test_resnets_layout_newest_first_and_damaged_ones_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """glob(pre_trained + "*/*.ckpt"), newest by its time, up to five attempts."""
+    root = tmp_path / "imagenet2012" / "ckpt"
+    newest = save(root.with_name("ckpt_0") / "resnet50-3_5004.ckpt", 3, age=0, epoch_num=3, step_num=15012)
+    middle = save(root.with_name("ckpt_0") / "resnet50-2_5004.ckpt", 2, age=9, epoch_num=2, step_num=10008)
+    save(root.with_name("ckpt_1") / "resnet50-9_5004.ckpt", 1, age=20, epoch_num=1, step_num=5004)
+    found = load_newest(f"{root}*/*.ckpt")
+    assert found is not None and (found.path, weight(found), found.skipped) == (newest, 3, ())
+    assert (found.epoch_num, found.step_num) == (3, 15012)
+    damage(newest)
+    middle.write_bytes(b"")
+    os.utime(middle, (1_699_999_991,) * 2)
+    with caplog.at_level(logging.WARNING, logger="ttp"):
+        found = load_newest(f"{root}*/*.ckpt")
+    assert found is not None and weight(found) == 1 and len(found.skipped) == 2
+    assert "its CRC" in found.skipped[0] and "it is empty" in found.skipped[1]
+    assert all(reason in caplog.text for reason in found.skipped)
+
+
+def test_pangus_layout_breakpoints_last(tmp_path: Path) -> None:
+    folder = tmp_path / "8p" / "rank_3"
+    save(folder / "pangu3-1_40_breakpoint.ckpt", 9, age=0)
+    normal = save(folder / "pangu3-1_20.ckpt", 2, age=50, epoch_num=1, step_num=20)
+    for pattern in (f"{folder}/pangu*.ckpt", folder, tmp_path / "8p"):
+        found = load_newest(pattern, rank=3)
+        assert found is not None and weight(found) == 2 and found.step_num == 20
+    damage(normal)
+    found = load_newest(folder)
+    assert found is not None and weight(found) == 9 and found.step_num is None
+
+
+def test_five_attempts_and_no_silent_start_from_nothing(tmp_path: Path) -> None:
+    for place in range(7):
+        path = save(tmp_path / f"a-1_{place}.ckpt", place, age=place)
+        if place < 5:
+            damage(path)
+    with pytest.raises(CheckpointError, match=r"2 older files were not tried.*a-1_0.*a-1_4"):
+        load_newest(tmp_path)
+    found = load_newest(tmp_path, attempts=6)
+    assert found is not None and weight(found) == 5 and len(found.skipped) == 5
+
+
+def test_nothing_there_is_a_fresh_start(tmp_path: Path) -> None:
+    assert load_newest(tmp_path) is None
+    assert load_newest([str(tmp_path / "no" / "*.ckpt"), tmp_path / "no"]) is None
+    (tmp_path / "checkpoint-graph.meta").touch()
+    (tmp_path / ".a.ckpt").touch()
+    assert load_newest(tmp_path) is None
+    with pytest.raises(UsageError, match="attempts"):
+        load_newest(tmp_path, attempts=0)
+
+
+def test_what_mindspore_itself_refuses_is_skipped(tmp_path: Path) -> None:
+    """A type that MindSpore does not know: the file is sound as far as bytes go."""
+    good = save(tmp_path / "a-1_1.ckpt", 1, age=10)
+    odd = save(tmp_path / "a-1_2.ckpt", 2, age=0, crc=False)
+    odd.write_bytes(odd.read_bytes().replace(b"Float32", b"Float99"))
+    os.utime(odd, (1_700_000_000,) * 2)
+    found = load_newest(tmp_path)
+    assert found is not None and found.path == good and "cannot be loaded" in found.skipped[0]
+
+
+def test_arguments_of_load_checkpoint_are_passed_on(tmp_path: Path) -> None:
+    save(tmp_path / "a-1_1.ckpt", 1, age=0, epoch_num=1)
+    found = load_newest(tmp_path, choice_func=lambda name: name == "w")
+    assert found is not None and set(found.parameters) == {"w"}
+
+
+def saved_by_ttp(save_dir: Path, version: int) -> Path:
+    """Two groups of two ranks; ranks 0 and 3 have written."""
+    step = save_dir / f"tft_saved_checkpoints-step_{version}"
+    make_job(step, [(0,), (3,)], lambda rank: f"ttp_rank_{rank}-1_{version}.ckpt", step=version)
+    pieces = []
+    for rank, shard in ((0, "even"), (3, "odd")):
+        file = f"rank_{rank}/ttp_rank_{rank}-1_{version}.ckpt"
+        pieces.append(Piece(file, *digest_file(step / file), "shard", shard, Rank(rank)))
+    groups = {Shard("even"): (Rank(0), Rank(2)), Shard("odd"): (Rank(1), Rank(3))}
+    manifest = Manifest(Version(version), "r", 0, "i", "c", "w", 4, groups, "mindspore", 0.0, tuple(pieces))
+    (step / "manifest.json").write_text(manifest.to_json())
+    return step
+
+
+def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = saved_by_ttp(tmp_path, 12)
+    saved_by_ttp(tmp_path, 9)  # written later, but of an older step
+    for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
+        found = load_newest(tmp_path, rank=rank)
+        assert found is not None and found.step_num == 12 and found.path.parent.name == f"rank_{writer}"
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "h")
+    found = load_newest(str(tmp_path))
+    assert found is not None and found.path == newer / "rank_3" / "ttp_rank_3-1_12.ckpt"
+    one = found.path
+    other = make_job(tmp_path / "else", [(3,)], lambda rank: one.name, step=13) / "rank_3" / one.name
+    one.write_bytes(other.read_bytes())  # sound, but another one
+    found = load_newest(tmp_path)
+    assert found is not None and found.step_num == 9 and "does not have the digest" in found.skipped[0]
+    (newer / "manifest.json").write_text("{")
+    found = load_newest(tmp_path)
+    assert found is not None and found.step_num == 9 and "manifest.json is damaged" in found.skipped[0]
+    found = load_newest(tmp_path / "tft_saved_checkpoints-step_*" / "rank_0" / "*.ckpt", rank=0)
+    assert found is not None and found.step_num == 9 and len(found.skipped) == 1

@@ -1,0 +1,168 @@
+"""What is said to somebody whose job cannot be protected: each message says what to change."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import pytest
+from mindspore import nn
+
+import ttp
+from ttp.adapters.mindspore import (
+    OptTFTWrapper,
+    OptTTPWrapper,
+    TFTRegister,
+    TrainFaultTolerance,
+    callbacks,
+    constraints,
+)
+from ttp.adapters.mindspore.switch import require_switched_on
+from ttp.errors import ConfigError, UsageError
+
+pytestmark = pytest.mark.xdist_group("mindspore")
+
+ON = {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1"}
+
+
+@pytest.fixture
+def on(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ON.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture(autouse=True)
+def fresh_session() -> Any:
+    from ttp import session
+
+    session.reset()
+    yield
+    session.reset()
+
+
+def optimizer(**settings: Any) -> nn.Optimizer:
+    return nn.SGD(nn.Dense(2, 2).trainable_params(), **settings)
+
+
+@pytest.mark.parametrize("value", ["{TTP:1}", "'{TTP:1}'".strip("'"), "{UCE:1, TTP:1}", "{TTP:1,ARF:1}", "TTP:1"])
+def test_both_variables_switch_it_on(value: str) -> None:
+    require_switched_on({**ON, "MS_ENABLE_TFT": value})
+
+
+@pytest.mark.parametrize(
+    ("environ", "missing"),
+    [
+        ({}, r"MS_ENABLE_TFT='\{TTP:1\}' \(it is not set\) and MINDIO_FOR_MINDSPORE=1 \(it is not set\)"),
+        ({"MS_ENABLE_TFT": "{TTP:1}"}, r"set MINDIO_FOR_MINDSPORE=1 \(it is not set\) in"),
+        ({"MINDIO_FOR_MINDSPORE": "1"}, r"set MS_ENABLE_TFT='\{TTP:1\}' \(it is not set\) in"),
+        ({**ON, "MS_ENABLE_TFT": "{TTP:0}"}, r"\(it is '\{TTP:0\}'\)"),
+        ({**ON, "MS_ENABLE_TFT": "{TTP:10}"}, r"\(it is '\{TTP:10\}'\)"),
+        ({**ON, "MINDIO_FOR_MINDSPORE": "0"}, r"MINDIO_FOR_MINDSPORE=1 \(it is '0'\)"),
+    ],
+)
+def test_what_is_missing_is_said(environ: dict[str, str], missing: str) -> None:
+    with pytest.raises(ConfigError, match=missing):
+        require_switched_on(environ)
+
+
+def test_the_callbacks_ask_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ON:
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigError, match="MS_ENABLE_TFT"):
+        TFTRegister(0, "127.0.0.1", 30051, "./ttp_checkpoints/")
+    with pytest.raises(ConfigError, match="MS_ENABLE_TFT"):
+        TrainFaultTolerance("./ttp_checkpoints/")
+
+
+@pytest.mark.usefixtures("on")
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((-1, "127.0.0.1", 30051, "d"), "ctrl_rank_id=-1"),
+        (("0", "127.0.0.1", 30051, "d"), "ctrl_rank_id='0'"),
+        ((0, "", 30051, "d"), "ctrl_ip=''"),
+        ((0, "127.0.0.1", 80, "d"), "ctrl_port=80"),
+        ((0, "127.0.0.1", "30051", "d"), "ctrl_port='30051'"),
+    ],
+)
+def test_arguments_that_are_none_are_refused(arguments: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        TFTRegister(*arguments)
+
+
+@pytest.mark.usefixtures("on")
+def test_somebody_has_to_write_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UsageError, match="ckpt_save_path, or a ckpt_save_fn"):
+        TrainFaultTolerance()
+    with pytest.raises(UsageError, match="ckpt_load_fn=3 is no function"):
+        TrainFaultTolerance("d", ckpt_load_fn=3)  # type: ignore[arg-type]
+    monkeypatch.setenv("MS_TFT_PORT", "http")
+    with pytest.raises(ConfigError, match="MS_TFT_PORT='http'"):
+        TrainFaultTolerance("d")
+
+
+def test_only_optimizers_of_mindspore_are_wrapped() -> None:
+    with pytest.raises(UsageError, match=r"wraps a mindspore\.nn\.Optimizer, and got a builtins\.object"):
+        OptTTPWrapper(object())
+    wrapped = OptTFTWrapper(optimizer())
+    with pytest.raises(UsageError, match="wrapped already"):
+        OptTTPWrapper(wrapped)
+
+
+@pytest.mark.usefixtures("on")
+def test_a_model_whose_optimizer_is_not_wrapped_is_refused() -> None:
+    for found, why in (
+        (optimizer(), "write optimizer = ttp.adapters.mindspore.OptTTPWrapper"),
+        (object(), "only optimizers derived from"),
+        (None, "Model has no optimizer"),
+    ):
+        params = SimpleNamespace(optimizer=found, network=object(), train_network=nn.Dense(2, 2), cur_step_num=0)
+        with pytest.raises(UsageError, match=why):
+            TFTRegister(0, "127.0.0.1", 30051, "d")._join(params)
+
+
+def test_one_rank_is_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"init\(\) was not called"):
+        constraints.check_world(4)
+    monkeypatch.setattr(constraints, "GlobalComm", SimpleNamespace(INITED=True))
+    monkeypatch.setattr(constraints, "get_group_size", lambda: 1)
+    with pytest.raises(ConfigError, match="speaks of 4 ranks and MindSpore of 1"):
+        constraints.check_world(4)
+    with pytest.raises(ConfigError, match="data parallelism of at least 2"):
+        constraints.check_world(1)
+    monkeypatch.setattr(constraints, "get_group_size", lambda: 4)
+    with pytest.raises(ConfigError, match="parallel_mode is stand_alone"):
+        constraints.check_world(4)
+
+
+@pytest.mark.parametrize(("sink_size", "batch_num", "said"), [(2, 8, 2), (-1, 8, 8), (4, 8, 4)])
+def test_steps_that_nobody_reports_are_refused(sink_size: int, batch_num: int, said: int) -> None:
+    params: Any = type("P", (dict,), {"__getattr__": dict.__getitem__})(sink_size=sink_size, batch_num=batch_num)
+    with pytest.raises(ConfigError, match=f"sink_size is {said}: only sink_size=1"):
+        constraints.check_sink(callbacks._sink_size(params))
+
+
+def test_single_steps_are_taken() -> None:
+    for size in (None, 1):
+        constraints.check_sink(size)
+
+
+def test_optimizer_parallelism_without_replicas_is_refused() -> None:
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    try:
+        with pytest.raises(ConfigError, match=r"optimizer_weight_shard_size=-1.*'optimizer_weight_shard_size': 2"):
+            OptTTPWrapper(optimizer())
+        ms.set_auto_parallel_context(parallel_optimizer_config={"optimizer_weight_shard_size": 2})
+        OptTTPWrapper(optimizer())
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+def test_wrap_optimizer_gives_the_wrapper_back() -> None:
+    wrapped = ttp.wrap_optimizer(optimizer())
+    assert type(wrapped) is OptTTPWrapper
+    with pytest.raises(UsageError, match=r"wrap_optimizer\(scheduler, buddy=\) is not for MindSpore"):
+        ttp.wrap_optimizer(optimizer(), scheduler=object(), buddy=True)
+    with pytest.raises(UsageError, match="give the network"):
+        ttp.wrap_optimizer(optimizer(), model=object())

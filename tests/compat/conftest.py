@@ -1,0 +1,23 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.jobs import Job
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """Makes jobs; what they leave running is ended."""
+    made: list[Job] = []
+
+    def make(**what: Any) -> Job:
+        made.append(Job(tmp_path / f"job{len(made)}", **what))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.stop()

@@ -1,0 +1,88 @@
+"""Launches ``program.py`` on some ranks and reads what they left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.e2e.harness import free_port
+from tests.handlers.jobs import after
+from ttp.compat.mindio.placing import tell_children
+
+__all__ = ["Job", "after"]
+
+PROGRAM = Path(__file__).with_name("program.py")
+
+
+@dataclass
+class Job:
+    """One launch; rank 0 starts the controller, as programs of the original do."""
+
+    directory: Path
+    ranks: int = 4
+    copies: int = 2
+    steps: int = 5
+    faults: list[dict[str, Any]] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self) -> Job:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        self.port = free_port()
+        job = {"steps": self.steps, "copies": self.copies, "faults": self.faults, **self.options}
+        base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
+            "JOB_DIR": str(self.directory), "JOB": json.dumps(job), "WORLD_SIZE": str(self.ranks),
+            "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
+            "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60", "TTP_ABANDONED_S": "5",
+        }  # fmt: skip
+        tell_children(base)
+        for rank in range(self.ranks):
+            env = base | self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            with (self.directory / f"rank{rank}.out").open("wb") as out:
+                command = [sys.executable, str(PROGRAM)]
+                self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+        return self
+
+    def wait(self, timeout_s: float = 250) -> list[int]:
+        """Exit codes of all ranks."""
+        deadline = time.monotonic() + timeout_s
+        try:
+            return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the job does not end:\n{self.story()}") from None
+
+    def run(self) -> list[int]:
+        return self.start().wait()
+
+    def stop(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                process.kill()
+            process.wait()
+
+    def notes(self, rank: int) -> list[dict[str, Any]]:
+        path = self.directory / f"rank{rank}.jsonl"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [json.loads(line) for line in lines]
+
+    def of(self, what: str) -> dict[int, list[dict[str, Any]]]:
+        """The notes of one kind, by rank; ranks without any are left out."""
+        found = {rank: [n for n in self.notes(rank) if n["what"] == what] for rank in range(self.ranks)}
+        return {rank: notes for rank, notes in found.items() if notes}
+
+    def order(self, rank: int) -> list[str]:
+        """What a rank was told to do, in order."""
+        return [n["what"] for n in self.notes(rank) if n["what"] not in ("begin", "done")]
+
+    def part(self, step: int, rank: int) -> Any:
+        return json.loads((self.directory / f"part-{step}-{rank}.tmp").read_text())
+
+    def story(self) -> str:
+        return "\n".join(f"--- {p.name}\n{p.read_text()[-3000:]}" for p in sorted(self.directory.glob("*.out")))

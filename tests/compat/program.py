@@ -1,0 +1,265 @@
+"""A training program written for ``mindio_ttp``: knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
+
+``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
+``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would). What it does is told by
+one line of JSON each in ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+DIR = Path(os.environ["JOB_DIR"])
+RANK, WORLD, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["TTP_PORT"])
+JOB: dict[str, Any] = json.loads(os.environ["JOB"])
+MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE") == "1"
+PATIENCE_S = 200.0
+
+tft: Any = importlib.import_module("mindio_ttp.framework_ttp")
+controller: Any = importlib.import_module("mindio_ttp.controller_ttp")
+utils: Any = importlib.import_module("mindio_ttp.utils")
+
+stopped, lock = threading.Event(), threading.Lock()
+fired: set[int] = set()
+
+
+def say(what: str, **facts: Any) -> None:
+    with lock, (DIR / f"rank{RANK}.jsonl").open("a") as out:
+        out.write(json.dumps({"what": what, **facts}) + "\n")
+
+
+def put(name: str, value: Any) -> None:
+    draft = DIR / f".{name}.{RANK}.{threading.get_ident()}"
+    draft.write_text(json.dumps(value))
+    draft.rename(DIR / name)
+
+
+def wait_for(*names: str) -> None:
+    """As a collective does: until all are there, or the device is stopped."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not all((DIR / name).exists() for name in names):
+        if stopped.is_set():
+            raise RuntimeError("ForceStopError" if MINDSPORE else "FORCE STOP")
+        assert time.monotonic() < deadline, f"this job hangs in {names}"
+        time.sleep(0.002)
+
+
+class State:
+    step, value, life, cursor = 0, 1, 0, 0
+
+
+def after(value: int, step: int) -> int:
+    return (value * 31 + step) % 1_000_003
+
+
+def hurt(state: State, step: int, place: str) -> None:
+    for number, fault in enumerate(JOB.get("faults", ())):
+        if (fault["rank"], fault["step"], fault.get("at", "before")) != (RANK, step, place) or number in fired:
+            continue
+        fired.add(number)
+        match fault["what"]:
+            case "kill":
+                if fault.get("after"):
+                    wait_for(fault["after"])
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "memory" | "memory_low":
+                if fault["what"] == "memory":
+                    state.value = -1
+                raise RuntimeError(fault.get("text", "UCE ERROR, device error type 12ab"))
+            case "slow":
+                put("slow", 1)
+                time.sleep(fault["seconds"])
+            case "raise":
+                raise ValueError(fault["text"])
+            case "error":
+                raise RuntimeError(fault["text"])
+            case "dump":
+                say("dumped", result=controller.tft_notify_controller_dump())
+            case "pause":
+                say("asked", result=controller.tft_notify_controller_stop_train({}, "pause", 30))
+            case "controller":
+                os.kill(int((DIR / "controller.pid").read_text()), signal.SIGKILL)
+
+
+def train(state: State, other: str = "kept") -> str:
+    if state.life == 0:
+        say("begin", args=[type(state).__name__, other])
+    state.cursor = state.step
+    while state.step < JOB["steps"]:
+        step = state.step + 1
+        hurt(state, step, "before")
+        put(f"meet-{state.life}-{step}-{RANK}", 1)
+        wait_for(*(f"meet-{state.life}-{step}-{r}" for r in range(WORLD)))
+        hurt(state, step, "late")
+        if MINDSPORE:
+            tft.tft_set_step_args("step args")
+        tft.tft_start_updating_os()
+        utils.tft_set_update_start_time(1000 * step)
+        hurt(state, step, "inside")
+        assert state.cursor == state.step
+        state.value, state.step, state.cursor = after(state.value, step), step, step
+        utils.tft_set_update_end_time(1000 * step + 500)
+        tft.tft_end_updating_os(step)
+        tft.tft_pause_train(step)
+        time.sleep(JOB.get("step_s", 0))
+    return "trained"
+
+
+# ------------------------------------------------------------------------------------------------------------ handlers
+
+state = State()
+
+
+def _shown(args: Any) -> Any:
+    return [type(args[0]).__name__, *args[1:]] if isinstance(args, list) else args
+
+
+def save(step: int, save_info: list[dict[str, Any]], args: Any, ctx: Any) -> None:
+    say("save", step=step, info=save_info, args=_shown(args), ctx=ctx, type=tft.tft_get_repair_type())
+    hurt(state, step, "save")
+    put(f"part-{step}-{RANK}.tmp", {"value": state.value, "step": state.step})
+
+
+def rename(step: int, given: Any) -> None:
+    say("rename", step=step, given=_shown(given))
+    put(f"checkpoint-{step}", sorted(p.name for p in DIR.glob(f"part-{step}-*.tmp")))
+
+
+def stop(args: Any, ctx: Any) -> None:
+    say("stop", args=_shown(args), ctx=ctx)
+    stopped.set()
+
+
+def clean(is_uce_error: bool, args: Any, ctx: Any) -> int:
+    say("clean", uce=is_uce_error, args=_shown(args), ctx=ctx, type=tft.tft_get_repair_type())
+    stopped.clear()
+    low = any(f["what"] == "memory_low" and f["rank"] == RANK for f in JOB.get("faults", ()))
+    return 2 if is_uce_error and low else 0
+
+
+def repair(step: int, need_rebuild: bool, error_ranks: list[int], info: dict[str, Any], args: Any, ctx: Any) -> None:
+    say("repair", step=step, rebuild=need_rebuild, errors=error_ranks, info=info, args=_shown(args), ctx=ctx)
+    if info["repair_type"] in (tft.RepairType.RT_LOAD_CKPT.value, tft.RepairType.RT_LOAD_REBUILD.value):
+        state.step, state.value = 1, after(1, 1)
+        tft.tft_report_load_ckpt_step(1)
+        return
+    for kind, src, dst in zip(info["type"], info["src"], info["dst"], strict=True):
+        name = f"sent-{state.life}-{kind}-{src}-{dst}"
+        if src == RANK:
+            assert info["repair_type"] == tft.RepairType.RT_SEND.value
+            put(name, state.value)
+        else:
+            wait_for(name)
+            state.value, state.step = json.loads((DIR / name).read_text()), step
+
+
+def rollback(step: int, args: Any, ctx: Any) -> None:
+    say("rollback", step=step, args=_shown(args), ctx=ctx)
+    state.step = state.cursor = step
+    state.life += 1
+
+
+def leave(ctx: Any) -> None:
+    say("exit", ctx=ctx)
+    os._exit(1)
+
+
+def register() -> None:
+    tft.tft_register_save_ckpt_handler(save, "ctx")
+    tft.tft_register_rename_handler(rename, "ctx")
+    tft.tft_register_stop_handler(stop, "ctx")
+    tft.tft_register_clean_handler(clean, "ctx")
+    tft.tft_register_repair_handler(repair, "ctx")
+    tft.tft_register_rollback_handler(rollback, "ctx")
+    tft.tft_register_exit_handler(leave, "ctx")
+    tft.tft_register_rebuild_group_handler(lambda ranks, args, ctx: say("rebuild"), "ctx")
+    tft.tft_register_stream_sync_handler(lambda: say("sync"))
+    tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
+
+
+def manage() -> None:
+    """What MindX does: every answer is written down, and the next order is given."""
+
+    def fault_ranks(faults: dict[int, int], codes: dict[int, str]) -> None:
+        say("report_fault_ranks", faults=sorted(faults.items()), codes=sorted(codes.items()))
+        if not asked:
+            asked.append(1)
+            controller.tft_notify_controller_stop_train(faults)
+
+    def stop_complete(code: int, text: str, faults: dict[int, int]) -> None:
+        say("report_stop_complete", code=code, faults=sorted(faults.items()))
+        if JOB["manage"] == "pause":
+            say("continue", result=controller.tft_notify_controller_change_strategy("continue"))
+        else:
+            controller.tft_notify_controller_on_global_rank(faults)
+
+    def strategies(faults: dict[int, int], offered: list[str]) -> None:
+        say("report_strategies", faults=sorted(faults.items()), offered=offered)
+        if JOB["manage"] not in offered:
+            say("refused", result=controller.tft_notify_controller_change_strategy(JOB["manage"]))
+        chosen = JOB["manage"] if JOB["manage"] in offered else offered[-1]
+        say("chosen", strategy=chosen, result=controller.tft_notify_controller_change_strategy(chosen))
+
+    def result(code: int, text: str, faults: dict[int, int], strategy: str) -> None:
+        say("report_result", code=code, strategy=strategy)
+        if strategy == "dump":
+            controller.tft_notify_controller_change_strategy("exit")
+
+    asked: list[int] = []
+    for name, func in {
+        "report_fault_ranks": fault_ranks,
+        "report_stop_complete": stop_complete,
+        "report_strategies": strategies,
+        "report_result": result,
+    }.items():
+        assert controller.tft_register_mindx_callback(name, func) == 0
+
+
+def mindspore_train() -> str:
+    """As MindSpore's client drives it: no decorator of the original's, no repair action, its own words for errors."""
+    while True:
+        try:
+            return train(state)
+        except RuntimeError as problem:
+            states = {"UCE": tft.ReportState.RS_UCE, "ForceStop": tft.ReportState.RS_NORMAL}
+            found = next((s for word, s in states.items() if word in str(problem)), tft.ReportState.RS_UNKNOWN)
+            tft.tft_report_error(found.value)
+            if found is tft.ReportState.RS_UNKNOWN or tft.tft_wait_next_action() == tft.Action.EXIT.value:
+                raise
+            state.step, state.life = tft.tft_get_repair_step(), state.life + 1
+        except BaseException:
+            tft.tft_report_error(tft.ReportState.RS_UNKNOWN.value)
+            raise
+
+
+def main() -> None:
+    tls: tuple[bool, str] = (True, JOB["tls"]) if "tls" in JOB else (False, "")
+    if JOB.get("decrypt"):
+        tft.tft_register_decrypt_handler(lambda cipher: cipher[::-1])
+    if RANK == 0:
+        if "manage" in JOB:
+            manage()
+        tft.tft_init_controller(RANK, WORLD, False)
+        tft.tft_start_controller("127.0.0.1", PORT, *tls)
+    tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True))
+    tft.tft_start_processor("127.0.0.1", PORT)
+    everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}
+    tft.tft_set_optimizer_replica(RANK, JOB["sets"][RANK] if "sets" in JOB else [everybody])
+    register()
+    if JOB.get("version"):
+        tft.set_mindio_export_version(JOB["version"])
+    result = mindspore_train() if MINDSPORE else tft.tft_exception_handler(train)(state, other="kept")
+    say("done", result=result, value=state.value)
+    if MINDSPORE:
+        tft.tft_destroy_processor()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""Names, numbers and texts of the original: what they are, and what is said when they are used wrongly."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ttp.compat.mindio.controller_ttp as controller
+import ttp.compat.mindio.framework_ttp as tft
+from tests.wire.certificates import Authority
+from ttp.compat.mindio import catching, managing, rank, tls_info, update_times
+from ttp.compat.mindio.handlers import Handlers
+from ttp.core.rounds_messages import RepairWay
+from ttp.errors import ConfigError, UsageError
+from ttp.handlers import Call, HandlerKind
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process that has said nothing yet."""
+    for name in ("TTP_PORT", "TTP_MINDIO", "MINDIO_FOR_MINDSPORE", "TTP_FRAMEWORK_TYPE", "TTP_STOP_CLEAN_BEFORE_DUMP"):
+        monkeypatch.delenv(name, raising=False)
+    this = rank.ThisRank()
+    from ttp.compat.mindio.framework_ttp import ttp_decorator
+
+    for module in (rank, catching, ttp_decorator):
+        monkeypatch.setattr(module, "THIS", this)
+    monkeypatch.setattr(managing, "HERE", managing.Managing())
+    monkeypatch.setattr(catching, "TABLE", catching.Table())
+    monkeypatch.setattr(ttp_decorator, "TABLE", catching.TABLE)
+    monkeypatch.setattr(update_times, "_times", {"start": None, "end": None})
+    yield
+
+
+def test_the_numbers() -> None:
+    assert [state.value for state in tft.ReportState] == list(range(9))
+    assert [state.name for state in tft.ReportState][:3] == ["RS_NORMAL", "RS_RETRY", "RS_UCE"]
+    assert {kind.name: kind.value for kind in tft.RepairType} == {
+        "RT_SEND": 0, "RT_UCE_HIGHLEVEL": 1, "RT_UCE_LOWLEVEL": 2, "RT_RECV_REPAIR": 3, "RT_ROLLBACK": 4,
+        "RT_LOAD_CKPT": 5, "RT_LOAD_REBUILD": 6,
+    }  # fmt: skip
+    assert (tft.OptimizerType.ATTENTION.value, tft.OptimizerType.MOE.value) == (0, 1)
+    assert (tft.Action.RETRY.value, tft.Action.EXIT.value) == (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("text", "state"),
+    [
+        ("UCE ERROR at 0x12", "RS_UCE"),
+        ("FORCE STOP. By mindio-ttp BeginUpdating", "RS_NORMAL"),
+        ("ARF FINISH", "RS_PREREPAIR_FINISH"),
+        ("STEP FINISH", "RS_STEP_FINISH"),
+        ("HCCL OP RETRY FAILED", "RS_HCCL_FAILED"),
+        ("SUSPECT REMOTE ERROR", "RS_HCCL_FAILED"),
+        ("UB LINK ERROR", "RS_HCCL_FAILED"),
+        ("HCCS LINK ERROR", "RS_HCCL_FAILED"),
+        ("HBM MULTI BIT ECC time us= 3000", "RS_UCE"),
+        ("HBM MULTI BIT ECC time us=1500", "RS_UCE"),
+        ("HBM MULTI BIT ECC time us=500", "RS_UCE_CORRUPTED"),
+        ("HBM MULTI BIT ECC", "RS_UCE_CORRUPTED"),
+        ("FORCE STOP after UCE ERROR", "RS_UCE"),  # the first of the table
+        ("PRECISION ERROR load ckpt step=7", "RS_RETRY"),
+        ("cuda out of memory", "RS_UNKNOWN"),
+        ("", "RS_UNKNOWN"),
+    ],
+)
+def test_the_table_of_exceptions(text: str, state: str) -> None:
+    tft.tft_set_update_start_time(1000)
+    tft.tft_set_update_end_time(2000)
+    tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
+    assert catching.TABLE.classify(text).name == state
+
+
+def test_what_may_not_be_repaired_is_unknown() -> None:
+    tft.tft_init_processor(0, 2, False, enable_uce=False)
+    assert catching.TABLE.classify("UCE ERROR").name == catching.TABLE.classify("UB LINK ERROR").name == "RS_UNKNOWN"
+    assert catching.TABLE.classify("FORCE STOP").name == "RS_NORMAL"
+
+
+@pytest.mark.parametrize(
+    ("error", "start", "end", "can"),
+    [(5, None, None, False), (5, 1, None, False), (5, 1, 3, True), (2, 1, 3, True), (1, 1, 3, False), (5, 4, 2, True)],
+)
+def test_when_memory_can_be_repaired(error: int, start: int | None, end: int | None, can: bool) -> None:
+    assert tft.tft_can_do_uce_repair(error, start, end) is can
+
+
+def call(kind: HandlerKind) -> Call:
+    return Call(kind, step=7, error_ranks=(1,), way=RepairWay.SEND, types=(0,), src=(3,), dst=(1,), ranks=(1, 3))
+
+
+@pytest.mark.parametrize(
+    ("kind", "torch", "mindspore"),
+    [
+        (HandlerKind.SAVE, (7, [], "args", "ctx"), (7, [], "args", "ctx")),
+        (HandlerKind.RENAME, (7, "args"), (7, "ctx")),
+        (HandlerKind.EXIT, None, ("ctx",)),
+        (HandlerKind.STOP, ("args", "ctx"), ("args", "ctx")),
+        (HandlerKind.CLEAN, (False, "args", "ctx"), (False, "args", "ctx")),
+        (HandlerKind.ROLLBACK, (7, "args", "ctx"), (7, "args", "ctx")),
+        (HandlerKind.REBUILD, ([1], "args", "ctx"), ([1], "args", "ctx")),
+        (HandlerKind.STREAM_SYNC, (), ()),
+    ],
+)
+def test_how_handlers_are_called(
+    monkeypatch: pytest.MonkeyPatch, kind: HandlerKind, torch: Any, mindspore: Any
+) -> None:
+    for dialect, wanted in (("0", torch), ("1", mindspore)):
+        monkeypatch.setenv("MINDIO_FOR_MINDSPORE", dialect)
+        handlers = Handlers()
+        given: list[Any] = []
+        handlers.args = "args"
+        handlers.add(kind, lambda *what, given=given: given.append(what), "ctx")
+        assert handlers.kinds() == ([] if wanted is None else [kind])
+        handlers.call(call(kind))
+        assert wanted is None or given == [wanted]
+
+
+def test_a_repair_is_described_as_the_original_does() -> None:
+    handlers = Handlers()
+    given: list[Any] = []
+    handlers.add(HandlerKind.REPAIR, lambda *what: given.append(what), None)
+    handlers.call(call(HandlerKind.REPAIR))
+    info = {"type": [0], "repair_type": 0, "src": [3], "dst": [1], "rank_list": [1, 3]}
+    assert given == [(7, False, [1], info, None, None)]
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        ({}, "is wanted; KeyError"),
+        ({"rank_list": [1, 2], "replica_cnt": 2}, "must hold rank 0"),
+        ({"rank_list": [0, 0], "replica_cnt": 2}, "every rank once"),
+        ({"rank_list": [0, 1], "replica_cnt": 3}, "1 to 2 is wanted"),
+        ({"rank_list": [0, 1], "replica_cnt": 0}, "1 to 2 is wanted"),
+    ],
+)
+def test_replicas_that_make_no_sense(info: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        tft.tft_set_optimizer_replica(0, [info])
+
+
+def test_calls_before_the_start() -> None:
+    nothing: Any = None
+    with pytest.raises(UsageError, match="call tft_init_processor"):
+        tft.tft_start_updating_os()
+    with pytest.raises(ConfigError, match="no ReportState"):
+        tft.tft_report_error(42)
+    with pytest.raises(UsageError, match="no process joins a running job"):
+        tft.tft_report_error(tft.ReportState.RS_INIT_FINISH.value)
+    with pytest.raises(ConfigError, match="MindSpeed-LLM is wanted"):
+        tft.set_mindio_export_version("2.0")
+    with pytest.raises(TypeError):
+        tft.tft_exception_handler(nothing)
+    assert tft.tft_exception_handler(lambda a, b=2: a + b)(1) == 3  # not switched on: nothing is caught
+    assert controller.tft_notify_controller_stop_train({0: 1}) == controller.tft_notify_controller_dump() == 1
+    assert controller.tft_register_mindx_callback("report_weather", print) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "port", "said"),
+    [
+        ("0.0.0.0", 9000, "every address at once"),
+        ("127.0.0.1", 80, "is not from 1024 to 65535"),
+        ("127.0.0.1", 9000, ""),
+    ],
+)
+def test_what_cannot_start_ends_the_process(
+    capsys: pytest.CaptureFixture[str], address: str, port: int, said: str
+) -> None:
+    tft.tft_init_controller(0, 2, False)
+    tft.tft_init_processor(0, 2, False)
+    for start in (tft.tft_start_controller, tft.tft_start_processor):
+        with pytest.raises(SystemExit) as leaving:
+            start(address, port)  # with TLS, of which nothing is known
+        assert leaving.value.code == 2
+        assert (said or "enable_tls is set and tls_info says nothing") in capsys.readouterr().err
+
+
+def test_the_port_of_the_launcher_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rank.job_port(8000) == 8000
+    monkeypatch.setenv("TTP_PORT", "12345")
+    assert rank.job_port(8000) == 12345
+    with pytest.raises(ConfigError, match="is not from 1024"):
+        rank.job_port(80)
+
+
+def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
+    made = authority.sign(password="emases nepo")
+    (tmp_path / "cipher").write_text("open sesame\n")
+    for name in ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS_KEY_PASSWORD"):
+        monkeypatch.setenv(name, "")
+    text = (
+        f"tlsCert: {made['TTP_TLS_CERT']}; tlsPk: {made['TTP_TLS_KEY']}; tlsPkPwd: {tmp_path / 'cipher'};"
+        f"tlsCaPath: {tmp_path}; tlsCaFile: a/{authority.certificate.name}, b/{other.certificate.name}; tlsCrlFile: "
+    )
+    tls_info.use(True, text, tmp_path / "run", lambda cipher: cipher[::-1])
+    kept = tmp_path / "run" / "key-password"
+    assert kept.read_text() == "emases nepo" and kept.stat().st_mode & 0o777 == 0o600
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("tlsCert a.pem", "'tlsCert a.pem' is not understood"),
+        ("tlsCert: a.pem", "says no tlsPk, tlsCaFile"),
+        ("tlsCert: a; tlsPk: b; tlsCaFile: c; tlsCrlFile: d", "are not looked at here"),
+    ],
+)
+def test_tls_info_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        tls_info.use(True, text, tmp_path / "run", None)

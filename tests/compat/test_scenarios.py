@@ -1,0 +1,271 @@
+"""Programs for the original, over real processes: one test per row of the table in docs/mindio.md."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compat.jobs import Job, after
+from tests.wire.certificates import Authority
+from ttp.compat.mindio.values import RepairType
+
+Make = Callable[..., Job]
+
+ARGS, CTX = ["State"], "ctx"
+SAVED = 75
+
+
+def fault(rank: int, step: int, what: str, **how: Any) -> dict[str, Any]:
+    return {"rank": rank, "step": step, "what": what, **how}
+
+
+def chosen(ranks: int, copies: int, dead: int) -> list[int]:
+    """As the original chooses: for each shard the first that lives, in the order of the shards."""
+    shards = 1 if copies == ranks else ranks // copies
+    return [next(r for r in range(shard, ranks, shards) if r != dead) for shard in range(shards)]
+
+
+def check_dumped(job: Job, step: int, savers: list[int], codes: list[int]) -> None:
+    """Who saved, what they were given, and who gave it its name."""
+    saves = job.of("save")
+    assert sorted(saves) == sorted(savers), job.story()
+    for note in (notes[-1] for notes in saves.values()):
+        assert note["step"] == step and note["info"] == [{"type": 0, "ranks": savers}]
+        assert (note["args"], note["ctx"], note["type"]) == (ARGS, CTX, "unknow") or "clean" in job.order(savers[0])
+    assert {job.part(step, rank)["value"] for rank in savers} == {after(step)}
+    (renamer,) = job.of("rename")
+    assert renamer == next((rank for rank in savers if rank), 0)
+    assert job.of("rename")[renamer] == [{"what": "rename", "step": step, "given": ARGS}]
+    assert codes == [SAVED if code != -9 else -9 for code in codes], (codes, job.story())
+
+
+# ------------------------------------------------------------------------------------------------------------ the dump
+
+
+def test_a_rank_is_killed(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "kill")])
+    codes = this.run()
+    assert codes.count(-9) == 1 and codes[1] == -9
+    check_dumped(this, 3, [0, 3], codes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "copies", "dead"),
+    [(2, 2, 0), (2, 2, 1), (3, 3, 0), (4, 2, 0), (4, 4, 2), (5, 5, 1), (6, 2, 4), (6, 3, 0), (7, 7, 6), (8, 2, 1)],
+)
+def test_of_worlds_of_all_sizes(job: Make, ranks: int, copies: int, dead: int) -> None:
+    this = job(ranks=ranks, copies=copies, faults=[fault(dead, 4, "kill")])
+    codes = this.run()
+    assert codes[dead] == -9
+    check_dumped(this, 3, chosen(ranks, copies, dead), codes)
+    if (ranks, copies, dead) == (8, 2, 1):
+        assert chosen(ranks, copies, dead) == [0, 5, 2, 3]  # as the original was seen to
+
+
+def test_any_other_exception(job: Make) -> None:
+    this = job(ranks=2, faults=[fault(1, 4, "raise", text="out of luck")])
+    codes = this.run()
+    check_dumped(this, 3, [0], codes)
+    assert "ValueError: out of luck" in this.story()
+
+
+@pytest.mark.slow
+def test_a_slow_update_is_waited_for(job: Make) -> None:
+    slow = fault(2, 4, "slow", at="inside", seconds=3)
+    this = job(faults=[slow, fault(1, 4, "kill", at="late", after="slow")])
+    codes = this.run()
+    check_dumped(this, 4, [0, 3], codes)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_one_step_behind_catches_up(job: Make) -> None:
+    behind = fault(3, 4, "slow", at="late", seconds=2)
+    this = job(faults=[behind, fault(1, 4, "kill", at="late", after="slow")])
+    codes = this.run()
+    check_dumped(this, 4, [0, 3], codes)
+
+
+@pytest.mark.slow
+def test_stopped_and_cleaned_before_the_dump_where_the_program_wants_it(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "kill")], options={"version": "MindSpeed-LLM"})
+    codes = this.run()
+    check_dumped(this, 3, [0, 3], codes)
+    assert this.order(0) == ["stop", "clean", "save"] and this.order(3) == ["stop", "clean", "save", "rename"]
+
+
+@pytest.mark.slow
+def test_a_rank_dies_in_the_dump(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "kill"), fault(0, 3, "kill", at="save")])
+    codes = this.run()
+    assert codes == [-9, -9, SAVED, SAVED], this.story()
+    assert this.of("save")[2][-1]["info"] == [{"type": 0, "ranks": [2, 3]}]
+
+
+@pytest.mark.slow
+def test_groups_that_are_not_equal(job: Make) -> None:
+    sets = [{"rank_list": ranks, "replica_cnt": len(ranks)} for ranks in ([0, 1, 2], [3, 4])]
+    this = job(ranks=5, faults=[fault(1, 4, "kill")], options={"sets": [[sets[0]]] * 3 + [[sets[1]]] * 2})
+    codes = this.run()
+    saves = this.of("save")
+    assert codes == [SAVED, -9, SAVED, SAVED, SAVED], this.story()
+    assert sorted(saves) == [0, 3] and saves[3][0]["info"] == [{"type": 0, "ranks": [3]}]
+
+
+@pytest.mark.slow
+def test_dense_and_expert_state(job: Make) -> None:
+    dense = {"rank_list": [0, 1, 2, 3], "replica_cnt": 2}
+    sets = [[dense, {"rank_list": ranks, "replica_cnt": 2}] for ranks in ([0, 2], [1, 3], [0, 2], [1, 3])]
+    this = job(faults=[fault(1, 4, "kill")], options={"sets": sets})
+    codes = this.run()
+    infos = {rank: {e["type"]: e["ranks"] for e in notes[0]["info"]} for rank, notes in this.of("save").items()}
+    assert infos == {0: {0: [0, 3], 1: [0]}, 3: {0: [0, 3], 1: [3]}}, this.story()
+    assert codes == [SAVED, -9, SAVED, SAVED]
+
+
+# ----------------------------------------------------------------------------------------------------------- the repair
+
+
+def check_repaired(job: Job, codes: list[int]) -> None:
+    assert codes == [0] * job.ranks, job.story()
+    assert {notes[0]["value"] for notes in job.of("done").values()} == {after(job.steps)}
+
+
+def test_lost_memory_is_repaired_from_a_replica(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "memory")])
+    codes = this.run()
+    check_repaired(this, codes)
+    assert this.order(0) == this.order(2) == ["stop", "clean", "rollback"]
+    assert this.order(1) == this.order(3) == ["stop", "clean", "repair", "rollback"]
+    (sent,), (received,) = this.of("repair")[3], this.of("repair")[1]
+    assert sent["info"]["repair_type"] == RepairType.RT_SEND.value
+    assert received["info"]["repair_type"] == RepairType.RT_UCE_HIGHLEVEL.value
+    for note in (sent, received):
+        assert (note["info"]["src"], note["info"]["dst"], note["info"]["type"]) == ([3], [1], [0])
+        assert (note["step"], note["errors"], note["args"], note["ctx"]) == (3, [1], ARGS, CTX)
+    assert {r: n[0]["uce"] for r, n in this.of("clean").items()} == {0: False, 1: True, 2: False, 3: False}
+
+
+@pytest.mark.slow
+def test_memory_that_is_not_lost_needs_no_transfer(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "memory_low")])
+    check_repaired(this, this.run())
+    assert all(note["info"]["src"] == [] for notes in this.of("repair").values() for note in notes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("text", ["HCCL OP RETRY FAILED", "SUSPECT REMOTE ERROR", "UB LINK ERROR", "HCCS LINK ERROR"])
+def test_a_broken_network(job: Make, text: str) -> None:
+    this = job(faults=[fault(1, 4, "error", text=text)])
+    check_repaired(this, this.run())
+    assert not this.of("repair") and this.order(1) == ["stop", "clean", "rollback"]
+
+
+@pytest.mark.slow
+def test_without_enable_uce_all_is_saved_and_ended(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "memory")], options={"enable_uce": False})
+    codes = this.run()
+    check_dumped(this, 3, [0, 3], codes)
+
+
+@pytest.mark.slow
+def test_a_wrong_loss_goes_back_to_a_checkpoint(job: Make) -> None:
+    this = job(faults=[fault(1, 4, "error", text="PRECISION ERROR load ckpt step=1")])
+    check_repaired(this, this.run())
+    kinds = {note["info"]["repair_type"] for notes in this.of("repair").values() for note in notes}
+    assert kinds <= {RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value} and len(this.of("repair")) == 4
+
+
+@pytest.mark.slow
+def test_over_tls_with_a_decrypted_password(job: Make, tmp_path: Path) -> None:
+    made = Authority(tmp_path).sign(password="open sesame")
+    (tmp_path / "cipher").write_text("emases nepo")
+    text = f"tlsCert: {made['TTP_TLS_CERT']}; tlsPk: {made['TTP_TLS_KEY']}; tlsCaFile: {made['TTP_TLS_CA']};"
+    options = {"tls": f"{text} tlsPkPwd: {tmp_path / 'cipher'}", "decrypt": True}
+    this = job(ranks=2, faults=[fault(0, 4, "kill")], options=options)
+    codes = this.run()
+    check_dumped(this, 3, [1], codes)
+
+
+# ----------------------------------------------------------------------------------------------------------- MindSpore
+
+MINDSPORE = {"MINDIO_FOR_MINDSPORE": "1"}
+
+
+def test_the_dialect_of_mindspore(job: Make) -> None:
+    this = job(ranks=2, faults=[fault(0, 4, "kill")], env=MINDSPORE)
+    assert this.run() == [-9, 1], this.story()  # its exit handler ends the process
+    (save,) = this.of("save")[1]
+    assert save["info"] == [{"type": 0, "ranks": [1]}] and (save["args"], save["ctx"]) == ("step args", CTX)
+    assert this.of("rename")[1] == [{"what": "rename", "step": 3, "given": CTX}]
+    assert this.order(1) == ["save", "rename", "exit"]
+
+
+@pytest.mark.slow
+def test_lost_memory_in_the_dialect_of_mindspore(job: Make) -> None:
+    this = job(ranks=2, faults=[fault(1, 4, "memory")], env=MINDSPORE)
+    check_repaired(this, this.run())
+
+
+# ------------------------------------------------------------------------------------------------ the cluster's manager
+
+
+def test_a_dump_on_demand_ends_nothing(job: Make) -> None:
+    this = job(ranks=2, faults=[fault(0, 4, "dump")])
+    codes = this.run()
+    check_repaired(this, codes)
+    assert this.of("dumped")[0][0]["result"] == 0 and len(this.of("save")) == 1
+
+
+@pytest.mark.slow
+def test_pause_and_continue(job: Make) -> None:
+    this = job(faults=[fault(0, 3, "pause")], options={"manage": "pause"})
+    check_repaired(this, this.run())
+    assert sorted(this.of("sync")) == [0, 1, 2, 3]
+    assert this.of("asked")[0][0]["result"] == this.of("continue")[0][0]["result"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "what"), [("dump", "kill"), ("retry", "memory"), ("recover", "kill")])
+def test_the_handshake_with_the_manager(job: Make, strategy: str, what: str) -> None:
+    this = job(faults=[fault(1, 4, what)], options={"manage": strategy}, steps=7)
+    codes = this.run()
+    told = [word for word in this.order(0) if word.startswith("report_")]
+    assert told[:2] == ["report_fault_ranks", "report_stop_complete"], this.story()
+    assert told[2:] == ["report_fault_ranks", "report_strategies", "report_result"]
+    kind = {"kill": 1, "memory": 0}[what]
+    assert this.of("report_fault_ranks")[0][0]["faults"] == [[1, kind]]
+    if strategy == "retry":
+        check_repaired(this, codes)
+    else:
+        check_dumped(this, 3, [0, 3], codes)
+
+
+# ------------------------------------------------------------------------------------------------------- the controller
+
+
+@pytest.mark.slow
+def test_the_controller_is_lost(job: Make) -> None:
+    import psutil
+
+    this = job(steps=300, options={"step_s": 0.05}, faults=[fault(1, 100, "kill")]).start()
+    wanted = (str(this.port), "ttp.controller")
+    deadline = 60.0
+
+    def controllers() -> list[psutil.Process]:
+        return [p for p in psutil.process_iter(["cmdline"]) if set(wanted) <= set(p.info["cmdline"] or [])]
+
+    import time
+
+    end = time.monotonic() + deadline
+    while not all((this.directory / f"meet-0-20-{rank}").exists() for rank in range(4)):
+        assert time.monotonic() < end, this.story()
+        time.sleep(0.01)
+    for process in controllers():
+        process.kill()
+    codes = this.wait()
+    assert codes[1] == -9
+    check_dumped(this, 99, [0, 3], codes)

@@ -1,0 +1,227 @@
+"""Ranks with handlers, as a controller's machine sees them: each does what it is told, unless a test says otherwise."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.core.talk import Talk
+from ttp.core import messages as m
+from ttp.core import rounds_messages as rm
+from ttp.core.controller_events import CallManager, ManagerCame, Noticed, Send
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.manager_messages import FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+
+Kind = rm.RoundKind
+Trouble = dict[tuple[Kind, int], str]
+"""What a rank does instead of a round: ``fail``, ``die``, ``hang``, or what its handler returns."""
+
+
+@dataclass
+class FakeRank:
+    """What is true of one rank, whether the controller knows it or not."""
+
+    version: int = 7
+    whole: bool = True
+    updating: bool = False
+    parked: bool = True
+    dead: bool = False
+    out: bool = False
+    released: int | None = None
+    life: int = 0
+    last: tuple[rm.Act, rm.Acted] | None = None
+
+
+@dataclass
+class Saved:
+    """What save handlers have written in one round."""
+
+    version: int
+    lists: dict[int, tuple[rm.TypeRanks, ...]] = field(default_factory=dict)
+
+
+class HandlerWorld(Talk):
+    """A world of ``FakeRank``s. ``settle`` lets everything happen that can happen without time passing.
+
+    Args:
+        sets: for every type its sets: ``[([0, 1, 2, 3], 2)]`` is one set of four ranks with two copies.
+        trouble: see ``Trouble``; each happens once.
+        handlers: fields of ``Handlers`` that differ from the usual ones.
+    """
+
+    def __init__(
+        self,
+        sets: list[list[tuple[list[int], int]]],
+        trouble: Trouble | None = None,
+        **handlers: Any,
+    ) -> None:
+        size = 1 + max(rank for group in sets[0] for rank in group[0])
+        self.ranks = [FakeRank() for _ in range(size)]
+        self.trouble = dict(trouble or {})
+        self.acts: list[rm.Act] = []
+        self.calls: list[ManagerCall] = []
+        self.saves: dict[int, Saved] = {}
+        self.named: list[int] = []
+        self.sent: dict[int, set[tuple[int, int]]] = {}
+        super().__init__(Layout.data_parallel(size), formed=False)
+        for rank in range(size):
+            self.hello(rank, framework=rm.HANDLERS)
+        plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
+        for rank in range(size):
+            mine = tuple(
+                rm.ReplicaSet(tuple(Rank(r) for r in ranks), copies)
+                for kind in sets
+                for ranks, copies in kind
+                if rank in ranks
+            )
+            facts = {**plain, **handlers}
+            self.report(rank, rm.Handlers(Rank(rank), mine, action_ms=180_000, save_ms=300_000, **facts))
+
+    # --------------------------------------------------------------------------------------------------- what happens
+
+    def ails(self, rank: int, ailment: rm.Ailment = rm.Ailment.MEMORY, code: str = "", *, needed: bool = True) -> None:
+        """The training thread of a rank leaves its loop; ``needed``: the memory that is lost."""
+        one = self.ranks[rank]
+        one.out, one.parked = True, False
+        one.whole = one.whole and not (ailment is rm.Ailment.MEMORY and needed)
+        self._speak(rank, rm.Ailing(Rank(rank), ailment, code, "it hurts"))
+
+    def kill(self, rank: int) -> None:
+        """The process ends."""
+        self.ranks[rank].dead = True
+        self.pump(self._take(self.lost(rank)))
+
+    def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
+        """The manager says something."""
+        known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
+        self.event(Noticed(1, Notice(kind, known, strategy=strategy)))
+        self.pump(self._take())
+
+    def attend(self, wait_s: float = 30.0) -> None:
+        """A manager comes."""
+        self.event(ManagerCame(wait_s))
+
+    def settle(self, seconds: float = 2000.0) -> None:
+        """Let time pass until the incident is over."""
+        end = self.now + seconds
+        while self.machine.incident is not None and self.now < end:
+            due = self.machine.deadline()
+            assert due is not None, f"nothing is waited for in {self.machine.stage}"
+            self.after(max(0.001, due - self.now))
+            self.pump(self._take())
+        assert self.machine.incident is None, f"still {self.machine.stage} after {seconds} s: {self.story()}"
+
+    def ask_for_save(self) -> str:
+        """Somebody wants a checkpoint."""
+        told = self.ask()
+        self.pump(self._take())
+        return told
+
+    # ------------------------------------------------------------------------------------------------------ the ranks
+
+    def _speak(self, rank: int, report: m.Report) -> None:
+        self.report(rank, report)
+        self.pump(self._take())
+
+    def _take(self, _: str = "") -> deque[m.Order]:
+        self.calls += [a.call for a in self.said if isinstance(a, CallManager)]
+        return deque(a.order for a in self.said if isinstance(a, Send))
+
+    def pump(self, orders: deque[m.Order]) -> None:
+        """Ranks do what they are told, and say so."""
+        while orders:
+            order = orders.popleft()
+            for report in self._obey(order):
+                if self.ranks[order.rank].dead:
+                    self.lost(order.rank)
+                else:
+                    self.report(order.rank, report)
+                orders.extend(self._take())
+
+    def _obey(self, order: m.Order) -> list[m.Report]:
+        one = self.ranks[order.rank] if order.rank >= 0 else FakeRank(dead=True)
+        if one.dead or one.released is not None:
+            return []
+        match order:
+            case m.Freeze():
+                phase = m.Phase.IDLE if one.whole else m.Phase.TORN
+                return [self._standing(order.rank, phase, order.incident)]
+            case m.Release(_, _, _, exit_code, _):
+                one.released = exit_code
+                return [m.Goodbye(order.rank, m.GoodbyeReason.RELEASED, Version(one.version))]
+            case rm.Act():
+                return self._act(order)
+        return []
+
+    def _standing(self, rank: Rank, phase: m.Phase, incident: str) -> m.Frozen:
+        one = self.ranks[rank]
+        return m.Frozen(rank, incident, Version(one.version), phase, True, has_gradient=one.parked and not one.out)
+
+    def _act(self, act: rm.Act) -> list[m.Report]:
+        one = self.ranks[act.rank]
+        if one.last is not None and one.last[0] == act:
+            return [one.last[1]]
+        self.acts.append(act)
+        what = self.trouble.pop((act.kind, int(act.rank)), "")
+        if what == "die":
+            one.dead = True
+            return [m.Heartbeat(act.rank, Version(one.version), m.Phase.IDLE)]
+        if what == "hang":
+            return []
+        ok, result = what != "fail", int(what) if what.isdigit() else 0
+        if ok:
+            result = self._done(act, one, result)
+        answer = rm.Acted(act.rank, act.serial, ok, result, Version(one.version), not one.whole, "" if ok else "no")
+        one.last = (act, answer)
+        return [answer]
+
+    def _done(self, act: rm.Act, one: FakeRank, result: int) -> int:
+        match act.kind:
+            case Kind.STOP:
+                one.out, one.parked = True, False
+            case Kind.CATCH_UP:
+                one.version += 1
+            case Kind.SAVE:
+                saved = self.saves.setdefault(act.serial, Saved(one.version if one.whole else -1))
+                assert saved.version == one.version == act.version and one.whole, "a copy of another version is saved"
+                saved.lists[act.rank] = act.lists
+            case Kind.RENAME:
+                self.named.append(act.version)
+            case Kind.REPAIR:
+                self._repair(act, one)
+            case Kind.ROLLBACK | Kind.RESUME:
+                one.version = act.version
+                if act.kind is Kind.RESUME:
+                    one.out, one.life, one.parked = False, one.life + 1, True
+            case Kind.HOLD:
+                return one.version + 1
+        return result
+
+    def _repair(self, act: rm.Act, one: FakeRank) -> None:
+        for transfer in act.transfers:
+            source = self.ranks[transfer.src]
+            if act.rank == transfer.src:
+                assert source.whole and source.version == act.version, "a copy of another version is sent"
+            else:
+                one.whole, one.version = True, act.version
+
+    # ---------------------------------------------------------------------------------------------- what is the case
+
+    def kinds(self) -> list[str]:
+        """The rounds so far, one after the other."""
+        rounds = {act.serial: act.kind.value for act in self.acts}
+        return [rounds[serial] for serial in sorted(rounds)]
+
+    def acted(self, kind: Kind) -> dict[int, rm.Act]:
+        """The last act of a kind of every rank."""
+        return {int(act.rank): act for act in self.acts if act.kind is kind}
+
+    @property
+    def released(self) -> set[int]:
+        """Exit codes of ranks that were released."""
+        return {one.released for one in self.ranks if one.released is not None}
+
+    def story(self) -> str:
+        """For a test that fails."""
+        return f"{self.kinds()} {self.ranks} {self.machine.stage}"

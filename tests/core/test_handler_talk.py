@@ -1,0 +1,84 @@
+"""A rank's side of rounds: once each, said again when asked again, and told to every controller."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from tests.core.talk import hello
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core import rounds_messages as rm
+from ttp.core.layout import Layout, Rank, Version
+
+LAYOUT = Layout.data_parallel(2)
+ACT = rm.Act(Rank(1), 1, 7, rm.RoundKind.SAVE, Version(5), 1000)
+DONE = rm.Acted(Rank(1), 7, True, 0, Version(5), False, "")
+KNOWN = rm.Handlers(Rank(1), (), True, False, False, 1, 1, False)
+AILING = rm.Ailing(Rank(1), rm.Ailment.MEMORY, "", "it hurts")
+
+
+class Rank1:
+    def __init__(self, framework: str = rm.HANDLERS) -> None:
+        self.machine = pm.ProcessorMachine(hello(1, LAYOUT, framework=framework), pm.Manners(), 0.0)
+        self.welcome(1)
+
+    def welcome(self, term: int) -> list[Any]:
+        self.event(pm.StreamUp())
+        return self.event(pm.OrderReceived(m.Welcome(Rank(1), term, 1, "1")))
+
+    def event(self, event: pm.Event) -> list[Any]:
+        actions = self.machine.on_event(event, 0.0)
+        return [a.report if isinstance(a, pm.Send) else a for a in actions if not isinstance(a, pm.Connect)]
+
+    def ordered(self, act: m.Order) -> list[Any]:
+        return self.event(pm.OrderReceived(act))
+
+
+def test_an_act_is_carried_out_once_and_its_answer_said_again() -> None:
+    rank = Rank1()
+    assert rank.ordered(ACT) == [pm.StartAct(ACT)]
+    assert rank.ordered(ACT) == []  # it runs
+    assert rank.event(pm.ActDone(DONE)) == [DONE]
+    assert rank.event(pm.ActDone(DONE)) == []
+    assert rank.ordered(ACT) == [DONE]
+
+
+def test_a_new_act_replaces_one_that_runs_and_an_old_one_is_nothing() -> None:
+    rank = Rank1()
+    rank.ordered(ACT)
+    newer = replace(ACT, serial=8)
+    assert rank.ordered(newer) == [pm.StartAct(newer)]
+    assert rank.event(pm.ActDone(DONE)) == []
+    assert rank.ordered(ACT) == []
+    assert rank.ordered(replace(ACT, serial=9, term=0)) == []  # of a controller that was replaced
+
+
+def test_a_new_controller_is_told_what_the_last_one_knew() -> None:
+    rank = Rank1()
+    assert rank.event(pm.HandlersKnown(KNOWN)) == [KNOWN]
+    assert rank.event(pm.Ailed(AILING)) == [AILING]
+    rank.event(pm.StreamDown("gone"))
+    assert rank.welcome(2)[-2:] == [KNOWN, AILING]
+    resume = replace(ACT, kind=rm.RoundKind.RESUME, term=2)
+    rank.ordered(resume)
+    rank.event(pm.ActDone(DONE))
+    rank.event(pm.StreamDown("gone"))
+    assert AILING not in rank.welcome(3)
+
+
+def test_whoever_waits_for_a_repair_is_let_go_when_no_controller_comes() -> None:
+    rank = Rank1()
+    rank.event(pm.Ailed(AILING))
+    rank.event(pm.StreamDown("gone"))
+    patience_s = rank.machine.manners.alone_s
+    actions = rank.machine.on_event(pm.Observed(Version(5), m.Phase.IDLE), patience_s)
+    assert pm.LetGo(rescued=False) in actions
+
+
+def test_a_snapshot_by_handlers_may_let_an_update_through() -> None:
+    for framework, may in ((rm.HANDLERS, True), ("toy", False)):
+        rank = Rank1(framework)
+        rank.ordered(m.Freeze(Rank(1), 1, "i", "asked", True))
+        (answer,) = rank.event(pm.Quiet(Version(5), m.Phase.IDLE, True, True, has_gradient=True))
+        assert answer.has_gradient is may

@@ -1,0 +1,168 @@
+"""What the command line of ``ttp run --mindspore`` means, and what processes get to know of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ttp.errors import ConfigError
+from ttp.launch.mindspore.environment import patience, scheduler_environ, worker_environ
+from ttp.launch.mindspore.flags import Job, parse
+from ttp.launch.run import asks_for_mindspore, run
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    (tmp_path / "train.py").touch()
+    return str(tmp_path / "train.py")
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Path:
+    """Two hosts of two devices; the second one is this machine."""
+    servers = [
+        {"server_id": host, "device": [{"device_id": str(d), "rank_id": str(first + d)} for d in range(2)]}
+        for host, first in (("10.255.255.1", 0), ("127.0.0.1", 2))
+    ]
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"version": "1.0", "server_list": servers, "status": "completed"}))
+    return path
+
+
+def job(script: str, *flags: str, environ: dict[str, str] | None = None) -> Job:
+    return parse(["--mindspore", *flags, script, "--lr", "1"], environ or {})
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--mindspore", "x.py"],
+        ["--nproc-per-node", "2", "--mindspore", "x.py"],
+        ["--nproc-per-node=2", "--mindspore", "train"],
+        ["--max-restarts=1", "--node_rank", "0", "--mindspore"],
+    ],
+)
+def test_it_is_asked_for(words: list[str]) -> None:
+    assert asks_for_mindspore(words)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["x.py", "--mindspore"],
+        ["--nproc-per-node", "2", "x.py", "--mindspore"],
+        ["--standalone", "x.py", "--mindspore"],
+        ["--nproc-per-node", "2", "train", "--mindspore"],
+        [],
+    ],
+)
+def test_the_scripts_own_arguments_are_not_ours(words: list[str]) -> None:
+    assert not asks_for_mindspore(words)
+
+
+def test_one_host(script: str) -> None:
+    found = job(script, "--nproc-per-node", "3")
+    assert (found.world_size, list(found.ranks), found.several_nodes) == (3, [0, 1, 2], False)
+    assert (found.master_addr, found.master_port) == ("127.0.0.1", None)
+    assert found.command[1:] == ("-u", script, "--lr", "1")
+
+
+@pytest.mark.parametrize("dash", ["-", "_"])
+def test_several_hosts_as_msrun_names_them(script: str, dash: str) -> None:
+    flags = ["--worker-num=8", "--local-worker-num=4", "--master-addr=h0", "--node-rank=1", "--join=False"]
+    found = job(script, *(f"--{flag[2:].replace('-', dash)}" for flag in flags))
+    assert (found.world_size, list(found.ranks), found.node_rank) == (8, [4, 5, 6, 7], 1)
+    assert (found.master_addr, found.master_port, found.topology_s) == ("h0", 8118, 600)
+
+
+@pytest.mark.parametrize("node_rank", ["-1", "3"])
+def test_on_one_host_its_place_does_not_matter(script: str, node_rank: str) -> None:
+    assert list(job(script, "--worker_num=2", "--local_worker_num=2", f"--node_rank={node_rank}").ranks) == [0, 1]
+
+
+def test_hosts_times_workers(script: str) -> None:
+    found = job(script, "--nnodes=3", "--nproc-per-node=2", "--node-rank=2", "--master-addr=h", "--master-port=77")
+    assert (found.world_size, list(found.ranks), found.master_port) == (6, [4, 5], 77)
+
+
+def test_a_rank_table_tells_sizes_places_and_addresses(script: str, table: Path) -> None:
+    for found in (job(script, f"--rank-table-file={table}"), job(script, environ={"RANK_TABLE_FILE": str(table)})):
+        assert (found.world_size, list(found.ranks), found.master_addr) == (4, [2, 3], "10.255.255.1")
+        assert worker_environ(found, ("10.255.255.1", 8118), 3, "id", 0)["RANK_TABLE_FILE"] == str(table)
+
+
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "how many workers"),
+        (["--worker-num=2", "--local-worker-num=4"], "more than --worker-num"),
+        (["--worker-num=5", "--local-worker-num=2", "--node-rank=0", "--master-addr=h"], "cannot be 2 on every host"),
+        (["--worker-num=4", "--local-worker-num=2", "--master-addr=h"], "--node-rank is needed"),
+        (["--worker-num=4", "--local-worker-num=2", "--node-rank=2", "--master-addr=h"], "need 2 hosts only"),
+        (["--worker-num=4", "--local-worker-num=2", "--node-rank=0"], "--master-addr is needed"),
+        (["--local-worker-num=4", "--nproc-per-node=2"], "mean the same"),
+        (["--nnodes=3", "--nproc-per-node=2", "--worker-num=4"], "are not --worker-num 4"),
+        (["--nproc-per-node=2", "--rank-table-file=/no/such"], "cannot be read"),
+    ],
+)
+def test_what_cannot_be(script: str, flags: list[str], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        job(script, *flags)
+
+
+def test_bad_input_is_one_message_and_64(script: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, text in (
+        (["--nproc-per-node", "2", "no-such.py"], "there is no script no-such.py"),
+        (["--nproc-per-node", "0", script], "a number from 1"),
+        (["--no-such-flag", script], "unrecognized arguments"),
+        (["--nproc-per-node", "2", "--master-port", "70000", script], "a port is a number"),
+    ):
+        assert run(["--mindspore", *words]) == 64
+        said = capsys.readouterr().err
+        assert text in said and "Traceback" not in said
+
+
+def test_help_names_msruns_flags(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["--mindspore", "--help"]) == 0
+    said = capsys.readouterr().out
+    for word in ("usage: ttp run --mindspore", "--worker-num", "--max-restarts", "TTP_OT", "75 saved"):
+        assert word in said
+
+
+def test_workers_are_told_in_both_spellings(script: str) -> None:
+    found = job(script, "--nnodes=2", "--nproc-per-node=2", "--node-rank=1", "--master-addr=h0")
+    given = worker_environ(found, ("10.0.0.1", 8118), 3, "run", 2)
+    assert given | {
+        "MS_ROLE": "MS_WORKER", "MS_NODE_ID": "3", "MS_WORKER_NUM": "4", "MS_SCHED_HOST": "10.0.0.1",
+        "MS_SCHED_PORT": "8118", "RANK_ID": "3", "RANK_SIZE": "4", "DEVICE_ID": "1", "RANK": "3", "LOCAL_RANK": "1",
+        "WORLD_SIZE": "4", "MASTER_ADDR": "h0", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_RUN_ID": "run",
+    } == given  # fmt: skip
+
+
+def test_the_scheduler_is_no_rank_and_has_ttp_off(script: str) -> None:
+    given = scheduler_environ(job(script, "--nproc-per-node=2"), ("127.0.0.1", 1))
+    assert given["MS_ROLE"] == "MS_SCHED" and given["TTP_PORT"] == "" and "RANK" not in given
+
+
+@pytest.mark.parametrize(
+    ("environ", "added", "warned"),
+    [
+        ({}, {"MS_NODE_TIMEOUT": "600", "MS_CPU_COMM_OP_TIMEOUT": "600", "OMP_NUM_THREADS": "1"}, 0),
+        ({"MS_NODE_TIMEOUT": "900", "OMP_NUM_THREADS": "4"}, {"MS_CPU_COMM_OP_TIMEOUT": "600"}, 0),
+        ({"MS_NODE_TIMEOUT": "30", "MS_CPU_COMM_OP_TIMEOUT": "x", "OMP_NUM_THREADS": "4"}, {}, 2),
+        ({"MS_NODE_TIMEOUT": "30", "MS_CPU_COMM_OP_TIMEOUT": "360", "MS_DISABLE_HEARTBEAT": "1"}, None, 0),
+    ],
+)
+def test_survivors_get_the_time_they_need(environ: dict[str, str], added: dict[str, str] | None, warned: int) -> None:
+    """What the user has set stays; what is too short for a rescue is said."""
+    given, warnings = patience(environ, 360.0, 2)
+    assert given == ({"OMP_NUM_THREADS": "1"} if added is None else added)
+    assert len(warnings) == warned
+    assert all("TTP_OT=360" in text and "600" in text for text in warnings)
+
+
+def test_one_worker_keeps_its_threads() -> None:
+    assert "OMP_NUM_THREADS" not in patience({}, 10, 1)[0]
+    assert patience({}, 10.5, 1)[0]["MS_NODE_TIMEOUT"] == "251"

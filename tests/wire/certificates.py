@@ -1,0 +1,36 @@
+"""Certificates of a test, made with openssl."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+NAME = "job.ttp.test"
+
+
+def _openssl(*arguments: object) -> None:
+    subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
+
+
+class Authority:
+    """Signs certificates; all files are in ``directory``."""
+
+    def __init__(self, directory: Path, name: str = "authority") -> None:
+        self.directory, self.name = directory, name
+        directory.mkdir(parents=True, exist_ok=True)
+        self.certificate, self._key = directory / f"{name}.pem", directory / f"{name}.key"
+        curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1")
+        _openssl("req", "-x509", *curve, "-nodes", "-keyout", self._key, "-out", self.certificate, "-days", 100,
+                 "-subj", f"/CN={name}")  # fmt: skip
+
+    def sign(self, name: str = NAME, *, days: int = 90, password: str = "", file: str = "own") -> dict[str, str]:
+        """Certificate and key of a process, as settings. ``days`` below zero: it is out of date."""
+        cert, key, request = (self.directory / f"{file}.{end}" for end in ("pem", "key", "csr"))
+        extension = self.directory / f"{file}.ext"
+        extension.write_text(f"subjectAltName=DNS:{name}\n")
+        secret = ("-passout", f"pass:{password}") if password else ("-nodes",)
+        _openssl("req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", *secret, "-keyout", key,
+                 "-out", request, "-subj", f"/CN={name}")  # fmt: skip
+        _openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial",
+                 "-extfile", extension, "-out", cert, "-days", days)  # fmt: skip
+        return {"TTP_TLS_CERT": str(cert), "TTP_TLS_KEY": str(key), "TTP_TLS_CA": str(self.certificate)}

@@ -1,0 +1,176 @@
+"""Mutual TLS: what an identity must be, and real processes that do or do not believe each other."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.conftest import Controller
+from tests.e2e.harness import free_port
+from tests.test_legacy import PROGRAM
+from tests.wire.certificates import NAME, Authority
+from ttp.errors import ConfigError
+from ttp.wire import tls
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="module")
+def own(authority: Authority) -> dict[str, str]:
+    return authority.sign()
+
+
+@pytest.fixture(scope="module")
+def stranger(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return Authority(tmp_path_factory.mktemp("stranger")).sign()
+
+
+def _identity(monkeypatch: pytest.MonkeyPatch, settings: dict[str, str]) -> tls.Identity | None:
+    for name in [name for name in os.environ if name.startswith("TTP_")]:
+        monkeypatch.delenv(name)
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    return tls.identity()
+
+
+def test_without_settings_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _identity(monkeypatch, {}) is None and not tls.secured()
+
+
+def test_an_identity_bears_the_name_of_its_certificate(monkeypatch: pytest.MonkeyPatch, own: dict[str, str]) -> None:
+    found = _identity(monkeypatch, own)
+    assert found is not None and found.name == NAME and b"PRIVATE KEY" in found.key
+
+
+def test_a_renewed_certificate_is_read(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> None:
+    settings = authority.sign(file="renewed")
+    before = _identity(monkeypatch, settings)
+    authority.sign(file="renewed")
+    after = tls.identity()
+    assert before is not None and after is not None and before.certificate != after.certificate
+
+
+def test_an_encrypted_key_is_opened_with_its_password(
+    monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path
+) -> None:
+    settings, password = authority.sign(password="open sesame", file="secret"), tmp_path / "password"
+    password.write_text("open sesame\n")
+    found = _identity(monkeypatch, settings | {"TTP_TLS_KEY_PASSWORD": str(password)})
+    assert found is not None and b"ENCRYPTED" not in found.key
+    tls._loaded.cache_clear()
+    with pytest.raises(ConfigError, match=r"is encrypted, and the password is needed for it: TTP_TLS_KEY_PASSWORD"):
+        _identity(monkeypatch, settings)
+    password.write_text("wrong\n")
+    tls._loaded.cache_clear()
+    with pytest.raises(ConfigError, match=r"the password does not open it"):
+        _identity(monkeypatch, settings | {"TTP_TLS_KEY_PASSWORD": str(password)})
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"TTP_TLS_KEY": ""}, "TTP_TLS_KEY must be set too"),
+        ({"TTP_TLS_CERT": "/nowhere/cert.pem"}, "TTP_TLS_CERT=/nowhere/cert.pem cannot be read: No such file"),
+        ({"TTP_TLS_CA": os.devnull}, "TTP_TLS_CA=/dev/null holds no certificate that can be read"),
+        ({"TTP_TLS_KEY": os.devnull}, "are no certificate and key in PEM"),
+        ({"TTP_TLS_KEY": "theirs"}, "is not the key of"),
+        ({"TTP_TLS_CA": "theirs"}, "will be refused by the other processes of the job"),
+    ],
+)
+def test_what_cannot_be_used_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, own: dict[str, str], stranger: dict[str, str], change: dict[str, str], text: str
+) -> None:
+    settings = own | {name: stranger[name] if value == "theirs" else value for name, value in change.items()}
+    with pytest.raises(ConfigError, match=text):
+        _identity(monkeypatch, settings)
+
+
+def test_one_that_is_out_of_date_is_refused(monkeypatch: pytest.MonkeyPatch, authority: Authority) -> None:
+    with pytest.raises(ConfigError, match="certificate has expired"):
+        _identity(monkeypatch, authority.sign(days=-1, file="old"))
+
+
+# ------------------------------------------------------------------------------------------------------ real processes
+
+
+@pytest.fixture(scope="module")
+def guarded(own: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in own.items():
+            patch.setenv(name, value)
+        settings: dict[str, Any] = dict(own)
+        controller = Controller(tmp_path_factory.mktemp("guarded"), **settings)
+    yield controller
+    controller.close()
+
+
+def _status(port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings
+    command = [sys.executable, "-m", "ttp", "status", "--port", str(port)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_who_has_a_certificate_of_the_authority_is_answered(guarded: Controller, own: dict[str, str]) -> None:
+    done = _status(guarded.port, own)
+    assert done.returncode == 0, done.stderr
+
+
+def test_who_speaks_plainly_is_told_to_use_tls(guarded: Controller) -> None:
+    done = _status(guarded.port, {})
+    assert done.returncode == 64 and "speaks TLS, and this process does not: set TTP_TLS_CERT" in done.stderr
+
+
+def test_another_authority_is_not_believed(guarded: Controller, stranger: dict[str, str]) -> None:
+    done = _status(guarded.port, stranger)
+    assert done.returncode == 64 and "is not signed by the authority in TTP_TLS_CA" in done.stderr
+
+
+def test_another_name_of_the_same_authority_is_not_believed(guarded: Controller, authority: Authority) -> None:
+    done = _status(guarded.port, authority.sign("another.job", file="another"))
+    assert done.returncode == 64 and "bears another name" in done.stderr
+
+
+def test_a_controller_without_tls_is_not_spoken_to(own: dict[str, str], tmp_path: Path) -> None:
+    controller = Controller(tmp_path)
+    try:
+        done = _status(controller.port, own)
+    finally:
+        controller.close()
+    assert done.returncode == 64 and "does not speak TLS, and this process does" in done.stderr
+
+
+def test_a_controller_with_a_bad_identity_does_not_start(own: dict[str, str], tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | own | {"TTP_TLS_KEY": "/nowhere"}
+    command = [sys.executable, "-m", "ttp.controller", "--port", str(free_port()), "--run-dir", str(tmp_path)]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 64 and "TTP_TLS_KEY=/nowhere cannot be read" in done.stderr
+
+
+def _life(tmp_path: Path, port: int, settings: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | settings | {
+        "RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(port),
+        "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_SAVE_DIR": str(tmp_path), "TTP_ABANDONED_S": "5",
+    }  # fmt: skip
+    command = [sys.executable, "-c", PROGRAM, str(tmp_path)]
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_rank_is_saved_over_tls(own: dict[str, str], tmp_path: Path) -> None:
+    done = _life(tmp_path, free_port(), own)
+    assert done.returncode == 75, done.stderr
+    assert (tmp_path / "step_5").exists()
+
+
+def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Controller, tmp_path: Path) -> None:
+    done = _life(tmp_path, guarded.port, {})
+    assert done.returncode != 75 and not list(tmp_path.glob("step_*"))
+    assert "speaks TLS, and this process does not" in done.stderr

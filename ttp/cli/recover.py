@@ -1,0 +1,158 @@
+"""``ttp recover``: what can be had again from the replicas of lost or damaged files?"""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+from rich.text import Text
+
+from ttp.cli.directories import checkpoint_meant, existing
+from ttp.cli.output import Json, aside, print_json, say, screen, table
+from ttp.errors import UsageError
+
+if TYPE_CHECKING:
+    from ttp.adapters.mindspore.recovery import Recovery
+
+SHOWN_MAX = 100
+
+
+class Way(str, Enum):
+    """How a replica stands for a file."""
+
+    MAP = "map"
+    LINK = "link"
+    COPY = "copy"
+
+
+Directory = Annotated[
+    Path, typer.Argument(metavar="DIR", help="With rank_0, rank_1, ...; or the save_dir of a ttp job (its newest).")
+]
+StrategyOf = Annotated[
+    Path | None, typer.Option("--strategy", metavar="F", help="Strategy file, or the directory of all stages.")
+]
+GroupInfoOf = Annotated[list[Path] | None, typer.Option("--group-info", metavar="F", help="group_info.pb; repeatable.")]
+DataParallel = Annotated[bool, typer.Option("--data-parallel", help="All ranks hold the same.")]
+Ranks = Annotated[
+    int | None, typer.Option("--ranks", metavar="N", min=1, help="Ranks of the job, if nothing tells it.")
+]
+By = Annotated[Way, typer.Option("--by", help="map: a JSON file; link, copy: a directory that is complete.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="OUT", help="What to make; needed for link and copy.")]
+Step = Annotated[
+    str | None, typer.Option("--step", metavar="EPOCH_STEP", help="Not the newest: that of the file name.")
+]
+
+
+def recover(
+    directory: Directory,
+    strategy: StrategyOf = None,
+    group_info: GroupInfoOf = None,
+    data_parallel: DataParallel = False,
+    ranks: Ranks = None,
+    by: By = Way.MAP,
+    out: Out = None,
+    step: Step = None,
+    json: Json = False,
+) -> None:
+    """Rebuild lost or damaged MindSpore checkpoints of single ranks from those of ranks that hold the same slices.
+
+    Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. Who holds the
+    same is told by --strategy, --group-info or --data-parallel; else by the manifest of a ttp checkpoint, else by the
+    group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
+
+    Exits with 0 if every rank has a file to load and replicas agree, with 1 if not.
+
+    JSON keys: source, checkpoint (name of the files, * for the rank), told_by (who holds the same), files (path below
+    source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements, out (null:
+    nothing was written).
+    """
+    from ttp.adapters.mindspore.recovery import examine, write
+
+    if by is not Way.MAP and out is None:
+        raise UsageError(f"--by {by.value} needs --out: where to put the files")
+    wanted = _step(step)
+    given = checkpoint_meant(directory) if _is_save_dir(existing(directory)) else existing(directory)
+    with _bar() as bar:
+        task = bar.add_task("reading", total=None)
+        known = _known(given, strategy, group_info or [], data_parallel, ranks)
+        found = examine(given, known, wanted, lambda count: bar.advance(task, count))
+        if out is not None:
+            task = bar.add_task("writing", total=None)
+            write(found, out, by.value, lambda count: bar.advance(task, count))
+    if json:
+        print_json({**describe(found), "out": None if out is None else str(out.absolute())})
+    else:
+        _tell(found, by, out)
+    if found.outcome.lost or found.outcome.disagreements:
+        raise typer.Exit(1)
+
+
+def _known(
+    directory: Path, strategy: Path | None, group_info: list[Path], data_parallel: bool, ranks: int | None
+) -> Any:
+    from ttp.adapters.mindspore.rank_folders import known_replicas
+
+    if sum((strategy is not None, bool(group_info), data_parallel)) > 1:
+        raise UsageError("give one of --strategy, --group-info and --data-parallel")
+    return known_replicas(directory, strategy=strategy, group_info=group_info, data_parallel=data_parallel, ranks=ranks)
+
+
+def _is_save_dir(path: Path) -> bool:
+    from ttp.adapters.mindspore.rank_folders import rank_folders
+
+    return not rank_folders(path)
+
+
+def _step(text: str | None) -> tuple[int, int] | None:
+    if text is None:
+        return None
+    found = re.fullmatch(r"(\d{1,9})_(\d{1,12})", text, re.ASCII)
+    if found is None:
+        raise UsageError(f"--step {text}: epoch and step as in the file names are wanted, such as 2_1875")
+    return int(found[1]), int(found[2])
+
+
+def _bar() -> Progress:
+    console = aside()
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+
+
+def describe(found: Recovery) -> dict[str, Any]:
+    """What ``ttp recover --json`` prints but for ``out``."""
+    return {
+        "source": str(found.directory),
+        "checkpoint": found.template,
+        "told_by": found.known.told_by,
+        "files": found.mapping(),
+        "ranks": [
+            {"rank": fate.rank, "state": fate.state, "source": fate.source, "why": fate.why}
+            for fate in found.outcome.fates
+        ],
+        "disagreements": list(found.outcome.disagreements),
+    }
+
+
+def _tell(found: Recovery, by: Way, out: Path | None) -> None:
+    say(f"{found.template} in {found.directory}; who holds the same is told by {found.known.told_by}")
+    style = {"own": "green", "replica": "yellow", "lost": "bold red"}
+    rows = [
+        (str(fate.rank), Text(fate.state, style[fate.state]), found.file_for(fate.rank) or "", fate.why)
+        for fate in found.outcome.fates
+    ]
+    rows.sort(key=lambda row: str(row[1]) == "own")
+    screen().print(table(("rank", "state", "loads", "why not its own"), rows[:SHOWN_MAX], right=("rank",)))
+    if len(rows) > SHOWN_MAX:
+        say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
+    for words in found.outcome.disagreements:
+        say(Text.assemble(("differs  ", "bold red"), words))
+    lost = found.outcome.lost
+    if lost:
+        say(f"{len(lost)} of {len(rows)} ranks cannot be rebuilt. --step EPOCH_STEP looks at an older checkpoint.")
+    if out is not None:
+        what = "who loads what" if by is Way.MAP else "the files of all ranks that can be had"
+        say(Text.assemble(("written  ", "green"), f"{out}: {what}"))

@@ -1,0 +1,122 @@
+"""``ttp redundancy``: which ranks hold the same?"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.wording import count_text
+from ttp.errors import CheckpointError, UsageError
+from ttp.store.manifest import MANIFEST, Manifest
+
+SHOWN_MAX = 40
+
+Source = Annotated[
+    Path,
+    typer.Argument(metavar="GROUP_INFO|STRATEGY|MANIFEST", help="A file, or a directory of strategies or checkpoint."),
+]
+
+Groups = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a file says.
+
+    Args:
+        kind: ``group_info``, ``strategy`` or ``manifest``.
+        groups: ranks whose whole checkpoints are the same.
+        parameters: the same for each parameter (a strategy) or shard (a manifest).
+    """
+
+    kind: str
+    groups: Groups
+    parameters: Mapping[str, Groups] = field(default_factory=dict)
+
+
+def redundancy(source: Source, json: Json = False) -> None:
+    """List the ranks that hold the same slices, so that each can stand for the others when one is lost.
+
+    Reads group_info.pb of MindSpore (or of a ttp job), strategy files (protobuf or JSON; a directory with those of all
+    stages of a pipeline), and the manifest of a checkpoint. MindSpore need not be installed. Exits with 1 if the file
+    cannot be read.
+
+    JSON keys: source, kind (group_info, strategy, manifest), groups (lists of ranks whose whole checkpoints are the
+    same), parameters (of a strategy: by parameter, of a manifest: by shard; lists of ranks that hold the same slice).
+    """
+    told = read(source)
+    if json:
+        print_json({"source": str(source.absolute()), **describe(told)})
+    else:
+        _tell(told)
+
+
+def read(source: Path) -> Told:
+    """What ``source`` says of who holds the same.
+
+    Raises:
+        UsageError: it does not exist.
+        CheckpointError: it is none of the three, or damaged.
+    """
+    from ttp.adapters.mindspore.group_info import read_group_info
+    from ttp.adapters.mindspore.rank_folders import groups_of_manifest
+    from ttp.adapters.mindspore.redundancy import groups_of_strategies
+    from ttp.adapters.mindspore.strategy_file import read_strategies
+
+    if not source.exists():
+        raise UsageError(f"{source} does not exist: give a group_info.pb, a strategy file or a manifest")
+    directory = source.parent if source.name == MANIFEST else source
+    if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
+        manifest = Manifest.load(directory)
+        shards: dict[str, Groups] = {
+            str(shard): (tuple(int(rank) for rank in ranks),) for shard, ranks in manifest.groups.items()
+        }
+        return Told("manifest", groups_of_manifest(manifest), shards)
+    try:
+        return Told("strategy", *groups_of_strategies(read_strategies(source)))
+    except CheckpointError as no_strategy:
+        if source.is_dir() or source.suffix == ".json":
+            raise
+        try:
+            return Told("group_info", (read_group_info(source).replicas,))
+        except CheckpointError as no_group_info:
+            raise no_group_info if source.suffix == ".pb" else no_strategy from None
+
+
+def describe(told: Told) -> dict[str, Any]:
+    """What ``ttp redundancy --json`` prints besides the source."""
+    parameters = {name: [list(ranks) for ranks in groups] for name, groups in told.parameters.items()}
+    return {"kind": told.kind, "groups": [list(ranks) for ranks in told.groups], "parameters": parameters}
+
+
+def ranks_text(ranks: tuple[int, ...]) -> str:
+    """``0, 4``; long runs as ``0-127``."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+
+
+def _tell(told: Told) -> None:
+    rows = [(ranks_text(ranks), str(len(ranks)), "" if len(ranks) > 1 else "none") for ranks in told.groups]
+    screen().print(table(("ranks with the same checkpoint", "copies", "replica"), rows[:SHOWN_MAX], right=("copies",)))
+    if len(rows) > SHOWN_MAX:
+        say(f"and {len(rows) - SHOWN_MAX} more (--json lists them)")
+    if told.kind == "group_info":
+        say("A group_info.pb tells of the ranks that its own rank can be restored from, and of no others.")
+    names = sorted(told.parameters)
+    if not names:
+        return
+    what = "shard" if told.kind == "manifest" else "parameter"
+    listed = [(name, "; ".join(map(ranks_text, told.parameters[name]))) for name in names[:SHOWN_MAX]]
+    screen().print(table((what, "ranks with the same slice"), listed))
+    if len(names) > SHOWN_MAX:
+        say(f"and {count_text(len(names) - SHOWN_MAX, what)} more (--json lists them)")

@@ -1,0 +1,1 @@
+"""Other services' names on this one: programs that were written for them run unchanged."""

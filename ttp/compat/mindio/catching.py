@@ -1,0 +1,183 @@
+"""What a training function raises, by the original's table, and what is then done: ``tft_exception_handler``."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import re
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from ttp.compat.mindio.rank import THIS
+from ttp.compat.mindio.update_times import tft_can_do_uce_repair
+from ttp.compat.mindio.values import ERROR_CODE_MAX, RET_EXIT, ReportState
+from ttp.errors import ConfigError
+from ttp.handlers import NextAction
+from ttp.processor.faults import describe
+from ttp.session import write_error_file
+
+log = logging.getLogger("ttp.compat.mindio")
+
+OTHER = "OTHER"
+EXIT_DELAY_S = 10.0
+"""How long the release of a rank that is to leave is waited for."""
+
+Classify = Callable[[str], str]
+
+_HBM_TIME = re.compile(r"time us= ?(\d+)")
+_ERROR_CODE = re.compile(r"device error type ([0-9a-fA-F]+)")
+
+
+class Table:
+    """From a text in an exception to what is reported; the first that is found counts."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, ReportState] = {
+            "UCE ERROR": ReportState.RS_UCE,
+            "HBM MULTI BIT ECC": ReportState.RS_UCE,
+            "HBM MULTI BIT ECC CORRUPTED": ReportState.RS_UCE_CORRUPTED,
+            "FORCE STOP": ReportState.RS_NORMAL,
+            "ARF FINISH": ReportState.RS_PREREPAIR_FINISH,
+            "STEP FINISH": ReportState.RS_STEP_FINISH,
+            "HCCL OP RETRY FAILED": ReportState.RS_HCCL_FAILED,
+            "SUSPECT REMOTE ERROR": ReportState.RS_HCCL_FAILED,
+            "UB LINK ERROR": ReportState.RS_HCCL_FAILED,
+            "HCCS LINK ERROR": ReportState.RS_HCCL_FAILED,
+            OTHER: ReportState.RS_UNKNOWN,
+        }
+        patterns = [key for key in self.states if key not in (OTHER, "HBM MULTI BIT ECC CORRUPTED")]
+        self.patterns: dict[str, Classify] = {key: _itself(key) for key in patterns}
+        self.patterns["HBM MULTI BIT ECC"] = _memory
+
+    def add(self, pattern: str, fault_type: str, handle: Classify) -> None:
+        """See ``tft_register_exception_handler``.
+
+        Raises:
+            ConfigError: ``fault_type`` is no name of a ``ReportState``.
+        """
+        if fault_type not in ReportState.__members__:
+            raise ConfigError(f"fault_type {fault_type!r}: one of {', '.join(ReportState.__members__)} is wanted")
+        if not callable(handle):
+            raise TypeError(f"the handler of {pattern!r} cannot be called")
+        self.states[pattern], self.patterns[pattern] = ReportState[fault_type], handle
+
+    def classify(self, text: str) -> ReportState:
+        """What is reported for an exception with this text."""
+        for pattern, handle in self.patterns.items():
+            if pattern in text:
+                kind = handle(text)
+                if kind not in self.states:
+                    log.error("the handler of %r said %r, which is no kind of fault", pattern, kind)
+                    kind = OTHER
+                return self._usable(self.states[kind])
+        return ReportState.RS_UNKNOWN
+
+    @staticmethod
+    def _usable(state: ReportState) -> ReportState:
+        return ReportState.RS_UNKNOWN if state in _REPAIRABLE and not THIS.enable_uce else state
+
+
+_REPAIRABLE = (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED, ReportState.RS_HCCL_FAILED, ReportState.RS_RETRY)
+_AT_ONCE = (ReportState.RS_PREREPAIR_FINISH, ReportState.RS_STEP_FINISH)
+
+
+def _itself(key: str) -> Classify:
+    return lambda text: key
+
+
+def _memory(text: str) -> str:
+    """Whether replicas are whole depends on when the error came."""
+    when = _HBM_TIME.search(text)
+    whole = when is not None and tft_can_do_uce_repair(int(when[1]))
+    return "HBM MULTI BIT ECC" if whole else "HBM MULTI BIT ECC CORRUPTED"
+
+
+TABLE = Table()
+
+
+def tft_exception_handler(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorate the training function: what it raises is reported, and it is called again when that was repaired.
+
+    Handlers get its positional arguments as a list, and may replace what is in it: the next call gets what is there.
+
+    Raises:
+        TypeError: it cannot be called.
+    """
+    if not callable(func):
+        raise TypeError(f"tft_exception_handler() decorates a function, not {func!r}")
+
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if not THIS.running:  # nobody has switched it on
+            return func(*args, **kwargs)
+        return _train(func, list(args), kwargs)
+
+    return wrapper
+
+
+def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Any:
+    THIS.handlers.args = args
+    while True:
+        try:
+            result = func(*args, **kwargs)
+        except RuntimeError as problem:
+            _mend(problem)
+        except KeyboardInterrupt:
+            raise
+        except SystemExit as leaving:
+            if leaving.code in (None, 0):
+                THIS.leave()
+            else:
+                _report_unknown(leaving)
+            raise
+        except BaseException as problem:
+            _report_unknown(problem)
+            raise
+        else:
+            THIS.leave()
+            return result
+
+
+def _mend(problem: RuntimeError) -> None:
+    """Returns when the function may be called again; raises, or ends the process, when not."""
+    text = str(problem)
+    state = TABLE.classify(text)
+    log.warning("the training function raised %s: %s", state.name, text.splitlines()[0] if text else "")
+    if state is ReportState.RS_UNKNOWN:
+        _report_unknown(problem)
+        raise problem
+    code = _ERROR_CODE.search(text)
+    THIS.report(state.value, code[1][:ERROR_CODE_MAX] if code else "", describe(problem))
+    if state not in _AT_ONCE:
+        if THIS.joined.wait_next_action() is NextAction.EXIT:
+            _leave(problem)
+        _empty_cache()
+    if THIS.joined.wait_repair_action() is NextAction.EXIT:
+        _leave(problem)
+
+
+def _report_unknown(problem: BaseException) -> None:
+    """The process ends in here, unless no controller comes: nobody else would ever show where it was."""
+    log.error("the training function raised %s", describe(problem), exc_info=problem)
+    write_error_file(problem)
+    THIS.report(ReportState.RS_UNKNOWN.value, text=f"raised {describe(problem)}")
+
+
+def _leave(problem: RuntimeError) -> NoReturn:
+    """There will be no repair. The release ends the process; where none comes it ends by itself."""
+    write_error_file(problem)
+    time.sleep(EXIT_DELAY_S)
+    os._exit(RET_EXIT)
+
+
+def _empty_cache() -> None:
+    torch: Any = sys.modules.get("torch")
+    for name in ("npu", "cuda"):
+        device = getattr(torch, name, None)
+        with contextlib.suppress(Exception):
+            if device is not None and device.is_available():
+                device.empty_cache()

@@ -1,0 +1,88 @@
+"""``mindio_ttp.controller_ttp``: for who manages the cluster. Functions return 0 for accepted and 1 for not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ttp.compat.mindio import managing
+from ttp.compat.mindio.framework_ttp.ttp_decorator import (
+    tft_destroy_controller,
+    tft_init_controller,
+    tft_register_decrypt_handler,
+    tft_start_controller,
+)
+
+__all__ = [
+    "tft_destroy_controller",
+    "tft_init_controller",
+    "tft_notify_controller_change_strategy",
+    "tft_notify_controller_dump",
+    "tft_notify_controller_on_global_rank",
+    "tft_notify_controller_prepare_action",
+    "tft_notify_controller_stop_train",
+    "tft_query_high_availability_switch",
+    "tft_register_decrypt_handler",
+    "tft_register_mindx_callback",
+    "tft_start_controller",
+]
+
+STOP_TYPES = ("stop", "pause")
+GLOBAL_RANK_TIMES = range(1, 3601)
+
+
+def tft_register_mindx_callback(action: str, func: Callable[..., Any]) -> int:
+    """Have ``func`` called for ``action``, one of ``managing.ACTIONS``; all four are needed."""
+    return managing.register(action, func)
+
+
+def tft_notify_controller_stop_train(
+    fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: int | None = None
+) -> int:
+    """Stop all ranks for a repair, or pause them at the end of a step."""
+    return managing.notify(
+        "tft_notify_controller_stop_train",
+        lambda manager: manager.stop_train(managing.fault_ranks(fault_ranks), _known(stop_type), timeout),
+    )
+
+
+def tft_notify_controller_on_global_rank(fault_ranks: Mapping[int, int], time: int = 1) -> int:
+    """These are all the ranks that have failed; ``time`` seconds from 1 to 3600 are waited for others."""
+
+    def ask(manager: Any) -> int:
+        if time not in GLOBAL_RANK_TIMES:
+            raise ValueError(f"time {time!r} is not from 1 to 3600 seconds")
+        return int(manager.on_global_rank(managing.fault_ranks(fault_ranks), time))
+
+    return managing.notify("tft_notify_controller_on_global_rank", ask)
+
+
+def tft_notify_controller_prepare_action(action: str, fault_ranks: Mapping[int, int]) -> int:
+    """``"hot switch"`` or ``"stop switch"``: refused, no process joins a running job."""
+    return managing.notify(
+        "tft_notify_controller_prepare_action",
+        lambda manager: manager.prepare_action(action, managing.fault_ranks(fault_ranks)),
+    )
+
+
+def tft_notify_controller_change_strategy(strategy: str, params: str = "") -> int:
+    """Choose what is done: retry, dump, exit, continue; recover, migration, downgrade, upgrade are refused."""
+    return managing.notify(
+        "tft_notify_controller_change_strategy", lambda manager: manager.change_strategy(strategy, params)
+    )
+
+
+def tft_notify_controller_dump() -> int:
+    """A checkpoint now; the training goes on."""
+    return managing.dump()
+
+
+def tft_query_high_availability_switch() -> bool:
+    """Whether the controller is there and all ranks have joined."""
+    return managing.HERE.manager is not None and managing.HERE.manager.high_availability()
+
+
+def _known(stop_type: str) -> str:
+    if stop_type not in STOP_TYPES:
+        raise ValueError(f"stop_type {stop_type!r}: one of {', '.join(STOP_TYPES)} is wanted")
+    return stop_type

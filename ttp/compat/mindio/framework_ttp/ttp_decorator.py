@@ -1,0 +1,336 @@
+"""``mindio_ttp.framework_ttp.ttp_decorator``: the modern names, for ranks.
+
+Functions raise what is wrong (``ttp.TtpError``, with what to do); the two that start a processor or a controller end
+the process with code 2, as the original's do.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+from ttp.compat.mindio import managing
+from ttp.compat.mindio.catching import TABLE, Classify, tft_exception_handler
+from ttp.compat.mindio.handlers import Handler
+from ttp.compat.mindio.rank import THIS
+from ttp.compat.mindio.update_times import tft_can_do_uce_repair, tft_set_update_end_time, tft_set_update_start_time
+from ttp.compat.mindio.values import (
+    RET_EXIT,
+    Action,
+    OptimizerType,
+    RepairType,
+    ReportState,
+    for_mindspore,
+    repair_type_name,
+)
+from ttp.errors import ConfigError, TtpError, UsageError
+from ttp.handlers import HandlerKind
+
+log = logging.getLogger("ttp.compat.mindio")
+
+EXPORT_VERSIONS = ("MindSpeed", "MindSpeed-LLM")
+
+__all__ = [
+    "Action",
+    "OptimizerType",
+    "RepairType",
+    "ReportState",
+    "get_device",
+    "get_mindio_export_version",
+    "set_mindio_export_version",
+    "tft_can_do_uce_repair",
+    "tft_destroy_controller",
+    "tft_destroy_processor",
+    "tft_end_updating_os",
+    "tft_exception_handler",
+    "tft_get_reboot_type",
+    "tft_get_repair_step",
+    "tft_get_repair_type",
+    "tft_init_controller",
+    "tft_init_processor",
+    "tft_is_reboot_node",
+    "tft_pause_train",
+    "tft_register_clean_handler",
+    "tft_register_decrypt_handler",
+    "tft_register_exception_handler",
+    "tft_register_exit_handler",
+    "tft_register_rebuild_group_handler",
+    "tft_register_rename_handler",
+    "tft_register_repair_handler",
+    "tft_register_rollback_handler",
+    "tft_register_save_ckpt_handler",
+    "tft_register_stop_handler",
+    "tft_register_stream_sync_handler",
+    "tft_register_zit_downgrade_rebuild_handler",
+    "tft_register_zit_upgrade_rebuild_handler",
+    "tft_register_zit_upgrade_repair_handler",
+    "tft_register_zit_upgrade_rollback_handler",
+    "tft_report_error",
+    "tft_report_load_ckpt_step",
+    "tft_reset_limit_step",
+    "tft_set_dp_group_info",
+    "tft_set_optimizer_replica",
+    "tft_set_step_args",
+    "tft_set_update_end_time",
+    "tft_set_update_start_time",
+    "tft_start_controller",
+    "tft_start_copy_os",
+    "tft_start_processor",
+    "tft_start_updating_os",
+    "tft_wait_next_action",
+    "tft_wait_repair_action",
+]
+
+# ----------------------------------------------------------------------------------------------- controller, processor
+
+
+def tft_init_controller(
+    rank: int, world_size: int, enable_local_copy: bool, enable_arf: bool = False, enable_zit: bool = False
+) -> None:
+    """This process will start the controller; ``rank`` is -1 in a launcher.
+
+    Raises:
+        ConfigError: that is no rank, or MindSpore is to do what it cannot.
+    """
+    if for_mindspore() and (enable_local_copy or enable_zit):
+        raise ConfigError("MindSpore has neither local copies nor elastic training: pass False for both")
+    managing.describe(rank, world_size)
+    for wanted, what in (
+        (enable_arf, "a replacement of single processes (ARF)"),
+        (enable_zit, "elastic training (ZIT)"),
+    ):
+        if wanted:
+            log.warning("%s is not done in the running job: the job saves, ends, and is started again", what)
+
+
+def tft_start_controller(bind_ip: str, port: int, enable_tls: bool = True, tls_info: str = "") -> None:
+    """Have a controller serve at ``bind_ip:port``, in a process of its own. Ends this one with code 2 if it cannot."""
+    try:
+        managing.start(bind_ip, port, enable_tls, tls_info, THIS.handlers.decrypt)
+    except TtpError as problem:
+        _give_up("tft_start_controller", problem)
+
+
+def tft_destroy_controller() -> None:
+    """This process is done with it; it ends by itself when no rank needs it any more."""
+    managing.stop()
+
+
+def tft_init_processor(
+    rank: int,
+    world_size: int,
+    enable_local_copy: bool,
+    enable_tls: bool = True,
+    tls_info: str = "",
+    enable_uce: bool = True,
+    enable_arf: bool = False,
+    enable_zit: bool = False,
+) -> None:
+    """Which rank this is, and whether memory and network errors are repaired in place. Ends the process with code 2."""
+    try:
+        THIS.describe(rank, world_size, enable_tls, tls_info, enable_uce)
+    except TtpError as problem:
+        _give_up("tft_init_processor", problem)
+
+
+def tft_start_processor(master_ip: str, port: int, local_ip: str = "") -> None:
+    """Join the job. Ends the process with code 2 if the settings are wrong, or the controller refuses it."""
+    try:
+        if local_ip:
+            os.environ.setdefault("TTP_ADDRESS", local_ip)
+        THIS.start(master_ip, port)
+    except TtpError as problem:
+        _give_up("tft_start_processor", problem)
+
+
+def tft_destroy_processor() -> None:
+    """Leave the job in good order, with all other ranks."""
+    THIS.leave()
+
+
+def _give_up(function: str, problem: TtpError) -> NoReturn:
+    log.error("%s: %s", function, problem)
+    print(f"ttp: {function}: {problem}", file=sys.stderr)
+    raise SystemExit(RET_EXIT)
+
+
+# --------------------------------------------------------------------------------------------------------- the updates
+
+
+def tft_start_updating_os(backup_step: int = -1) -> None:
+    """The optimizer is about to write. Waits while the job is frozen; when it is to stop, raises FORCE STOP (torch)."""
+    THIS.start_updating()
+
+
+def tft_start_copy_os() -> None:
+    """A local copy is made: that is of no consequence here."""
+    _ = THIS.joined
+
+
+def tft_end_updating_os(step: int) -> None:
+    """The optimizer has written ``step``."""
+    THIS.end_updating(step)
+
+
+def tft_set_optimizer_replica(rank: int, replica_info: Sequence[Mapping[str, Any]]) -> None:
+    """Who holds the same state: an entry ``{"rank_list", "replica_cnt", "replica_shift"}`` per ``OptimizerType``."""
+    THIS.set_replicas(rank, replica_info)
+
+
+def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
+    """The data-parallel group, for elastic training; checked, and not needed.
+
+    Raises:
+        ConfigError: the rank is not in it.
+    """
+    if rank not in dp_rank_list:
+        raise ConfigError(f"dp_rank_list {list(dp_rank_list)} must hold rank {rank}")
+
+
+def tft_set_step_args(args: Any) -> None:
+    """What handlers get; ignored where ``tft_exception_handler`` has the arguments of the training function."""
+    if THIS.handlers.version not in EXPORT_VERSIONS:
+        THIS.handlers.args = args
+
+
+def tft_reset_limit_step() -> None:
+    """Let go of whoever waits in ``tft_start_updating_os``: it raises FORCE STOP."""
+    THIS.joined.reset_limit_step()
+
+
+def tft_pause_train(cur_step: int) -> None:
+    """The end of a step: here the job stands while it is paused."""
+    THIS.joined.pause_train(cur_step)
+
+
+# ---------------------------------------------------------------------------------------------------------- the faults
+
+
+def tft_report_error(state: int, error_code: str = "") -> None:
+    """Say what is wrong: the value of a ``ReportState``. For RS_UNKNOWN the job is saved, and this process ended."""
+    THIS.report(state, error_code)
+
+
+def tft_wait_next_action() -> int:
+    """Wait until this rank was cleaned (torch), or repaired (MindSpore): the value of an ``Action``."""
+    action = THIS.joined.wait_next_action()
+    if for_mindspore() and action.value == Action.RETRY.value:
+        action = THIS.joined.wait_repair_action()  # its client does not ask for that one
+    return int(action)
+
+
+def tft_wait_repair_action() -> int:
+    """Wait until the job may go on: the value of an ``Action``."""
+    return int(THIS.joined.wait_repair_action())
+
+
+def tft_get_repair_step() -> int:
+    """The step to go on after."""
+    return THIS.joined.repair_step()
+
+
+def tft_get_repair_type() -> str:
+    """``"retry"``, ``"recover"``, ``"dump"``, or ``"unknow"``."""
+    return repair_type_name(THIS.joined.repair_type())
+
+
+def tft_report_load_ckpt_step(step: int) -> None:
+    """Inside a repair: the state was read from the checkpoint of ``step``."""
+    THIS.joined.report_loaded_step(step)
+
+
+def tft_is_reboot_node() -> bool:
+    """Whether this process has joined a running job: none ever does."""
+    return THIS.joined.rebooted
+
+
+def tft_get_reboot_type() -> str:
+    """How it has joined."""
+    return "arf"
+
+
+def tft_register_exception_handler(pattern: str, fault_type: str, handle: Classify) -> None:
+    """Report exceptions with ``pattern`` in their text as ``fault_type``, a name of ``ReportState``.
+
+    Args:
+        pattern: part of the text.
+        fault_type: what is reported.
+        handle: is given the text; returns ``pattern``, or another kind of fault.
+    """
+    TABLE.add(pattern, fault_type, handle)
+
+
+def set_mindio_export_version(version: str) -> None:
+    """Which framework's program this is.
+
+    Raises:
+        ConfigError: neither of ``EXPORT_VERSIONS``.
+    """
+    if version not in EXPORT_VERSIONS:
+        raise ConfigError(f"export version {version!r}: one of {', '.join(EXPORT_VERSIONS)} is wanted")
+    THIS.handlers.version = version
+    os.environ["TTP_STOP_CLEAN_BEFORE_DUMP"] = "1"
+    THIS.halt_before_dump()
+
+
+def get_mindio_export_version() -> str:
+    """What ``set_mindio_export_version`` was told."""
+    return THIS.handlers.version
+
+
+def get_device() -> Any:
+    """The device of this process."""
+    torch: Any = sys.modules.get("torch")
+    for name in ("npu", "cuda"):
+        device = getattr(torch, name, None)
+        if device is not None and device.is_available():
+            return device.current_device()
+    raise UsageError("this process has no accelerator")
+
+
+# --------------------------------------------------------------------------------------------------------- the handlers
+
+
+def _registering(kind: HandlerKind) -> Callable[..., None]:
+    def register(func: Handler, ctx: Any = None) -> None:
+        THIS.register(kind, func, ctx)
+
+    register.__doc__ = f"What the job calls for {kind.name.lower()}; see docs/mindio.md for its arguments."
+    return register
+
+
+tft_register_save_ckpt_handler = _registering(HandlerKind.SAVE)
+tft_register_rename_handler = _registering(HandlerKind.RENAME)
+tft_register_exit_handler = _registering(HandlerKind.EXIT)
+tft_register_stop_handler = _registering(HandlerKind.STOP)
+tft_register_clean_handler = _registering(HandlerKind.CLEAN)
+tft_register_repair_handler = _registering(HandlerKind.REPAIR)
+tft_register_rollback_handler = _registering(HandlerKind.ROLLBACK)
+tft_register_rebuild_group_handler = _registering(HandlerKind.REBUILD)
+tft_register_stream_sync_handler = _registering(HandlerKind.STREAM_SYNC)
+
+
+def _elastic(name: str) -> Callable[..., None]:
+    def register(func: Handler, ctx: Any = None) -> None:
+        if for_mindspore():
+            raise UsageError("MindSpore has no elastic training")
+        THIS.handlers.zit[name] = func, ctx
+
+    register.__doc__ = (
+        "For elastic training: kept, and never called; the job is started again with the ranks there are."
+    )
+    return register
+
+
+tft_register_zit_downgrade_rebuild_handler = _elastic("downgrade_rebuild")
+tft_register_zit_upgrade_rebuild_handler = _elastic("upgrade_rebuild")
+tft_register_zit_upgrade_repair_handler = _elastic("upgrade_repair")
+tft_register_zit_upgrade_rollback_handler = _elastic("upgrade_rollback")
+
+
+def tft_register_decrypt_handler(decryptor: Callable[[str], str]) -> None:
+    """What makes the password of the TLS key of what ``tlsPkPwd`` holds."""
+    THIS.handlers.decrypt = decryptor

@@ -1,0 +1,62 @@
+"""The program's handlers, called as the original calls them: one signature for torch, one for MindSpore."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ttp.compat.mindio.values import for_mindspore
+from ttp.handlers import Call, HandlerKind
+
+Handler = Callable[..., Any]
+
+
+class Handlers:
+    """What a program has registered, and the arguments that it wants them to be given."""
+
+    def __init__(self) -> None:
+        self.args: Any = None
+        """What ``tft_set_step_args`` was given, or the arguments of the decorated function."""
+        self.version = ""
+        """What ``set_mindio_export_version`` was told."""
+        self.decrypt: Callable[[str], str] | None = None
+        self.zit: dict[str, tuple[Handler, Any]] = {}
+        """For elastic training; kept, and never called."""
+        self._known: dict[HandlerKind, tuple[Handler, Any]] = {}
+
+    def add(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
+        """Keep ``func``.
+
+        Raises:
+            TypeError: it cannot be called.
+        """
+        if not callable(func):
+            raise TypeError(f"the handler for {kind.name.lower()} cannot be called: {func!r}")
+        self._known[kind] = func, ctx
+
+    def kinds(self) -> list[HandlerKind]:
+        """For which there is one that is called: torch programs are ended without being asked."""
+        return [kind for kind in self._known if kind is not HandlerKind.EXIT or for_mindspore()]
+
+    def call(self, call: Call) -> int | None:
+        """Have the program do it. What it raises is a failure; only of cleaning the result counts."""
+        func, ctx = self._known[call.kind]
+        returned = func(*self._arguments(call, ctx))
+        return int(returned) if call.kind is HandlerKind.CLEAN and returned is not None else None
+
+    def _arguments(self, call: Call, ctx: Any) -> tuple[Any, ...]:
+        args = self.args
+        table: dict[HandlerKind, Callable[[], tuple[Any, ...]]] = {
+            HandlerKind.SAVE: lambda: (call.step, call.as_save_info(), args, ctx),
+            HandlerKind.RENAME: lambda: (call.step, ctx if for_mindspore() else args),
+            HandlerKind.EXIT: lambda: (ctx,),
+            HandlerKind.STOP: lambda: (args, ctx),
+            HandlerKind.CLEAN: lambda: (call.memory_error, args, ctx),
+            HandlerKind.REPAIR: lambda: (
+                call.step, call.rebuild, list(call.error_ranks), call.as_repair_info(), args, ctx,
+            ),
+            HandlerKind.ROLLBACK: lambda: (call.step, args, ctx),
+            HandlerKind.REBUILD: lambda: (list(call.error_ranks), args, ctx),
+            HandlerKind.STREAM_SYNC: lambda: (),
+        }  # fmt: skip
+        return table[call.kind]()

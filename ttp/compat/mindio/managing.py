@@ -1,0 +1,163 @@
+"""The process that starts the controller, and speaks for whoever manages the cluster (MindX, taskd)."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ttp.compat.mindio import tls_info as tls_settings
+from ttp.compat.mindio.rank import check_rank, job_port, resolve
+from ttp.compat.mindio.values import RET_ERROR, RET_OK
+from ttp.config import Config
+from ttp.errors import ConfigError, TtpError, UsageError
+from ttp.handlers import Manager
+from ttp.launch.controller_process import ensure_controller
+from ttp.launch.run_dir import prepare_run_dir
+
+log = logging.getLogger("ttp.compat.mindio")
+
+ACTIONS = ("report_fault_ranks", "report_stop_complete", "report_strategies", "report_result")
+START_S = 120.0
+"""How long a controller may take to answer: a host on which everything starts at once is slow."""
+WAIT_S = 30.0
+"""``MINDIO_WAIT_MINDX_TIME`` of the original when nobody sets it."""
+
+
+class Managing:
+    """There is one per process."""
+
+    def __init__(self) -> None:
+        self.callbacks: dict[str, Callable[..., Any]] = {}
+        self.described = False
+        self.place: tuple[str, Config] | None = None
+        self.manager: Manager | None = None
+
+    def begin(self) -> None:
+        """Attach to the controller once there is one, and somebody to speak for."""
+        if self.manager is not None or self.place is None or set(self.callbacks) != set(ACTIONS):
+            return
+        address, config = self.place
+        assert config.port is not None
+        called: dict[str, Any] = {name: _fitting(func) for name, func in self.callbacks.items()}
+        self.manager = Manager(address, config.port, config.token, wait_s=wait_s(), **called)
+        self.manager.start()
+
+
+HERE = Managing()
+
+
+def describe(rank: int, world_size: int) -> None:
+    """What ``tft_init_controller`` was told.
+
+    Raises:
+        ConfigError: that is no rank.
+    """
+    check_rank(rank, world_size, lowest=-1)
+    HERE.described = True
+
+
+def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Callable[[str], str] | None) -> None:
+    """See ``tft_start_controller``.
+
+    Raises:
+        ConfigError: address, port, or identity cannot be used; the text says why.
+        UsageError: ``tft_init_controller`` was not called.
+    """
+    if not HERE.described:
+        raise UsageError("tft_start_controller() before tft_init_controller()")
+    address = resolve(address)
+    port = job_port(port)
+    run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
+    tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
+    config = replace(Config.from_env(), port=port)
+    ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
+    HERE.place = address, config
+    HERE.begin()
+
+
+def stop() -> None:
+    """Speak for nobody any more."""
+    manager, HERE.manager, HERE.place = HERE.manager, None, None
+    if manager is not None:
+        manager.close()
+
+
+def register(action: str, func: Callable[..., Any]) -> int:
+    """See ``tft_register_mindx_callback``."""
+    if action not in ACTIONS or not callable(func):
+        log.error("tft_register_mindx_callback(%r, %r): one of %s and a function are wanted", action, func, ACTIONS)
+        return RET_ERROR
+    HERE.callbacks[action] = func
+    HERE.begin()
+    return RET_OK
+
+
+def notify(what: str, ask: Callable[[Manager], int]) -> int:
+    """Pass an order of the cluster's manager on."""
+    if HERE.manager is None:
+        log.error("%s: this process speaks for no manager: it needs all of %s, and a started controller", what, ACTIONS)
+        return RET_ERROR
+    try:
+        return ask(HERE.manager)
+    except (TtpError, ValueError, TypeError) as problem:
+        log.error("%s: %s", what, problem)
+        return RET_ERROR
+
+
+def dump() -> int:
+    """A checkpoint now; also where nobody manages the cluster."""
+    if HERE.manager is not None:
+        return notify("tft_notify_controller_dump", lambda manager: manager.dump())
+    if HERE.place is None:
+        log.error("tft_notify_controller_dump: no controller was started by this process")
+        return RET_ERROR
+    from ttp.cli.connection import Where, connected
+
+    address, config = HERE.place
+    try:
+        with connected(Where(address, config.port or 0, config.token)) as client:
+            saved = client.save("tft_notify_controller_dump", config.rescue_patience_s)
+    except TtpError as problem:
+        log.error("tft_notify_controller_dump: %s", problem)
+        return RET_ERROR
+    return RET_OK if saved.saved else RET_ERROR
+
+
+def fault_ranks(given: Mapping[Any, Any]) -> dict[int, int]:
+    """Rank to kind of fault: 0 memory, 1 process, 2 network.
+
+    Raises:
+        ConfigError: it says something else.
+    """
+    try:
+        found = {int(rank): int(kind) for rank, kind in given.items()}
+    except (AttributeError, TypeError, ValueError):
+        raise ConfigError(f"fault_ranks {given!r}: {{rank: kind}} with kind 0, 1 or 2 is wanted") from None
+    if not set(found.values()) <= {0, 1, 2}:
+        raise ConfigError(f"fault_ranks {given!r}: a kind is 0 (memory), 1 (process) or 2 (network)")
+    return found
+
+
+def wait_s() -> float:
+    """How long a decision of the cluster's manager is waited for."""
+    try:
+        return min(max(float(os.environ.get("MINDIO_WAIT_MINDX_TIME", "")), 1.0), 3600.0)
+    except ValueError:
+        return WAIT_S
+
+
+def _fitting(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Older clients take the faults and not their codes."""
+    try:
+        parameters = inspect.signature(func).parameters.values()
+    except (TypeError, ValueError):
+        return func
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return func
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    count = sum(p.kind in positional for p in parameters)
+    return lambda *given: func(*given[:count])

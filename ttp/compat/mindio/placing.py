@@ -1,0 +1,113 @@
+"""Makes ``import mindio_ttp`` find ``ttp.compat.mindio``, in this process and in those that it starts.
+
+By choice only: ``import ttp.compat.mindio``, or ``ttp run --mindio``, or ``TTP_MINDIO=1`` with ``ttp run``. Child
+processes find it by a directory at the end of ``PYTHONPATH`` in which there is nothing else. Where the original is
+installed it wins, with a warning, unless ``TTP_MINDIO=force`` says otherwise.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import MutableMapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+
+from ttp.config import MINDIO_FORCE, MINDIO_SWITCH
+from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp.compat.mindio")
+
+NAME = "mindio_ttp"
+HOME = "ttp.compat.mindio"
+ON_PATH = str(Path(__file__).parent.parent / "on_path")
+
+
+class Finder(MetaPathFinder):
+    """Finds ``mindio_ttp`` and what is in it; both names are one module, with one state."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See importlib."""
+        if fullname != NAME and not fullname.startswith(NAME + "."):
+            return None
+        own = HOME + fullname.removeprefix(NAME)
+        return None if importlib.util.find_spec(own) is None else ModuleSpec(fullname, _Alias(own))
+
+
+class _Alias(Loader):
+    def __init__(self, own: str) -> None:
+        self._own = own
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Importlib takes what is in ``sys.modules`` afterwards."""
+        sys.modules[module.__name__] = importlib.import_module(self._own)
+
+
+def put_into_place() -> bool:
+    """Make ``mindio_ttp`` importable, here and in child processes.
+
+    Returns:
+        Whether it is ours; False: the original is installed, and stays.
+
+    Raises:
+        ConfigError: the original was imported before, and shall be replaced.
+    """
+    tell_children(os.environ)
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        return True
+    original = find_original()
+    forced = os.environ[MINDIO_SWITCH] == MINDIO_FORCE
+    if original is not None and not forced:
+        log.warning(
+            "the original %s is installed (%s) and is used. ttp's own takes its place only with %s=%s",
+            NAME, original.origin, MINDIO_SWITCH, MINDIO_FORCE,
+        )  # fmt: skip
+        return False
+    loaded = sys.modules.get(NAME)
+    if loaded is not None and not _is_stub(loaded):
+        raise ConfigError(
+            f"{NAME} of {getattr(loaded, '__file__', '?')} is imported already: import {HOME} before it, or start the "
+            "program with `ttp run --mindio`"
+        )
+    sys.meta_path.insert(0, Finder())
+    return True
+
+
+def stand_in() -> None:
+    """For the stub on ``PYTHONPATH``: become ours, or the original where that is installed."""
+    importlib.import_module(HOME)  # decides
+    if any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.modules[NAME] = sys.modules[HOME]
+        return
+    sys.path[:] = _elsewhere()
+    del sys.modules[NAME]
+    importlib.import_module(NAME)
+
+
+def find_original() -> ModuleSpec | None:
+    """The package of the vendor, if it is installed."""
+    return PathFinder.find_spec(NAME, _elsewhere())
+
+
+def tell_children(environ: MutableMapping[str, str]) -> None:
+    """Have Python processes with this environment find ``mindio_ttp``, after everything else they can find."""
+    if environ.get(MINDIO_SWITCH, "") in ("", "0", "off"):
+        environ[MINDIO_SWITCH] = "1"
+    entries = [entry for entry in environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    if ON_PATH not in entries:
+        environ["PYTHONPATH"] = os.pathsep.join([*entries, ON_PATH])
+
+
+def _elsewhere() -> list[str]:
+    return [entry for entry in sys.path if entry != ON_PATH]
+
+
+def _is_stub(module: ModuleType) -> bool:
+    return str(getattr(module, "__file__", "")).startswith(ON_PATH)

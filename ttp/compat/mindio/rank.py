@@ -1,0 +1,247 @@
+"""One rank of a job whose program speaks the original's modern names: its processor and what it has said so far."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ttp.compat.mindio import tls_info as tls_settings
+from ttp.compat.mindio.handlers import Handler, Handlers
+from ttp.compat.mindio.values import (
+    AILMENTS,
+    ERROR_CODE_MAX,
+    PORT_MIN,
+    STEP_MAX,
+    WORLD_MAX,
+    ReportState,
+    for_mindspore,
+)
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Rank
+from ttp.errors import ConfigError, UsageError
+from ttp.handlers import HandlerKind, Participant, ReplicaSet
+
+log = logging.getLogger("ttp.compat.mindio")
+
+RESOLVE_TRIES = 3
+RESOLVE_PAUSE_S = 1.0
+ACTION_LIMIT_S = 180.0
+"""``TTP_NORMAL_ACTION_TIME_LIMIT`` of the original when nobody sets it."""
+ACTION_RANGE_S = (30.0, 1800.0)
+
+
+class ThisRank:
+    """There is one per process."""
+
+    def __init__(self) -> None:
+        self.handlers = Handlers()
+        self.enable_uce = True
+        self._participant: Participant | None = None
+        self._place: tuple[int, int] | None = None
+        self._tls: tuple[bool, str] = (False, "")
+        self._sets: list[ReplicaSet] = []
+        self._updating = False
+
+    # -------------------------------------------------------------------------------------------------------- the start
+
+    def describe(self, rank: int, world_size: int, enable_tls: bool, tls_info: str, enable_uce: bool) -> None:
+        """What ``tft_init_processor`` was told.
+
+        Raises:
+            ConfigError: that is no rank.
+        """
+        check_rank(rank, world_size, lowest=0)
+        self._place, self._tls, self.enable_uce = (rank, world_size), (enable_tls, tls_info), enable_uce
+
+    def start(self, address: str, port: int) -> None:
+        """Join the job.
+
+        Raises:
+            ConfigError: settings, address or port cannot be used; the text says why.
+            UsageError: nobody has said which rank this is.
+            RefusedError: the controller does not accept this rank.
+        """
+        if self._place is None:
+            raise UsageError("tft_start_processor() before tft_init_processor()")
+        address, (rank, world_size) = resolve(address), self._place
+        port = job_port(port)
+        tls_settings.use(*self._tls, tls_settings.run_dir_of(port), self.handlers.decrypt)
+        numbers = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "MASTER_ADDR": address}
+        env = RankEnv.from_env({"LOCAL_RANK": str(rank), **os.environ, **numbers})
+        config = replace(Config.from_env(), port=port)
+        participant = Participant(
+            env,
+            config,
+            action_s=action_limit_s(),
+            retry=self.enable_uce,
+            load_repair=not for_mindspore(),
+            halt_before_dump=os.environ.get("TTP_STOP_CLEAN_BEFORE_DUMP") == "1",
+            raise_when_halted=not for_mindspore(),
+        )
+        for kind in self.handlers.kinds():
+            participant.register(kind, self.handlers.call)
+        if self._sets:
+            participant.set_replicas(self._sets)
+        participant.start()
+        self._participant = participant
+
+    def register(self, kind: HandlerKind, func: Handler, ctx: Any) -> None:
+        """Take a handler, at any time."""
+        self.handlers.add(kind, func, ctx)
+        if self._participant is not None and kind in self.handlers.kinds():
+            self._participant.register(kind, self.handlers.call)
+
+    def set_replicas(self, rank: int, infos: Sequence[Mapping[str, Any]]) -> None:
+        """See ``tft_set_optimizer_replica``.
+
+        Raises:
+            ConfigError: an entry makes no sense.
+        """
+        self._sets = [replica_set(rank, info) for info in infos]
+        if not self._sets:
+            raise ConfigError("tft_set_optimizer_replica() wants an entry for each kind of optimizer, and got none")
+        if self._participant is not None:
+            self._participant.set_replicas(self._sets)
+
+    def halt_before_dump(self) -> None:
+        """The program wants its devices stopped and cleaned before a save."""
+        if self._participant is not None:
+            self._participant.set_halt_before_dump(True)
+
+    @property
+    def joined(self) -> Participant:
+        """The processor.
+
+        Raises:
+            UsageError: there is none yet, or none any more.
+        """
+        if self._participant is None:
+            raise UsageError("this process is no processor: call tft_init_processor() and tft_start_processor() first")
+        return self._participant
+
+    @property
+    def running(self) -> bool:
+        """Whether there is one."""
+        return self._participant is not None
+
+    # ------------------------------------------------------------------------------------------------------ the updates
+
+    def start_updating(self) -> None:
+        """The optimizer is about to write; waits while the job is frozen."""
+        self._updating = self.joined.begin_update()
+
+    def end_updating(self, step: int) -> None:
+        """It has written ``step``."""
+        if isinstance(step, bool) or not isinstance(step, int) or not 1 <= step <= STEP_MAX:
+            raise ConfigError(f"tft_end_updating_os({step!r}): a step from 1 on is wanted")
+        if not self._updating and for_mindspore():
+            self.start_updating()  # its kernel says so through a library of the original's, which is not here
+        if self._updating:
+            self._updating = False
+            self.joined.end_update(step)
+
+    def report(self, state: int, code: str = "", text: str = "") -> None:
+        """See ``tft_report_error``; ``text`` says more to people."""
+        try:
+            ailment = AILMENTS[ReportState(state)]
+        except ValueError:
+            raise ConfigError(f"tft_report_error({state!r}) is no ReportState: one of its values is wanted") from None
+        except KeyError:
+            raise UsageError(
+                f"{ReportState(state).name}: no process joins a running job here, so none can say that it has"
+            ) from None
+        if len(code) > ERROR_CODE_MAX:
+            raise ConfigError(f"error_code {code!r} has more than {ERROR_CODE_MAX} characters")
+        self._updating = False
+        self.joined.report_error(ailment, code, text)
+
+    def leave(self) -> None:
+        """Say goodbye; a second time does nothing."""
+        participant, self._participant = self._participant, None
+        if participant is not None:
+            participant.leave()
+
+
+THIS = ThisRank()
+
+
+def replica_set(rank: int, info: Mapping[str, Any]) -> ReplicaSet:
+    """An entry of ``tft_set_optimizer_replica``.
+
+    Raises:
+        ConfigError: it makes no sense; how.
+    """
+    try:
+        ranks = tuple(int(r) for r in info["rank_list"])
+        copies, shift = int(info["replica_cnt"]), int(info.get("replica_shift", 0))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise ConfigError(
+            f"replica_info entry {info!r}: {{'rank_list': [...], 'replica_cnt': n, 'replica_shift': n}} is wanted; "
+            f"{problem!r}"
+        ) from None
+    if rank not in ranks or len(set(ranks)) != len(ranks):
+        raise ConfigError(f"rank_list {list(ranks)} must hold rank {rank}, and every rank once")
+    if copies == 0 or copies < -1 or copies > len(ranks):
+        raise ConfigError(f"replica_cnt {copies} of {len(ranks)} ranks: 1 to {len(ranks)} is wanted, or -1 for all")
+    shifted = os.environ.get("TTP_FRAMEWORK_TYPE") == "1"
+    return ReplicaSet(tuple(Rank(r) for r in sorted(ranks)), copies, shift if shifted else 0)
+
+
+def check_rank(rank: int, world_size: int, lowest: int) -> None:
+    """See that a rank is from ``lowest`` to ``world_size - 1``.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if not 1 <= world_size <= WORLD_MAX:
+        raise ConfigError(f"world_size {world_size} is not from 1 to {WORLD_MAX}")
+    if not lowest <= rank < world_size:
+        raise ConfigError(f"rank {rank} is not from {lowest} to {world_size - 1}")
+
+
+def job_port(port: int) -> int:
+    """Where the controller is: where the launcher says (``TTP_PORT``), else what the program was written with.
+
+    Raises:
+        ConfigError: it is none that a job may use.
+    """
+    if isinstance(port, bool) or not isinstance(port, int) or not PORT_MIN <= port <= 65535:
+        raise ConfigError(f"port {port!r} is not from {PORT_MIN} to 65535")
+    told = Config.from_env().port
+    if told not in (None, port):
+        log.info("the program asks for port %s; this job has TTP_PORT=%s", port, told)
+    return told or port
+
+
+def resolve(address: str) -> str:
+    """``address``, once it means something: names may take a moment to be known in a cluster.
+
+    Raises:
+        ConfigError: it means nothing, or every address at once.
+    """
+    for attempt in range(RESOLVE_TRIES):
+        try:
+            found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0]
+        except (OSError, TypeError, UnicodeError) as problem:
+            if attempt + 1 == RESOLVE_TRIES or not isinstance(problem, OSError):
+                raise ConfigError(f"{address!r} is no address: {problem}") from None
+            time.sleep(RESOLVE_PAUSE_S)
+        else:
+            if found in ("0.0.0.0", "::"):
+                raise ConfigError(f"{address} is every address at once: say which one ranks shall use")
+            return address
+    raise AssertionError
+
+
+def action_limit_s() -> float:
+    """How long a handler may take."""
+    text = os.environ.get("TTP_NORMAL_ACTION_TIME_LIMIT", "")
+    try:
+        return min(max(float(text), ACTION_RANGE_S[0]), ACTION_RANGE_S[1])
+    except ValueError:
+        return ACTION_LIMIT_S

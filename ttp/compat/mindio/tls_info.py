@@ -1,0 +1,115 @@
+"""``enable_tls`` and ``tls_info`` of the original, as settings of ttp."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.run_dir import prepare_run_dir
+from ttp.wire import tls
+
+log = logging.getLogger("ttp.compat.mindio")
+
+KEYS = ("tlsCert", "tlsCrlPath", "tlsCrlFile", "tlsCaPath", "tlsCaFile", "tlsPk", "tlsPkPwd", "packagePath")
+
+Decrypt = Callable[[str], str]
+
+
+def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None) -> None:
+    """Have this process, and what it starts, speak TLS, or leave it as its environment has it.
+
+    Args:
+        enable_tls: whether the program asks for it.
+        tls_info: ``"tlsCert: a.pem; tlsPk: a.key; tlsPkPwd: a.pwd; tlsCaPath: dir; tlsCaFile: x.pem, y.pem"``.
+        run_dir: where what has to be made of it is put; private to the user.
+        decrypt: makes the password of what ``tlsPkPwd`` holds; None: that is the password.
+
+    Raises:
+        ConfigError: it cannot be used; the text says what to do.
+    """
+    if not enable_tls:
+        return
+    if tls_info.strip():
+        os.environ.update(_settings(parse(tls_info), run_dir, decrypt))
+    if tls.identity() is None:
+        raise ConfigError(
+            "enable_tls is set and tls_info says nothing: give it certificate, key and authority (tlsCert, tlsPk, "
+            "tlsCaFile), or set TTP_TLS_CERT, TTP_TLS_KEY and TTP_TLS_CA, or pass enable_tls=False"
+        )
+
+
+def parse(text: str) -> dict[str, str]:
+    """``tls_info`` by its keys.
+
+    Raises:
+        ConfigError: a part is none of them.
+    """
+    found: dict[str, str] = {}
+    for part in text.split(";"):
+        key, colon, value = part.partition(":")
+        if not part.strip():
+            continue
+        if not colon or key.strip() not in KEYS:
+            raise ConfigError(f"tls_info: {part.strip()!r} is not understood; 'key: value; ...' with {', '.join(KEYS)}")
+        found[key.strip()] = value.strip()
+    return found
+
+
+def _settings(given: dict[str, str], run_dir: Path, decrypt: Decrypt | None) -> dict[str, str]:
+    if given.get("tlsCrlFile"):
+        raise ConfigError(
+            "tls_info names a revocation list (tlsCrlFile), and those are not looked at here: renew the authority "
+            "instead, and leave tlsCrlPath and tlsCrlFile out"
+        )
+    missing = [key for key in ("tlsCert", "tlsPk", "tlsCaFile") if not given.get(key)]
+    if missing:
+        raise ConfigError(f"tls_info says no {', '.join(missing)}")
+    settings = {"TTP_TLS_CERT": given["tlsCert"], "TTP_TLS_KEY": given["tlsPk"]}
+    folder = Path(given.get("tlsCaPath") or ".")
+    authorities = [folder / name.strip() for name in given["tlsCaFile"].split(",") if name.strip()]
+    private = prepare_run_dir(run_dir)
+    settings["TTP_TLS_CA"] = str(authorities[0] if len(authorities) == 1 else _bundle(authorities, private))
+    if given.get("tlsPkPwd"):
+        settings["TTP_TLS_KEY_PASSWORD"] = str(_password(Path(given["tlsPkPwd"]), private, decrypt))
+    return settings
+
+
+def _bundle(authorities: list[Path], private: Path) -> Path:
+    return _keep(private / "authorities.pem", "\n".join(_text(path) for path in authorities))
+
+
+def _password(path: Path, private: Path, decrypt: Decrypt | None) -> Path:
+    """The file of the password, decrypted where the program knows how to."""
+    if decrypt is None:
+        return path
+    try:
+        return _keep(private / "key-password", decrypt(_text(path).strip()))
+    except Exception as problem:
+        raise ConfigError(f"the decrypt handler cannot read tlsPkPwd={path}: {problem}") from problem
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"tls_info: {path} cannot be read: {problem}") from None
+
+
+def _keep(path: Path, text: str) -> Path:
+    draft = path.with_name(f".{path.name}.{os.getpid()}")
+    draft.unlink(missing_ok=True)
+    with os.fdopen(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        file.write(text)
+    draft.replace(path)
+    return path
+
+
+def run_dir_of(port: int) -> Path:
+    """Of the job on this port."""
+    from dataclasses import replace
+
+    return replace(Config.from_env(), port=port).resolved_run_dir()

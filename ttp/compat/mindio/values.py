@@ -1,0 +1,77 @@
+"""Numbers and names of the original, as its clients use them."""
+
+from __future__ import annotations
+
+import enum
+import os
+
+from ttp.handlers import Ailment, NextAction, RepairWay
+
+RET_OK, RET_ERROR, RET_EXIT, RET_PASS, RET_EXCEPTION = 0, 1, 2, 3, 4
+"""``RET_EXIT`` is the exit code of a process that could not be started."""
+
+STEP_MAX = 2**63 - 2
+ERROR_CODE_MAX = 15
+PORT_MIN = 1024
+WORLD_MAX = 100_000
+
+
+class ReportState(enum.Enum):
+    """What ``tft_report_error`` is told."""
+
+    RS_NORMAL = 0
+    RS_RETRY = 1
+    RS_UCE = 2
+    RS_UCE_CORRUPTED = 3
+    RS_HCCL_FAILED = 4
+    RS_INIT_FINISH = 5
+    RS_PREREPAIR_FINISH = 6
+    RS_STEP_FINISH = 7
+    RS_UNKNOWN = 8
+
+
+AILMENTS = {
+    ReportState.RS_NORMAL: Ailment.STOPPED,
+    ReportState.RS_RETRY: Ailment.RETRY,
+    ReportState.RS_UCE: Ailment.MEMORY,
+    ReportState.RS_UCE_CORRUPTED: Ailment.MEMORY_CORRUPT,
+    ReportState.RS_HCCL_FAILED: Ailment.NETWORK,
+    ReportState.RS_UNKNOWN: Ailment.FATAL,
+}
+"""The others belong to processes that join a running job, of which there are none yet."""
+
+
+class RepairType(enum.Enum):
+    """What a repair handler is asked for; the numbers are the core's."""
+
+    RT_SEND = RepairWay.SEND.value
+    RT_UCE_HIGHLEVEL = RepairWay.MEMORY_HIGH.value
+    RT_UCE_LOWLEVEL = RepairWay.MEMORY_LOW.value
+    RT_RECV_REPAIR = RepairWay.RECEIVE.value
+    RT_ROLLBACK = RepairWay.ROLLBACK.value
+    RT_LOAD_CKPT = RepairWay.LOAD.value
+    RT_LOAD_REBUILD = RepairWay.LOAD_REBUILD.value
+
+
+class OptimizerType(enum.Enum):
+    """Index of an entry of ``tft_set_optimizer_replica``."""
+
+    ATTENTION = 0
+    MOE = 1
+
+
+class Action(enum.Enum):
+    """What ``tft_wait_next_action`` says."""
+
+    RETRY = NextAction.RETRY.value
+    EXIT = NextAction.EXIT.value
+
+
+def for_mindspore() -> bool:
+    """Whether handlers are called in the way that MindSpore's client wants."""
+    return os.environ.get("MINDIO_FOR_MINDSPORE", "").strip().lower() in ("1", "true")
+
+
+def repair_type_name(name: str) -> str:
+    """As the original spells it."""
+    return name or "unknow"

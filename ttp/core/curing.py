@@ -1,0 +1,151 @@
+"""The script that brings training loops back to life in the same processes.
+
+All loops are ended (STOP) and the devices made usable (CLEAN). Then it is known what each copy is worth: a copy that
+was left in the middle of an update, whose device lost memory, or that is of another version than the newest one that
+is whole, gets what it lacks from a replica (REPAIR). Everything else, data and schedules, is set to that version
+(ROLLBACK), and the loops are entered again (RESUME). Where no copy can be trusted, or a piece has none left, all ranks
+load a checkpoint instead. Whatever fails leaves the healthy copies as they were: they can still be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ttp.core.decide import NoPlan
+from ttp.core.incident import Incident
+from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.replica_lists import Replicas, sources
+from ttp.core.rounds import Ending, Outcome, Part, Round, Script
+from ttp.core.rounds_messages import Act, Ailment, RepairWay, RoundKind, Transfer
+from ttp.core.ward import Ward
+
+LOW = 2
+"""What the clean handler returns where nothing of the state was in the memory that was lost."""
+PURPOSE = "retry"
+LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
+
+
+def halt(ward: Ward, incident: Incident, purpose: str = PURPOSE) -> Part:
+    """Get all training threads out of their loops, and the devices usable."""
+    if ward.cleaned:
+        return ""
+    ward.halted = True
+    stop = yield ward.everyone(RoundKind.STOP, purpose=purpose, together=True)
+    ward.note(incident, stop)
+    if not stop.ok:
+        return stop.words
+    plain = ward.everyone(RoundKind.CLEAN, purpose=purpose)
+    acts = {rank: replace(act, memory_error=_lost_memory(ward, rank)) for rank, act in plain.acts.items()}
+    clean = yield Round(RoundKind.CLEAN, acts, together=True)
+    for rank, acted in clean.done.items():
+        if acted.result == LOW and _lost_memory(ward, rank):
+            ward.low.add(rank)
+            ward.spoilt.discard(rank)
+    ward.cleaned = clean.ok
+    return clean.words
+
+
+def cure(ward: Ward, incident: Incident) -> Script:
+    """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched."""
+    problem = yield from halt(ward, incident)
+    if problem:
+        return _failed(problem)
+    plan = ward.decide(incident)
+    lacking = _lacking(ward, incident, plan.version) if not isinstance(plan, NoPlan) else set()
+    transfers = None
+    if not (ward.must_load or isinstance(plan, NoPlan)) and isinstance(ward.replicas, Replicas):
+        transfers = sources(ward.replicas, lacking, ward.standing(incident, plan.version))
+    if transfers is None or isinstance(plan, NoPlan):
+        return (yield from _load(ward, incident))
+    version = plan.version
+    if lacking or ward.low:
+        problem = yield from _repair(ward, incident, version, transfers, lacking)
+        if problem:
+            return _failed(problem)
+    return (yield from _resume(ward, incident, version, f"repaired ranks {compact_ranks(lacking) or 'none'}"))
+
+
+def _lacking(ward: Ward, incident: Incident, version: Version) -> set[Rank]:
+    """Ranks that do not hold the version."""
+    return set(ward.job.live) - ward.standing(incident, version)
+
+
+def _lost_memory(ward: Ward, rank: Rank) -> bool:
+    return rank in ward.ailing and ward.ailing[rank].ailment in LOST_MEMORY
+
+
+def _repair(
+    ward: Ward, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
+) -> Part:
+    """Senders and receivers at once; whoever has lost memory that it did not need only makes its device usable."""
+    ranks = tuple(sorted({r for t in transfers for r in (t.src, t.dst)}))
+    errors = tuple(sorted({*lacking, *ward.low}))
+    acts: dict[Rank, Act] = {}
+    for rank in sorted({*ranks, *ward.low}):
+        way = _way(ward, rank, transfers)
+        acts[rank] = replace(
+            ward.act(rank, RoundKind.REPAIR, version, PURPOSE),
+            way=way,
+            rebuild=way is RepairWay.MEMORY_HIGH,
+            error_ranks=errors,
+            transfers=tuple(t for t in transfers if rank in (t.src, t.dst)),
+            ranks=ranks,
+        )
+    ward.spoilt.update(lacking)
+    result = yield Round(RoundKind.REPAIR, acts, together=True)
+    if result.ok:
+        ward.spoilt.difference_update(lacking)
+        ward.note(incident, result, version)
+    return result.words
+
+
+def _way(ward: Ward, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
+    if any(rank == t.src for t in transfers):
+        return RepairWay.SEND
+    if not any(rank == t.dst for t in transfers):
+        return RepairWay.MEMORY_LOW
+    return RepairWay.MEMORY_HIGH if _lost_memory(ward, rank) else RepairWay.RECEIVE
+
+
+def _load(ward: Ward, incident: Incident) -> Script:
+    """From the last checkpoint, all ranks."""
+    unable = [rank for rank in ward.live if not ward.said[rank].load_repair]
+    if unable:
+        return _failed(f"ranks {compact_ranks(unable)} cannot load a checkpoint in the running process")
+    acts: dict[Rank, Act] = {}
+    for rank in ward.live:
+        high = _lost_memory(ward, rank) and rank not in ward.low
+        acts[rank] = replace(
+            ward.act(rank, RoundKind.REPAIR, Version(0), PURPOSE),
+            way=RepairWay.LOAD_REBUILD if high else RepairWay.LOAD,
+            rebuild=high,
+            error_ranks=tuple(sorted(ward.ailing)),
+            ranks=tuple(ward.live),
+        )
+    ward.spoilt.update(acts)
+    result = yield Round(RoundKind.REPAIR, acts, together=True)
+    loaded = sorted({acted.result for acted in result.done.values()})
+    if not result.ok or len(loaded) != 1:
+        return _failed(result.words or f"ranks have loaded different steps: {loaded[:10]}")
+    version = Version(loaded[0])
+    ward.spoilt.clear()
+    ward.note(incident, result, version)
+    return (yield from _resume(ward, incident, version, "loaded a checkpoint"))
+
+
+def _resume(ward: Ward, incident: Incident, version: Version, text: str) -> Script:
+    everybody = ward.live
+    back = yield ward.everyone(RoundKind.ROLLBACK, version, PURPOSE, together=True)
+    ward.spoilt.update(back.failed)
+    if back.ok:
+        back = yield ward.everyone(RoundKind.RESUME, version, PURPOSE)
+    if not back.ok or everybody != ward.live:
+        return _failed(back.words or "a rank was lost on the way")
+    ward.note(incident, back)
+    ward.recovered()
+    return Ending(Outcome.RESUMED, version, f"{text}; training goes on with step {version + 1}")
+
+
+def _failed(text: str) -> Ending:
+    return Ending(Outcome.NOT_SAVED, Version(0), text)

@@ -1,0 +1,120 @@
+"""The script by which handlers save: in step, with one list for all who save one state.
+
+The version is that of ``ttp.core.decide``; who saves it is chosen as ``ttp.core.replica_lists`` says. A rank that
+stands in front of the update that is missing to it makes it first. Save handlers work together, so a saver that is lost
+or fails spoils the whole attempt: everybody is chosen anew and saves anew. Only then one rank gives the checkpoint its
+name; if it is lost before it has said so, the next one does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ttp.core.curing import halt
+from ttp.core.decide import Assignment, How, NoPlan, Plan
+from ttp.core.incident import Incident
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.replica_lists import Replicas, choose, renamer
+from ttp.core.rounds import Ending, Outcome, Part, Round, Script
+from ttp.core.rounds_messages import RoundKind, TypeRanks
+from ttp.core.ward import Ward
+
+FAILURES_MAX = 3
+"""Attempts that may fail with nobody lost: storage that refuses everybody refuses the next as well."""
+
+Lists = Mapping[Rank, tuple[TypeRanks, ...]]
+
+
+def dump(ward: Ward, incident: Incident) -> Script:
+    """Save the newest version that can be saved, and name it."""
+    if ward.must_load:
+        words = sorted(f"rank {a.rank}: {a.text}" for a in ward.ailing.values())[:4]
+        return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
+    if _halts_first(ward) and not incident.snapshot:
+        yield from halt(ward, incident, "dump")  # what hangs may still be saved: a failure is no reason to stop here
+    failures = 0
+    while failures < FAILURES_MAX:
+        plan = ward.decide(incident)
+        if isinstance(plan, NoPlan):
+            return _not_saved(plan.reason)
+        if plan.version <= ward.on_disk():
+            text = f"version {ward.on_disk()} is on disk already" if ward.on_disk() else "no update had finished"
+            return Ending(Outcome.SAVED, ward.on_disk(), text)
+        behind = [a.rank for a in plan.assignments if a.how is How.REDO]
+        if behind:
+            yield from _catch_up(ward, incident, plan.version, behind)
+            continue
+        lists = _chosen(ward, incident, plan)
+        if lists is None:
+            return _not_saved("ranks contradict what they have said before of who shares state with whom")
+        result = yield _save(ward, plan.version, lists)
+        if result.ok:
+            return (yield from _name(ward, plan.version, lists))
+        if not result.lost:
+            first, text = next(iter(result.failed.items()))
+            incident.fail(first, text)  # the others' failures follow from it
+            failures += 1
+    return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
+
+
+def _halts_first(ward: Ward) -> bool:
+    return any(said.halt_before_dump for said in ward.said.values())
+
+
+def _catch_up(ward: Ward, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
+    """Let ranks make the one update that they stand in front of; whoever cannot is counted on no more for it."""
+    for rank in ranks:
+        incident.redoing[rank] = version
+    result = yield ward.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
+    ward.note(incident, result)
+    for rank, text in result.failed.items():
+        incident.fail(rank, text)
+    return result.words
+
+
+def _chosen(ward: Ward, incident: Incident, plan: Plan) -> Lists | None:
+    """Who saves what."""
+    assert isinstance(ward.replicas, Replicas)
+    lists = choose(ward.replicas, ward.standing(incident, plan.version), ward.suspect(incident))
+    if lists is None:
+        return None
+    incident.plan = replace(plan, assignments=_assignments(lists))
+    ward.outbox.record("plan", version=plan.version, reason=plan.reason, savers=list(lists))
+    return lists
+
+
+def _save(ward: Ward, version: Version, lists: Lists) -> Round:
+    plain = ward.everyone(RoundKind.SAVE, version, "dump", ranks=lists)
+    acts = {rank: replace(act, lists=lists[rank]) for rank, act in plain.acts.items()}
+    return Round(RoundKind.SAVE, acts, together=True)
+
+
+def _name(ward: Ward, version: Version, lists: Lists) -> Script:
+    """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
+    first = renamer(lists)
+    for rank in [first, *(r for r in lists if r != first)]:
+        if rank not in ward.job.live:
+            continue
+        result = yield ward.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
+        if result.ok:
+            ward.saved = version
+            return Ending(Outcome.SAVED, version, f"saved version {version}")
+        if not result.lost:
+            return _not_saved(f"version {version} is written and has no name: {result.words}")
+    return _not_saved(f"version {version} is written and has no name: all who wrote it are lost")
+
+
+def _assignments(lists: Lists) -> tuple[Assignment, ...]:
+    """As people read it."""
+    named = {
+        (entry.type, place, rank)
+        for entries in lists.values()
+        for entry in entries
+        for place, rank in enumerate(entry.ranks)
+    }
+    return tuple(Assignment(Shard(f"type{kind}-piece{place}"), rank, How.AS_IS) for kind, place, rank in sorted(named))
+
+
+def _not_saved(text: str) -> Ending:
+    return Ending(Outcome.NOT_SAVED, Version(0), text)

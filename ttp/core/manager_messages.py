@@ -1,0 +1,93 @@
+"""What an outside manager and the controller say to each other about a fault."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ttp.core.layout import Rank
+
+
+class NoticeKind(enum.Enum):
+    """What the manager says."""
+
+    STOP_TRAIN = "stop_train"
+    PAUSE_TRAIN = "pause_train"
+    GLOBAL_RANK = "global_rank"  # these are all the faults there are
+    STRATEGY = "strategy"
+    FAILED = "failed"  # it could not take what it was told: it is out of the game
+
+
+class CallKind(enum.Enum):
+    """What the manager is told."""
+
+    FAULT_RANKS = "fault_ranks"
+    STOP_COMPLETE = "stop_complete"
+    STRATEGIES = "strategies"
+    RESULT = "result"
+
+
+class Code(enum.IntEnum):
+    """Of a result; the numbers are those of the original."""
+
+    OK = 0
+    ERROR = 1
+    MAY_DUMP = 406
+    MAY_EXIT = 499
+
+
+class FaultOf(enum.IntEnum):
+    """What is broken of a rank; the numbers are those of the original."""
+
+    MEMORY = 0
+    PROCESS = 1
+    NETWORK = 2
+
+
+@dataclass(frozen=True, slots=True)
+class RankFault:
+    """A rank and what is broken of it; ``code`` is the device's word for it."""
+
+    rank: Rank
+    kind: FaultOf
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """The manager says what is to be done.
+
+    Args:
+        kind: see ``NoticeKind``.
+        faults: ranks that it speaks of.
+        seconds: how long something may take; 0: as long as it usually may.
+        strategy: ``retry``, ``dump``, ``exit``, ``continue`` or one that cannot be had.
+        params: of the strategy.
+    """
+
+    kind: NoticeKind
+    faults: tuple[RankFault, ...] = ()
+    seconds: float = 0.0
+    strategy: str = ""
+    params: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerCall:
+    """The manager is told what happened.
+
+    Args:
+        kind: see ``CallKind``.
+        faults: as they are known.
+        code: 0 for good, else see ``Code``.
+        text: for people.
+        strategies: those that can be chosen, the best one last.
+        strategy: the one whose result this is.
+    """
+
+    kind: CallKind
+    faults: tuple[RankFault, ...] = ()
+    code: int = 0
+    text: str = ""
+    strategies: tuple[str, ...] = ()
+    strategy: str = ""

@@ -1,0 +1,78 @@
+"""The script that lets all ranks stand still at the end of the same step, and go on.
+
+A step that all have in common cannot be named from outside: by the time it is heard of, somebody may be beyond it. So
+every rank is first told to go no further than the end of its running step (HOLD) and says which that is. Nobody can get
+beyond the largest of those, and everybody can reach it: there they stand (PAUSE).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ttp.core.handshake import Desk
+from ttp.core.layout import Rank, Version
+from ttp.core.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
+from ttp.core.rounds import Ending, Outcome, Part, Pause, Round, Script
+from ttp.core.rounds_messages import Act, RoundKind
+from ttp.core.ward import Ward
+
+PURPOSE = "pause"
+FOR_EVER_S = 1e9
+
+
+class Pausing:
+    """At most one pause.
+
+    Args:
+        ward: the ranks.
+        desk: the manager.
+        end_job: the manager wants something else of a paused job than that it goes on.
+    """
+
+    def __init__(self, ward: Ward, desk: Desk, end_job: Callable[[Notice], None]) -> None:
+        self.paused = False
+        """Training threads may be standing still."""
+        self._ward, self._desk, self._end_job = ward, desk, end_job
+        self._faults: tuple[RankFault, ...] = ()
+
+    def pause(self, notice: Notice) -> Script:
+        """Stand still, until the manager says that training is to go on, or goes away."""
+        self.paused, self._faults = True, notice.faults
+        problem = yield from self._stand_still(notice.seconds)
+        code = Code.ERROR if problem else Code.OK
+        self._desk.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks stand still")
+        return (yield from self.go_on(at_once=bool(problem)))
+
+    def go_on(self, *, at_once: bool = False) -> Script:
+        """Wait for the end of the pause, and end it."""
+        while not at_once and self._desk.present:
+            notice = self._desk.take(NoticeKind.STRATEGY)
+            if notice is not None and notice.strategy in ("dump", "exit"):
+                self._end_job(notice)
+            at_once = notice is not None and notice.strategy == "continue"
+            if not at_once:
+                yield Pause(self._ward.now + FOR_EVER_S)
+        result = yield self._ward.everyone(RoundKind.CONTINUE, purpose=PURPOSE)
+        self.paused = False
+        text = result.words or "training goes on"
+        self._desk.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
+        return Ending(Outcome.RESUMED, Version(0), text)
+
+    def _stand_still(self, seconds: float) -> Part:
+        hold = yield self._round(RoundKind.HOLD, Version(0), seconds)
+        if not hold.ok:
+            return hold.words
+        boundary = Version(max(acted.result for acted in hold.done.values()))
+        pause = yield self._round(RoundKind.PAUSE, boundary, seconds)
+        if not pause.ok:
+            return pause.words
+        sync = yield self._round(RoundKind.SYNC, boundary, seconds)
+        return sync.words
+
+    def _round(self, kind: RoundKind, version: Version, seconds: float) -> Round:
+        acts: dict[Rank, Act] = {}
+        for rank in self._ward.live:
+            act = self._ward.act(rank, kind, version, PURPOSE)
+            acts[rank] = replace(act, limit_ms=int(seconds * 1000)) if seconds else act
+        return Round(kind, acts, together=True)

@@ -1,0 +1,183 @@
+"""Who saves and who repairs whom, where programs say themselves which ranks share state.
+
+A *replica set* of ``n`` ranks, in ascending order, holds ``off = n // copies`` pieces: piece ``i`` is on the ranks at
+the places ``i``, ``i + off``, ``i + 2 off`` and so on. Where ``n`` is no multiple of ``copies`` some pieces have one
+copy more; ``shift`` gives ``off`` directly, and the last copies may then be incomplete.
+
+A type of state (dense parameters, experts) is described by the sets of all ranks together: each rank is in one, and
+says the same of it as the others in it. Sets of one type need not be of one size.
+
+The save handlers of one set work together, so all of them get the same list: one rank for each piece, *in the order
+of the pieces*. ``choose`` takes the first that can save it; ``sources`` the next copy, going up from the one that lacks
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ttp.core.layout import Layout, Rank, Shard, compact_ranks
+from ttp.core.rounds_messages import ReplicaSet, Transfer, TypeRanks
+from ttp.errors import ConfigError
+
+TYPES_MAX = 64
+"""Types of state that are believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """The replica sets of a whole job.
+
+    Args:
+        world_size: number of ranks.
+        types: for every type of state its sets, by their lowest rank.
+    """
+
+    world_size: int
+    types: tuple[tuple[ReplicaSet, ...], ...]
+
+    def layout(self) -> Layout:
+        """The same, as ``ttp.core.decide`` wants it: every piece of every set is a shard."""
+        groups = {
+            Shard(f"type{index}-rank{group.ranks[0]}-piece{place}"): holders(group, place)
+            for index, sets in enumerate(self.types)
+            for group in sets
+            for place in range(pieces(group))
+        }
+        return Layout(self.world_size, groups)
+
+
+def check_set(group: ReplicaSet, rank: Rank, world_size: int) -> ReplicaSet:
+    """The set as it is meant: ascending, with a number of copies.
+
+    Raises:
+        ConfigError: it cannot be meant, with what is wrong.
+    """
+    ranks = tuple(sorted(group.ranks))
+    shown = f"the replica set {compact_ranks(ranks[:1000])} of rank {rank}"
+    if len(set(ranks)) != len(ranks) or not ranks:
+        raise ConfigError(f"{shown} is empty or names a rank twice")
+    if ranks[0] < 0 or ranks[-1] >= world_size:
+        raise ConfigError(f"{shown} names a rank outside 0..{world_size - 1}")
+    if rank not in ranks:
+        raise ConfigError(f"{shown} does not contain that rank itself")
+    copies = len(ranks) if group.copies == -1 else group.copies
+    if not 1 <= copies <= len(ranks):
+        raise ConfigError(f"{shown}: {group.copies} copies of a state that {len(ranks)} ranks share cannot be")
+    if not 0 <= group.shift <= len(ranks):
+        raise ConfigError(f"{shown}: a shift of {group.shift} is not between 0 and the {len(ranks)} ranks")
+    return ReplicaSet(ranks, copies, group.shift)
+
+
+def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replicas:
+    """The replica sets of the job, from what every rank says of itself.
+
+    Raises:
+        ConfigError: ranks are missing, or contradict each other; the text says which.
+    """
+    silent = [rank for rank in range(world_size) if not said.get(Rank(rank))]
+    if silent:
+        raise ConfigError(f"ranks {compact_ranks(silent)} have not said which ranks share their state")
+    count = len(said[Rank(0)])
+    odd = [rank for rank in range(world_size) if len(said[Rank(rank)]) != count]
+    if odd or count > TYPES_MAX:
+        raise ConfigError(f"rank 0 speaks of {count} types of state, ranks {compact_ranks(odd)} of another number")
+    return Replicas(world_size, tuple(_one_type(index, world_size, said) for index in range(count)))
+
+
+def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> tuple[ReplicaSet, ...]:
+    sets: list[ReplicaSet] = []
+    known: dict[Rank, ReplicaSet] = {}
+    for number in range(world_size):
+        rank = Rank(number)
+        mine = check_set(said[rank][index], rank, world_size)
+        theirs = known.get(rank)
+        if theirs is None:
+            taken = [r for r in mine.ranks if r in known]
+            if taken:
+                raise ConfigError(f"type {index}: rank {rank} shares state with ranks {compact_ranks(taken)}, not they")
+            sets.append(mine)
+            known.update(dict.fromkeys(mine.ranks, mine))
+        elif theirs != mine:
+            raise ConfigError(
+                f"type {index}: rank {rank} says that ranks {compact_ranks(mine.ranks)} hold {mine.copies} copies, "
+                f"rank {theirs.ranks[0]} says that ranks {compact_ranks(theirs.ranks)} hold {theirs.copies}"
+            )
+    return tuple(sets)
+
+
+def pieces(group: ReplicaSet) -> int:
+    """Into how many pieces the state of a set is cut."""
+    return group.shift or len(group.ranks) // group.copies
+
+
+def holders(group: ReplicaSet, piece: int) -> tuple[Rank, ...]:
+    """The ranks that hold a piece, in ascending order."""
+    return group.ranks[piece :: pieces(group)]
+
+
+def choose(
+    replicas: Replicas, usable: Collection[Rank], reluctant: Collection[Rank] = ()
+) -> Mapping[Rank, tuple[TypeRanks, ...]] | None:
+    """What every saver is told: for each type that it saves, who saves it.
+
+    Args:
+        replicas: of the job.
+        usable: ranks that hold the version that is saved, and can be spoken to.
+        reluctant: usable ones that are only asked where nobody else has the piece.
+
+    Returns:
+        The lists by rank, in the order of the first list that a rank is in; ``None``: a piece is on no usable rank.
+    """
+    told: dict[Rank, list[TypeRanks]] = {}
+    for index, sets in enumerate(replicas.types):
+        for group in sets:
+            chosen = [_first(holders(group, piece), usable, reluctant) for piece in range(pieces(group))]
+            ranks = tuple(rank for rank in chosen if rank is not None)
+            if len(ranks) < len(chosen):
+                return None
+            for rank in ranks:
+                told.setdefault(rank, []).append(TypeRanks(index, ranks))
+    return MappingProxyType({rank: tuple(lists) for rank, lists in told.items()})
+
+
+def renamer(savers: Iterable[Rank]) -> Rank:
+    """Who gives the finished checkpoint its name: the first saver that is not rank 0, if there is one."""
+    ordered = list(savers)
+    return next((rank for rank in ordered if rank != 0), ordered[0])
+
+
+def sources(replicas: Replicas, lacking: Collection[Rank], usable: Collection[Rank]) -> tuple[Transfer, ...] | None:
+    """From where each rank in ``lacking`` gets its pieces: the next copy above its own place, around the end.
+
+    Returns:
+        One transfer for each type and lacking rank; ``None``: somebody's piece is on no usable rank.
+    """
+    found: list[Transfer] = []
+    for index, sets in enumerate(replicas.types):
+        for group in sets:
+            for place, rank in enumerate(group.ranks):
+                if rank not in lacking:
+                    continue
+                source = _next_copy(group, place, lacking, usable)
+                if source is None:
+                    return None
+                found.append(Transfer(index, source, rank))
+    return tuple(found)
+
+
+def _next_copy(group: ReplicaSet, place: int, lacking: Collection[Rank], usable: Collection[Rank]) -> Rank | None:
+    copies = holders(group, place % pieces(group))
+    mine = place // pieces(group)
+    for step in range(1, len(copies)):
+        other = copies[(mine + step) % len(copies)]
+        if other in usable and other not in lacking:
+            return other
+    return None
+
+
+def _first(ranks: Iterable[Rank], usable: Collection[Rank], reluctant: Collection[Rank]) -> Rank | None:
+    able = [rank for rank in ranks if rank in usable]
+    return next((rank for rank in able if rank not in reluctant), able[0] if able else None)

@@ -1,0 +1,233 @@
+"""One action at a time, by many ranks in step: a *round*.
+
+Theory of operation
+-------------------
+A round is sent to its ranks and is over when each of them has answered, was lost, or is out of time. Ranks act with
+handlers that may wait for each other in collectives. So once one of them has failed or is lost, the others get only a
+short respite: what they would answer later is a consequence. Whoever failed first is told apart from those.
+
+Serial numbers grow from round to round, and over takeovers with the term in their upper half: a rank carries each out
+once, says its answer again when it is asked again, and what is left of an earlier round is recognised.
+
+``Steering`` runs *scripts*: generators that yield rounds and waits, and get back what came of them. A script reads from
+top to bottom like the procedure that it is, and is given up by closing it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from ttp.core.layout import Rank, Version
+from ttp.core.outbox import Outbox
+from ttp.core.rounds_messages import Act, Acted, RoundKind
+
+SERIALS_PER_TERM = 1 << 32
+RESPITE_S = 10.0
+"""How long ranks have to come out of a handler whose partner has failed."""
+SPARE_S = 5.0
+"""Beyond the time that a rank gives its handler: for the way there and back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One action.
+
+    Args:
+        kind: of action.
+        acts: who does what; term and serial number are filled in.
+        together: the handlers wait for each other: with one that fails all do.
+    """
+
+    kind: RoundKind
+    acts: Mapping[Rank, Act]
+    together: bool = False
+
+
+@dataclass(slots=True)
+class Result:
+    """What came of a round.
+
+    Args:
+        done: answers of the ranks that did it.
+        failed: why others could not, the first one first; those lost are not among them.
+        lost: ranks that cannot be spoken to any more, or have not said that they did it since they came back.
+    """
+
+    done: dict[Rank, Acted] = field(default_factory=dict)
+    failed: dict[Rank, str] = field(default_factory=dict)
+    lost: list[Rank] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Everybody did it."""
+        return not (self.failed or self.lost)
+
+    @property
+    def words(self) -> str:
+        """Why it failed; empty if it did not."""
+        failures = [f"rank {rank}: {text}" for rank, text in list(self.failed.items())[:4]]
+        return "; ".join([*[f"rank {rank} was lost" for rank in self.lost[:4]], *failures])
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """Wait for anything to happen, until this time at the latest."""
+
+    until: float
+
+
+class Outcome(enum.Enum):
+    """How a script ended."""
+
+    RESUMED = "resumed"  # training goes on
+    SAVED = "saved"
+    NOT_SAVED = "not_saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What came of a script: the version that training goes on from or that was saved, and a sentence."""
+
+    outcome: Outcome
+    version: Version
+    text: str
+
+
+Step = Round | Pause
+Part = Generator[Step, Result, str]
+"""A part of a script: returns why it failed, empty if it did not."""
+Script = Generator[Step, Result, Ending]
+"""What comes back from a ``Pause`` is empty."""
+
+
+class Steering:
+    """Runs one script.
+
+    Args:
+        outbox: takes the orders.
+    """
+
+    def __init__(self, outbox: Outbox) -> None:
+        self.ending: Ending | None = None
+        """How the last script ended; ``None``: it runs, or was given up."""
+        self._outbox = outbox
+        self._script: Script | None = None
+        self._round: Round | None = None
+        self._result = Result()
+        self._acts: dict[Rank, Act] = {}
+        self._until = 0.0
+        self._term = self._serial = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether a script runs."""
+        return self._script is not None
+
+    @property
+    def doing(self) -> RoundKind | None:
+        """What ranks are doing at this moment."""
+        return self._round.kind if self._round is not None else None
+
+    def begin(self, script: Script, term: int, now: float) -> None:
+        """Run ``script``; one that runs is given up."""
+        self.give_up()
+        self._script, self._term = script, term
+        self._next(None, now)
+        self._go_on(now)
+
+    def give_up(self) -> None:
+        """What ranks are doing is of no interest any more."""
+        if self._script is not None:
+            self._script.close()
+        self._script = self._round = self.ending = None
+        self._acts = {}
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def acted(self, report: Acted, now: float) -> None:
+        """A rank answers; what is too late changes nothing."""
+        act = self._acts.get(report.rank)
+        if act is None or report.serial != act.serial:
+            return
+        del self._acts[report.rank]
+        if report.ok:
+            self._result.done[report.rank] = report
+        else:
+            self._result.failed[report.rank] = report.text or "it said no more than that it failed"
+            self._hurry(now)
+
+    def lost(self, rank: Rank, now: float) -> None:
+        """The rank cannot be spoken to any more."""
+        if self._round is not None and (rank in self._acts or rank in self._result.done):
+            self._acts.pop(rank, None)
+            self._result.done.pop(rank, None)
+            self._result.lost.append(rank)
+            self._hurry(now)
+
+    def again(self, rank: Rank) -> None:
+        """What the rank was told may be lost: it is told again."""
+        if rank in self._acts:
+            self._outbox.send_to(rank, self._acts[rank])
+
+    def advance(self, now: float) -> None:
+        """Go on as far as what is known allows. Called after every event."""
+        if self._script is not None and self._round is None:
+            self._next(Result(), now)  # something has happened: the script looks whether it waits for that
+        self._go_on(now)
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``advance`` has something to do."""
+        if self._script is not None:
+            yield self._until
+
+    # ---------------------------------------------------------------------------------------------------------- inside
+
+    def _go_on(self, now: float) -> None:
+        while self._round is not None and (not self._acts or now >= self._until):
+            self._finish_round(now)
+
+    def _hurry(self, now: float) -> None:
+        if self._round is not None and self._round.together:
+            self._until = min(self._until, now + RESPITE_S)
+
+    def _finish_round(self, now: float) -> None:
+        assert self._round is not None
+        for rank, act in sorted(self._acts.items()):
+            self._result.failed[rank] = f"{act.kind.value} has not ended in time"
+        result, kind = self._result, self._round.kind
+        self._acts, self._round = {}, None
+        self._outbox.record(
+            "round_over", round=kind.value, done=sorted(result.done), failed=dict(result.failed), lost=result.lost
+        )
+        self._next(result, now)
+
+    def _next(self, result: Result | None, now: float) -> None:
+        assert self._script is not None
+        try:
+            step = next(self._script) if result is None else self._script.send(result)
+        except StopIteration as end:
+            self._script, self.ending = None, end.value
+            return
+        if isinstance(step, Pause):
+            self._until = step.until
+        else:
+            self._start(step, now)
+
+    def _start(self, step: Round, now: float) -> None:
+        self._serial += 1
+        serial = (self._term - 1) * SERIALS_PER_TERM + self._serial
+        self._acts = {rank: replace(act, term=self._term, serial=serial) for rank, act in step.acts.items()}
+        limit_s = max((act.limit_ms for act in self._acts.values()), default=0) / 1000
+        self._round, self._result, self._until = step, Result(), now + limit_s + SPARE_S
+        about = next(iter(self._acts.values()), None)
+        self._outbox.record(
+            "round",
+            round=step.kind.value,
+            version=about.version if about else 0,
+            ranks=sorted(self._acts),
+            purpose=about.purpose if about else "",
+        )
+        for rank in sorted(self._acts):
+            self._outbox.send_to(rank, self._acts[rank])

@@ -1,0 +1,180 @@
+"""What is said about rounds: one action that the registered handlers of many ranks carry out in step.
+
+Part of the protocol of ``ttp.core.messages``; the wire form is ``proto/ttp/wire/v1/rounds.proto``.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from ttp.core.layout import Rank, Version
+
+HANDLERS = "handlers"
+"""``Hello.framework`` of a rank whose state is saved and repaired by the program's own handlers."""
+
+
+class RoundKind(enum.Enum):
+    """What a rank does in a round."""
+
+    STOP = "stop"  # get the training thread out of its loop
+    CLEAN = "clean"  # make the device usable again
+    CATCH_UP = "catch_up"  # make the update that the training thread stands in front of
+    REPAIR = "repair"  # send or receive what a copy lacks
+    ROLLBACK = "rollback"  # set everything else to the step of the copy
+    RESUME = "resume"  # go back into the loop
+    SAVE = "save"
+    RENAME = "rename"  # make the saved checkpoint exist
+    HOLD = "hold"  # go no further than the end of the running step
+    PAUSE = "pause"  # stand still at the end of one step, the same everywhere
+    SYNC = "sync"  # let the device finish what it has
+    CONTINUE = "continue"  # the end of HOLD and PAUSE
+
+
+class Ailment(enum.Enum):
+    """What ended a training loop that may be entered again in the same process."""
+
+    STOPPED = "stopped"  # nothing is wrong with this rank: it was told to stop
+    RETRY = "retry"  # the numbers are wrong: only a checkpoint helps
+    MEMORY = "memory"  # device memory was lost; replicas have it
+    MEMORY_CORRUPT = "memory_corrupt"  # it was lost in the middle of being written
+    NETWORK = "network"  # a collective failed, the state is whole
+    FATAL = "fatal"  # anything else: this process cannot go on
+
+
+class RepairWay(enum.IntEnum):
+    """The part of one rank in a repair; the numbers are those of the original."""
+
+    SEND = 0
+    MEMORY_HIGH = 1  # make the state anew, then receive
+    MEMORY_LOW = 2  # make the device usable, nothing of the state was lost
+    RECEIVE = 3
+    ROLLBACK = 4
+    LOAD = 5  # from the last checkpoint
+    LOAD_REBUILD = 6  # make the state anew, then from the last checkpoint
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaSet:
+    """The ranks that share one part of the state, as one of them says it; see ``ttp.core.replica_lists``.
+
+    Args:
+        ranks: all ranks that hold a piece of it, this one among them.
+        copies: how often each piece is there; -1: as often as there are ranks.
+        shift: distance of two copies in the ascending list; 0: as the number of copies says.
+    """
+
+    ranks: tuple[Rank, ...]
+    copies: int
+    shift: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class TypeRanks:
+    """Who saves one type of state, in the order of its pieces."""
+
+    type: int
+    ranks: tuple[Rank, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """One type of state goes from one rank to another."""
+
+    type: int
+    src: Rank
+    dst: Rank
+
+
+# ------------------------------------------------------------------------------------------------------------- reports
+
+
+@dataclass(frozen=True, slots=True)
+class Handlers:
+    """What this rank can do, and whom it shares state with. Said again to every controller.
+
+    Args:
+        rank: who says it.
+        sets: one for each type of state.
+        retry: lost memory and broken links may be repaired in this process.
+        load_repair: the state may be loaded from a checkpoint in this process.
+        halt_before_dump: stop and clean before the handlers save.
+        action_ms: milliseconds that a handler may take.
+        save_ms: milliseconds that the save handler may take.
+        halted: the training thread was stopped in a round and has not gone back.
+    """
+
+    rank: Rank
+    sets: tuple[ReplicaSet, ...]
+    retry: bool
+    load_repair: bool
+    halt_before_dump: bool
+    action_ms: int
+    save_ms: int
+    halted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Ailing:
+    """The training thread has left its loop and can go back; ``code`` is the device's word for it."""
+
+    rank: Rank
+    ailment: Ailment
+    code: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Acted:
+    """What came of an ``Act``, and where the rank stands since.
+
+    ``result`` is what the handler returned; of HOLD the step at whose end the training thread will stand.
+    """
+
+    rank: Rank
+    serial: int
+    ok: bool
+    result: int
+    version: Version
+    torn: bool
+    text: str
+
+
+# -------------------------------------------------------------------------------------------------------------- orders
+
+
+@dataclass(frozen=True, slots=True)
+class Act:
+    """One rank's part of a round. Carried out once for each term and serial number; the answer is said again.
+
+    Args:
+        rank: who acts.
+        term: of the controller.
+        serial: grows from round to round, over takeovers too.
+        kind: what to do.
+        version: the step that it is about.
+        limit_ms: how long it may take.
+        purpose: ``retry``, ``dump``, ``pause``.
+        lists: SAVE: who saves, for each type that this rank saves.
+        memory_error: CLEAN: this rank's device has lost memory.
+        rebuild: REPAIR: the state has to be made anew first.
+        error_ranks: the ranks with which it began.
+        way: REPAIR: this rank's part.
+        transfers: REPAIR: what this rank sends or receives.
+        ranks: REPAIR: everybody who sends or receives.
+    """
+
+    rank: Rank
+    term: int
+    serial: int
+    kind: RoundKind
+    version: Version
+    limit_ms: int
+    purpose: str = ""
+    lists: tuple[TypeRanks, ...] = ()
+    memory_error: bool = False
+    rebuild: bool = False
+    error_ranks: tuple[Rank, ...] = ()
+    way: RepairWay = RepairWay.ROLLBACK
+    transfers: tuple[Transfer, ...] = ()
+    ranks: tuple[Rank, ...] = ()

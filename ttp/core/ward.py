@@ -1,0 +1,201 @@
+"""What the scripts of ``ttp.core.mending`` know of the ranks, and how they make rounds from it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ttp.core import messages as m
+from ttp.core.decide import NoPlan, Plan
+from ttp.core.incident import Incident
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.membership import Membership
+from ttp.core.outbox import Outbox
+from ttp.core.replica_lists import Replicas, gather
+from ttp.core.rounds import Result, Round
+from ttp.core.rounds_messages import HANDLERS, Act, Ailing, Ailment, Handlers, RoundKind
+from ttp.errors import ConfigError
+
+ACTION_S = 180.0
+"""How long a handler may take where no rank has said anything."""
+CATCH_UP_S = 30.0
+"""How long an update may take that a rank is let through to make."""
+
+CURABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
+"""Evidence that may all be gone once the loops are entered again."""
+UNTOLD = "no rank has said which ranks share its state"
+NO_VERSION = Version(0)
+"""Of rounds that are about no version."""
+NO_COPY = (Ailment.RETRY, Ailment.MEMORY_CORRUPT)
+"""What is wrong may be in every copy: nothing is saved, and only an older checkpoint helps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Judge:
+    """What scripts ask of the rescue.
+
+    Args:
+        decide: the newest version that can be saved now.
+        on_disk: the newest version that is on disk.
+    """
+
+    decide: Callable[[Incident], Plan | NoPlan]
+    on_disk: Callable[[], Version]
+
+
+class Ward:
+    """The ranks, as far as handlers are concerned.
+
+    Args:
+        job: who can be spoken to.
+        outbox: takes records.
+        judge: see ``Judge``.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, judge: Judge) -> None:
+        self.now = 0.0
+        self.said: dict[Rank, Handlers] = {}
+        self.ailing: dict[Rank, Ailing] = {}
+        self.spoilt: set[Rank] = set()
+        """Ranks whose copy is of no version."""
+        self.low: set[Rank] = set()
+        """Ranks whose device lost memory in which nothing of the state was."""
+        self.halted = False
+        """Training threads may be out of their loops: without RESUME they do not go on."""
+        self.cleaned = False
+        self.saved = Version(0)
+        """What was saved in the open incident, which need not be over yet."""
+        self.job = job
+        self.outbox = outbox
+        self._judge = judge
+        self._replicas: Replicas | str = UNTOLD
+        self._layout: Layout | None = None
+
+    def reset(self) -> None:
+        """A new incarnation of the job, or none."""
+        self.said = {}
+        self.recovered()
+        self._replicas, self._layout = UNTOLD, None
+
+    def recovered(self) -> None:
+        """All ranks are in their loops again."""
+        self.ailing, self.spoilt, self.low = {}, set(), set()
+        self.halted = self.cleaned = False
+
+    # ------------------------------------------------------------------------------------------------------------ facts
+
+    @property
+    def leads(self) -> bool:
+        """Whether the ranks of this job have handlers."""
+        first = next(iter(self.job.members.values()), None)
+        return first is not None and first.hello.framework == HANDLERS
+
+    def handlers(self, report: Handlers) -> None:
+        """A rank says what it can do."""
+        known = self.said.get(report.rank)
+        self.said[report.rank] = report
+        if known is None or known.sets != report.sets:
+            self._replicas = known_now = self._gathered()
+            self._layout = known_now.layout() if isinstance(known_now, Replicas) else None
+
+    def _gathered(self) -> Replicas | str:
+        if self.job.layout is None:
+            return "no job is known"
+        if len(self.said) < self.job.layout.world_size and not self.job.ended:
+            missing = sum(1 for r in range(self.job.layout.world_size) if Rank(r) not in self.said)
+            return f"{missing} ranks have not said which ranks share their state"
+        try:
+            return gather(self.job.layout.world_size, {rank: report.sets for rank, report in self.said.items()})
+        except ConfigError as problem:
+            return str(problem)
+
+    @property
+    def replicas(self) -> Replicas | str:
+        """Who shares state; in words why that is not known."""
+        return self._replicas
+
+    @property
+    def layout(self) -> Layout | None:
+        """The replica sets as shards; ``None``: they are not known, or it is not for handlers to save."""
+        return self._layout if self.leads else None
+
+    @property
+    def must_load(self) -> bool:
+        """Whether no copy may be trusted."""
+        return any(a.ailment in NO_COPY for a in self.ailing.values())
+
+    @property
+    def live(self) -> list[Rank]:
+        """Ranks that can be spoken to, in ascending order."""
+        return sorted(self.job.live)
+
+    def standing(self, incident: Incident, version: Version) -> set[Rank]:
+        """Ranks that hold exactly this version, whole."""
+        return {
+            rank
+            for rank, a in incident.answers.items()
+            if a.final and a.version == version and a.phase is not m.Phase.TORN
+            and rank not in self.spoilt and rank not in incident.failures and rank not in incident.redoing
+        }  # fmt: skip
+
+    def suspect(self, incident: Incident) -> set[Rank]:
+        """Ranks that are asked to save only where nobody else can."""
+        return {*self.job.broken, *self.ailing, *incident.accused}
+
+    def curable(self, incident: Incident) -> bool:
+        """Whether every process is there and fit to go back into its loop."""
+        kinds = incident.kinds
+        everybody = self.job.complete and len(self.job.live) == len(self.job.members)
+        return (
+            m.FaultKind.AILING in kinds
+            and kinds.issubset(CURABLE)
+            and everybody
+            and not (self.job.broken or self.job.done)
+            and all(rank in self.said and self.said[rank].retry for rank in self.job.members)
+        )
+
+    def decide(self, incident: Incident) -> Plan | NoPlan:
+        """The newest version that every piece has a copy of."""
+        if isinstance(self._replicas, str):
+            return NoPlan(self._replicas)
+        return self._judge.decide(incident)
+
+    def on_disk(self) -> Version:
+        """The newest version that is on disk."""
+        return max(self._judge.on_disk(), self.saved)
+
+    # ----------------------------------------------------------------------------------------------------------- rounds
+
+    def limit_s(self, *, saving: bool = False) -> float:
+        """How long a handler may take: what the most patient rank says."""
+        said = [(h.save_ms if saving else h.action_ms) / 1000 for h in self.said.values()]
+        return max(said, default=ACTION_S)
+
+    def act(self, rank: Rank, kind: RoundKind, version: Version = NO_VERSION, purpose: str = "") -> Act:
+        """The plain part of one rank."""
+        limit_s = CATCH_UP_S if kind is RoundKind.CATCH_UP else self.limit_s(saving=kind is RoundKind.SAVE)
+        return Act(rank, 0, 0, kind, version, int(limit_s * 1000), purpose)
+
+    def everyone(
+        self,
+        kind: RoundKind,
+        version: Version = NO_VERSION,
+        purpose: str = "",
+        *,
+        together: bool = False,
+        ranks: Iterable[Rank] | None = None,
+    ) -> Round:
+        """A round in which all do the same."""
+        whom = self.live if ranks is None else ranks
+        return Round(kind, {rank: self.act(rank, kind, version, purpose) for rank in whom}, together)
+
+    def note(self, incident: Incident, result: Result, version: Version | None = None) -> None:
+        """Ranks that did something say where they stand since; or stand at ``version`` by what they did."""
+        for rank, acted in result.done.items():
+            if rank not in self.job.live:
+                continue
+            at = acted.version if version is None else version
+            phase = m.Phase.TORN if acted.torn and version is None else m.Phase.IDLE
+            known = incident.answers.get(rank)
+            plain = known or m.Frozen(rank, incident.id, at, phase, True)
+            incident.accept(replace(plain, version=at, phase=phase, final=True, has_gradient=False, stuck=False))

@@ -1,0 +1,190 @@
+"""Carries out rounds on a rank: every act on a thread of its own, with a deadline, and an answer in any case."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Phase
+from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind
+from ttp.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
+from ttp.handlers.loop import Loop
+from ttp.handlers.pause import PausePoint
+from ttp.processor.gate import Gate
+from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.handlers")
+
+CLEANED = (0, 2)
+"""What a clean handler returns where the device is usable again; see ``ttp.core.curing``."""
+LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
+NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR)
+"""Rounds that nobody can do without a handler."""
+
+
+class CannotAct(Exception):  # noqa: N818 - an answer, in words
+    """What was ordered cannot be done."""
+
+
+class Actor:
+    """One rank's hands.
+
+    Args:
+        rank: who acts.
+        processor: gets the answers; owns the gate.
+        handlers: the program's, as they are registered by then.
+        loop: where the training thread is.
+        pause: where it stands still when told to.
+        on_halted: says to the controller whether the training thread is stopped.
+    """
+
+    def __init__(
+        self,
+        rank: Rank,
+        processor: Processor,
+        handlers: dict[HandlerKind, Handler],
+        loop: Loop,
+        pause: PausePoint,
+        on_halted: Callable[[bool], None],
+    ) -> None:
+        self.repair_step = 0
+        self.repair_type = ""
+        self.loaded: int | None = None
+        """Step of the checkpoint that the running repair has loaded."""
+        self._rank, self._processor, self._handlers = rank, processor, handlers
+        self._gate: Gate = processor.gate
+        self._loop, self._pause, self._on_halted = loop, pause, on_halted
+        self._stopped = False
+        self._cleaned: int | None = None
+        self._updated = threading.Event()
+
+    def start(self, act: Act) -> None:
+        """Carry out ``act``; returns at once."""
+        threading.Thread(target=self._oversee, args=(act,), name=f"ttp-{act.kind.value}", daemon=True).start()
+
+    def updated(self) -> None:
+        """The training thread has ended an update, with the gate closed."""
+        self._updated.set()
+
+    # ------------------------------------------------------------------------------------------------------- one act
+
+    def _oversee(self, act: Act) -> None:
+        answer: list[tuple[bool, int, str]] = []
+        worker = threading.Thread(target=lambda: answer.append(self._try(act)), name=f"ttp-{act.kind.value}-handler")
+        worker.daemon = True
+        worker.start()
+        worker.join(act.limit_ms / 1000)
+        ok, result, text = answer[0] if answer else (False, 0, f"{act.kind.value} took too long: {act.limit_ms} ms")
+        if not ok:
+            log.error("rank %s could not %s: %s", self._rank, act.kind.value, text)
+        state = self._gate.state()
+        self._processor.acted(Acted(self._rank, act.serial, ok, result, state.version, state.phase is Phase.TORN, text))
+        if ok and act.kind is RoundKind.RESUME:
+            self._loop.resume()  # after the answer: what the training thread says next comes later
+
+    def _try(self, act: Act) -> tuple[bool, int, str]:
+        try:
+            return True, self._do(act), ""
+        except CannotAct as problem:
+            return False, 0, str(problem)
+        except BaseException as problem:
+            log.exception("rank %s: the %s handler failed", self._rank, act.kind.value)
+            return False, 0, f"{type(problem).__name__}: {problem}"
+
+    def _do(self, act: Act) -> int:
+        if act.purpose and act.kind in (RoundKind.CLEAN, RoundKind.REPAIR, RoundKind.ROLLBACK):
+            self.repair_step, self.repair_type = act.version, act.purpose
+        steps: dict[RoundKind, Callable[[Act], int]] = {
+            RoundKind.STOP: self._stop,
+            RoundKind.CLEAN: self._clean,
+            RoundKind.CATCH_UP: self._catch_up,
+            RoundKind.REPAIR: self._repair,
+            RoundKind.RESUME: self._resume,
+            RoundKind.HOLD: lambda _: self._hold(),
+            RoundKind.PAUSE: self._stand_still,
+            RoundKind.CONTINUE: lambda _: self._go_on(),
+        }
+        return steps.get(act.kind, self._call)(act)
+
+    def _call(self, act: Act) -> int:
+        kind = HANDLER_OF[act.kind]
+        handler = self._handlers.get(kind)
+        if handler is None:
+            if act.kind in NEEDED and act.way is not RepairWay.MEMORY_LOW:
+                raise CannotAct(f"no {kind.value} handler is registered")
+            return 0
+        log.info("rank %s: %s of step %s", self._rank, kind.value, act.version)
+        return int(handler(Call.of(kind, act)) or 0)
+
+    # ---------------------------------------------------------------------------------------------------------- kinds
+
+    def _stop(self, act: Act) -> int:
+        """The training thread has to come out: gate and pause let go of it, the handler breaks what it is in."""
+        began = time.monotonic()
+        if not self._stopped:
+            self._on_halted(True)
+            self._gate.halt()
+            self._pause.halt()
+            self._call(act)
+            self._stopped = True
+        if not self._loop.wait_left(act.limit_ms / 1000 - (time.monotonic() - began)):
+            raise CannotAct("the training thread has not left its loop")
+        return 0
+
+    def _clean(self, act: Act) -> int:
+        if self._cleaned is None:
+            result = self._call(act)
+            if result not in CLEANED:
+                raise CannotAct(f"the clean handler returned {result}")
+            self._cleaned = result
+        self._loop.cleaned()
+        return self._cleaned
+
+    def _catch_up(self, act: Act) -> int:
+        deadline = time.monotonic() + act.limit_ms / 1000
+        self._updated.clear()
+        if self._gate.version < act.version and not self._gate.admit():
+            raise CannotAct("the training thread does not stand in front of an update")
+        while self._gate.version < act.version:
+            if not self._updated.wait(max(0.0, deadline - time.monotonic())):
+                raise CannotAct("the update does not end")
+            self._updated.clear()
+        if self._gate.version != act.version:
+            raise CannotAct(f"the update has led to step {self._gate.version}, not {act.version}")
+        return 0
+
+    def _repair(self, act: Act) -> int:
+        self.loaded = None
+        self._call(act)
+        if act.way not in LOADS:
+            return 0
+        if self.loaded is None:
+            raise CannotAct("the repair handler has not said which step it has loaded")
+        return self.loaded
+
+    def _resume(self, act: Act) -> int:
+        self.repair_step, self.repair_type = act.version, act.purpose
+        self._gate.revive(Version(act.version))
+        self._stopped, self._cleaned = False, None
+        self._go_on()
+        self._on_halted(False)
+        return 0
+
+    def _hold(self) -> int:
+        self._processor.activity = "paused"
+        self._processor.say()
+        return self._pause.hold(self._gate.version)
+
+    def _stand_still(self, act: Act) -> int:
+        if not self._pause.stand_at(act.version, act.limit_ms / 1000):
+            raise CannotAct(f"the training thread has not come to the end of step {act.version}")
+        return 0
+
+    def _go_on(self) -> int:
+        self._pause.release()
+        self._processor.activity = ""
+        self._processor.say()
+        return 0

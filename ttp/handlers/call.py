@@ -1,0 +1,104 @@
+"""What handlers are called with."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ttp.core.rounds_messages import Act, RepairWay, RoundKind, TypeRanks
+
+
+class HandlerKind(enum.Enum):
+    """The handlers that a program can register."""
+
+    SAVE = "save"
+    RENAME = "rename"
+    EXIT = "exit"
+    STOP = "stop"
+    CLEAN = "clean"
+    REPAIR = "repair"
+    ROLLBACK = "rollback"
+    REBUILD = "rebuild"
+    STREAM_SYNC = "stream_sync"
+
+
+HANDLER_OF = {
+    RoundKind.STOP: HandlerKind.STOP,
+    RoundKind.CLEAN: HandlerKind.CLEAN,
+    RoundKind.REPAIR: HandlerKind.REPAIR,
+    RoundKind.ROLLBACK: HandlerKind.ROLLBACK,
+    RoundKind.SAVE: HandlerKind.SAVE,
+    RoundKind.RENAME: HandlerKind.RENAME,
+    RoundKind.SYNC: HandlerKind.STREAM_SYNC,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The only argument of a handler.
+
+    Args:
+        kind: which handler it is for.
+        step: the version that is saved, named, repaired to or rolled back to.
+        lists: SAVE: for each type of state that this rank saves, who saves it, in the order of the pieces.
+        memory_error: CLEAN: this rank's device has lost memory.
+        rebuild: REPAIR: the state has to be made anew first.
+        error_ranks: REPAIR: the ranks with which it began.
+        way: REPAIR: this rank's part.
+        types: REPAIR: ``types[i]`` goes from ``src[i]`` to ``dst[i]``.
+        src: see ``types``.
+        dst: see ``types``.
+        ranks: REPAIR: everybody who takes part in it, ascending.
+        repair_type: ``retry``, ``dump``; empty: it is about neither.
+    """
+
+    kind: HandlerKind
+    step: int = 0
+    lists: tuple[TypeRanks, ...] = ()
+    memory_error: bool = False
+    rebuild: bool = False
+    error_ranks: tuple[int, ...] = ()
+    way: RepairWay = RepairWay.ROLLBACK
+    types: tuple[int, ...] = ()
+    src: tuple[int, ...] = ()
+    dst: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
+    repair_type: str = ""
+
+    @classmethod
+    def of(cls, kind: HandlerKind, act: Act) -> Call:
+        """What an order means to a handler."""
+        return cls(
+            kind=kind,
+            step=act.version,
+            lists=act.lists,
+            memory_error=act.memory_error,
+            rebuild=act.rebuild,
+            error_ranks=act.error_ranks,
+            way=act.way,
+            types=tuple(t.type for t in act.transfers),
+            src=tuple(t.src for t in act.transfers),
+            dst=tuple(t.dst for t in act.transfers),
+            ranks=act.ranks,
+            repair_type=act.purpose,
+        )
+
+    def as_save_info(self) -> list[dict[str, Any]]:
+        """The lists as plain values: ``[{"type": 0, "ranks": [0, 5, 2, 3]}]``."""
+        return [{"type": entry.type, "ranks": list(entry.ranks)} for entry in self.lists]
+
+    def as_repair_info(self) -> dict[str, Any]:
+        """This rank's part of a repair as plain values."""
+        return {
+            "type": list(self.types),
+            "repair_type": int(self.way),
+            "src": list(self.src),
+            "dst": list(self.dst),
+            "rank_list": list(self.ranks),
+        }
+
+
+Handler = Callable[[Call], int | None]
+"""What it returns means something for CLEAN only; an exception is a failure."""

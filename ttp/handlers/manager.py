@@ -1,0 +1,213 @@
+"""The side of an outside manager, which decides what becomes of a job after a fault; see ``ttp.core.handshake``."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import grpc
+
+from ttp.core.layout import Rank
+from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.wire import channel as wire
+from ttp.wire.limits import WireError
+from ttp.wire.manager import call_from_wire, notice_to_wire
+from ttp.wire.v1 import controller_pb2 as controller_pb
+from ttp.wire.v1 import rounds_pb2 as pb
+from ttp.wire.v1 import rounds_pb2_grpc as rpc
+
+log = logging.getLogger("ttp.handlers")
+
+OK, ERROR = 0, 1
+WAIT_S = 30.0
+ANSWER_S = 10.0
+"""How long the controller may take to accept a notice."""
+RETRY_S = 0.5
+"""After a controller that could not be reached."""
+
+Faults = dict[int, int]
+"""Ranks and what is broken of them: 0 device memory, 1 process, 2 network."""
+
+
+class ReportFaultRanks(Protocol):
+    """``callback(faults, codes)``."""
+
+    def __call__(self, faults: Faults, codes: dict[int, str], /) -> object:
+        """These ranks are faulty; and the devices' words for it."""
+
+
+class ReportStopComplete(Protocol):
+    """``callback(code, text, faults)``."""
+
+    def __call__(self, code: int, text: str, faults: Faults, /) -> object:
+        """Training has stopped (code 0), or could not be stopped."""
+
+
+class ReportStrategies(Protocol):
+    """``callback(faults, strategies)``."""
+
+    def __call__(self, faults: Faults, strategies: list[str], /) -> object:
+        """What can be done, the best last."""
+
+
+class ReportResult(Protocol):
+    """``callback(code, text, faults, strategy)``."""
+
+    def __call__(self, code: int, text: str, faults: Faults, strategy: str, /) -> object:
+        """What came of a strategy: 0, or what is still possible (406 dump, 499 only exit)."""
+
+
+class Manager:
+    """Attends to the controller at ``address:port``. Functions return 0 when they were accepted, else 1.
+
+    Args:
+        address: of the controller.
+        port: of the controller.
+        token: the job's shared secret.
+        report_fault_ranks: see ``ReportFaultRanks``.
+        report_stop_complete: see ``ReportStopComplete``.
+        report_strategies: see ``ReportStrategies``.
+        report_result: see ``ReportResult``.
+        wait_s: how long the controller waits for each answer before it decides by itself.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str = "",
+        *,
+        report_fault_ranks: ReportFaultRanks,
+        report_stop_complete: ReportStopComplete,
+        report_strategies: ReportStrategies,
+        report_result: ReportResult,
+        wait_s: float = WAIT_S,
+    ) -> None:
+        self._channel = wire.open_channel(address, port)
+        self._metadata = wire.metadata(token)
+        self._stub = rpc.ManagerStub(self._channel)
+        self._where, self._wait_s = f"{address}:{port}", wait_s
+        self._closed, self._attached = threading.Event(), threading.Event()
+        self._call: grpc.Call | None = None
+        self._thread = threading.Thread(target=self._attend, name="ttp-manager", daemon=True)
+        self._callbacks: dict[CallKind, Callable[[ManagerCall], object]] = {
+            CallKind.FAULT_RANKS: lambda c: report_fault_ranks(_ranks(c), {int(f.rank): f.code for f in c.faults}),
+            CallKind.STOP_COMPLETE: lambda c: report_stop_complete(c.code, c.text, _ranks(c)),
+            CallKind.STRATEGIES: lambda c: report_strategies(_ranks(c), list(c.strategies)),
+            CallKind.RESULT: lambda c: report_result(c.code, c.text, _ranks(c), c.strategy),
+        }
+
+    def start(self) -> None:
+        """Attend from now on; the controller may still be on its way. Callbacks run on one thread, in order."""
+        self._thread.start()
+
+    def wait_attached(self, timeout_s: float) -> bool:
+        """Whether the controller knows of this manager; waits for that."""
+        return self._attached.wait(timeout_s)
+
+    def close(self) -> None:
+        """The controller decides by itself again."""
+        self._closed.set()
+        if self._call is not None:
+            self._call.cancel()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(RETRY_S)
+        self._channel.close()
+
+    # ---------------------------------------------------------------------------------------------------------- notify
+
+    def stop_train(self, fault_ranks: Mapping[int, int], stop_type: str = "stop", timeout: float | None = None) -> int:
+        """Training is to stop, because of these ranks (``stop``), or to stand still for a while (``pause``).
+
+        Args:
+            fault_ranks: rank and what is broken of it: 0 device memory, 1 process, 2 network.
+            stop_type: ``stop`` or ``pause``.
+            timeout: seconds that standing still may take; None: as long as a handler may.
+        """
+        kinds = {"stop": NoticeKind.STOP_TRAIN, "pause": NoticeKind.PAUSE_TRAIN}
+        if stop_type not in kinds:
+            log.error("stop_train: %r is neither stop nor pause", stop_type)
+            return ERROR
+        return self._notify(kinds[stop_type], fault_ranks, seconds=timeout or 0.0)
+
+    def on_global_rank(self, fault_ranks: Mapping[int, int], time: float = 1) -> int:
+        """These are all the faults that are known; say what can be done."""
+        return self._notify(NoticeKind.GLOBAL_RANK, fault_ranks, seconds=time)
+
+    def change_strategy(self, strategy: str, params: str = "") -> int:
+        """Do this: one of the strategies that were offered, or ``continue`` after a pause."""
+        return self._notify(NoticeKind.STRATEGY, {}, strategy=strategy, params=params)
+
+    def prepare_action(self, action: str, fault_ranks: Mapping[int, int]) -> int:
+        """Other processes are to take the place of some ranks: that is not done here."""
+        log.error("prepare_action(%r): processes are not exchanged in a running job", action)
+        return ERROR
+
+    def dump(self) -> int:
+        """A checkpoint now; training goes on. Returns when it is there."""
+        request = controller_pb.SaveNowRequest(reason="the manager asked for a checkpoint")
+        try:
+            answer = wire.stub(self._channel).SaveNow(request, metadata=self._metadata)
+        except grpc.RpcError as problem:
+            log.error("dump: the controller at %s: %s", self._where, problem)
+            return ERROR
+        if not answer.saved:
+            log.error("dump: %s", answer.text)
+        return OK if answer.saved else ERROR
+
+    def high_availability(self) -> bool:
+        """Whether a controller is there and all ranks have joined it."""
+        try:
+            request = controller_pb.GetStatusRequest()
+            answer = wire.stub(self._channel).GetStatus(request, metadata=self._metadata, timeout=ANSWER_S)
+        except grpc.RpcError:
+            return False
+        return bool(answer.ranks) and all(rank.state != "missing" for rank in answer.ranks)
+
+    def _notify(
+        self, kind: NoticeKind, faults: Mapping[int, int], *, seconds: float = 0.0, strategy: str = "", params: str = ""
+    ) -> int:
+        try:
+            known = tuple(RankFault(Rank(int(rank)), FaultOf(int(what))) for rank, what in faults.items())
+            notice = notice_to_wire(Notice(kind, known, seconds, strategy, params))
+            answer = self._stub.Notify(notice, metadata=self._metadata, timeout=ANSWER_S)
+        except (ValueError, grpc.RpcError) as problem:
+            log.error("%s is not accepted: %s", kind.value, problem)
+            return ERROR
+        if not answer.accepted:
+            log.error("%s is not accepted: %s", kind.value, answer.text)
+        return OK if answer.accepted else ERROR
+
+    # ---------------------------------------------------------------------------------------------------------- attend
+
+    def _attend(self) -> None:
+        while not self._closed.is_set():
+            try:
+                self._call = call = self._stub.Attend(pb.AttendRequest(wait_s=self._wait_s), metadata=self._metadata)
+                call.initial_metadata()
+                self._attached.set()
+                for message in call:
+                    self._take(message)
+            except grpc.RpcError as problem:
+                if not self._closed.is_set():
+                    log.debug("the controller at %s cannot be attended to: %s", self._where, problem)
+            except Exception:  # whatever happens here, it is tried again
+                log.exception("the manager stumbled")
+            self._attached.clear()
+            self._closed.wait(RETRY_S)
+
+    def _take(self, message: pb.ManagerCall) -> None:
+        try:
+            call = call_from_wire(message)
+            self._callbacks[call.kind](call)
+        except WireError as problem:
+            log.warning("what the controller says is not understood: %s", problem)
+        except Exception:
+            log.exception("the callback for %s failed: the controller decides by itself", message.what)
+            self._notify(NoticeKind.FAILED, {})
+
+
+def _ranks(call: ManagerCall) -> Faults:
+    return {int(fault.rank): int(fault.kind) for fault in call.faults}

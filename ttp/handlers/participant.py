@@ -1,0 +1,262 @@
+"""One rank of a job whose own handlers save, repair and resume."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from ttp import session
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import FaultKind
+from ttp.core.replica_lists import check_set
+from ttp.core.rounds_messages import Act, Ailing, Ailment, Handlers, ReplicaSet
+from ttp.errors import UsageError
+from ttp.handlers.actor import Actor
+from ttp.handlers.call import Call, Handler, HandlerKind
+from ttp.handlers.loop import Halted, Loop, NextAction
+from ttp.handlers.pause import PausePoint
+from ttp.handlers.source import HandlerSource
+from ttp.processor import gate
+from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp.handlers")
+
+ACTION_S = 180.0
+"""How long a handler may take, unless it is told otherwise."""
+HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
+"""What programs written for MindIO look for in the text of an exception."""
+
+
+class Participant:
+    """This process' part. Everything before ``start`` only remembers.
+
+    Args:
+        env: who this rank is.
+        config: the job's settings.
+        exit_code: of this process after a release; None: 75 saved, 70 not saved.
+        action_s: how long a handler may take, in seconds; saving may take ``TTP_OT``.
+        retry: lost device memory and broken links may be repaired in this process.
+        load_repair: the repair handler can load a checkpoint.
+        halt_before_dump: stop and clean before the handlers save.
+        raise_when_halted: ``begin_update`` raises ``Halted``; else it returns False.
+    """
+
+    def __init__(
+        self,
+        env: RankEnv,
+        config: Config,
+        *,
+        exit_code: int | None = None,
+        action_s: float = ACTION_S,
+        retry: bool = True,
+        load_repair: bool = False,
+        halt_before_dump: bool = False,
+        raise_when_halted: bool = True,
+    ) -> None:
+        self.rebooted = False
+        """Whether this process was put into a running job; that is not done."""
+        self._env, self._config, self._exit_code = env, config, exit_code
+        self._action_s, self._retry, self._load_repair = action_s, retry, load_repair
+        self._halt_before_dump, self._raises = halt_before_dump, raise_when_halted
+        self._handlers: dict[HandlerKind, Handler] = {}
+        self._sets: tuple[ReplicaSet, ...] = ()
+        self._halted = False
+        self._said = threading.Lock()
+        self._loop, self._pause = Loop(), PausePoint()
+        self._session: session.Session | None = None
+        self._processor: Processor | None = None
+        self._actor: Actor | None = None
+
+    # --------------------------------------------------------------------------------------------------------- begin
+
+    def register(self, kind: HandlerKind, func: Handler) -> None:
+        """Call ``func`` with a ``Call`` whenever it is its turn; a second one replaces the first."""
+        self._handlers[kind] = func
+
+    def start(self) -> None:
+        """Join the job. Without a controller for a minute it begins unprotected, and says so.
+
+        Raises:
+            ConfigError: the port belongs to something else, or the environment does not fit.
+            RefusedError: the controller does not accept this rank; the text says why.
+            UsageError: it has been started before.
+        """
+        if self._processor is not None:
+            raise UsageError("this rank has joined the job already: start() was called twice")
+        current = session.begin(self._config)
+        save_dir = Path(self._config.save_dir or ".").absolute()
+        layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
+        self._processor = current.start_processor(self._env, layout, HandlerSource(), save_dir, self._prepare)
+        self._session = current
+        self._say()
+
+    def _prepare(self, processor: Processor) -> None:
+        """Before anything can be ordered."""
+        self._actor = Actor(Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._say_halted)
+        processor.exit_with(self._exit_code)
+        processor.on_act, processor.before_exit = self._act, self._before_exit
+        self._processor = processor
+
+    @property
+    def started(self) -> bool:
+        """Whether this rank has joined the job and not left it."""
+        return self._session is not None
+
+    def set_replicas(self, sets: Sequence[ReplicaSet]) -> None:
+        """Which ranks share which state: one set for each type, the same ones on all ranks of a set.
+
+        Raises:
+            ConfigError: they cannot be meant; the text says why.
+        """
+        rank = Rank(self._env.rank)
+        self._sets = tuple(check_set(group, rank, self._env.world_size) for group in sets)
+        self._say()
+
+    def set_halt_before_dump(self, halt: bool) -> None:
+        """See the argument; for programs that know it only when they have joined."""
+        self._halt_before_dump = halt
+        self._say()
+
+    def _say_halted(self, halted: bool) -> None:
+        self._halted = halted
+        self._say()
+
+    def _say(self) -> None:
+        with self._said:
+            if self._processor is None:
+                return
+            self._processor.handlers_known(
+                Handlers(
+                    rank=Rank(self._env.rank),
+                    sets=self._sets,
+                    retry=self._retry,
+                    load_repair=self._load_repair,
+                    halt_before_dump=self._halt_before_dump,
+                    action_ms=int(self._action_s * 1000),
+                    save_ms=int(self._config.rescue_patience_s * 1000),
+                    halted=self._halted,
+                )
+            )
+
+    # ------------------------------------------------------------------------------------------------ training thread
+
+    @property
+    def step(self) -> int:
+        """Finished updates."""
+        return int(self._processor.gate.version) if self._processor is not None else 0
+
+    def begin_update(self) -> bool:
+        """Just before the first write of an update; waits while the world stands still. True: write.
+
+        Raises:
+            Halted: leave the loop.
+        """
+        if self._processor is None:
+            return True
+        try:
+            self._processor.begin_update()
+        except gate.Halted:
+            if self._raises:
+                raise Halted(HALTED) from None
+            return False
+        return True
+
+    def end_update(self, step: int) -> None:
+        """Just after the last write: this rank's copy is of ``step``. Nothing happens if no update had begun."""
+        processor = self._processor
+        if processor is None or not processor.gate.updating:
+            return
+        processor.end_update_at(Version(step))
+        if processor.gate.closed and self._actor is not None:
+            self._actor.updated()
+
+    def pause_train(self, step: int) -> None:
+        """The end of ``step``: where all ranks can be made to stand still.
+
+        Raises:
+            Halted: leave the loop.
+        """
+        self._pause.pass_by(step)
+
+    def report_error(self, ailment: Ailment, code: str = "", text: str = "") -> None:
+        """The training thread has left its loop. Returns at once, unless this process cannot go on.
+
+        ``FATAL``, and whatever may not be repaired in this process, waits for the rescue; the process ends in here. It
+        returns only if nobody comes.
+        """
+        processor = self._processor
+        if processor is None:
+            return
+        words = text or f"the training loop has ended: {ailment.value}"
+        self._loop_left()
+        if ailment is Ailment.FATAL or not (self._retry or ailment is Ailment.STOPPED):
+            text = f"rank {self._env.rank}: {words}"
+            processor.report(FaultKind.EXCEPTION, text, code, then=self._exit_code)
+            processor.wait_released()
+            log.error("no controller came to the rescue of rank %s", self._env.rank)
+            self.close()
+        else:
+            processor.ails(Ailing(Rank(self._env.rank), ailment, code, words))
+
+    def _loop_left(self) -> None:
+        if self._processor is not None:
+            self._processor.gate.mark_torn()  # before anybody is told that the state stands still
+        self._loop.leave()
+
+    def wait_next_action(self) -> NextAction:
+        """After ``report_error``: until the device is usable again, or until it is clear that it will not be."""
+        return self._loop.wait_cleaned(self._gone)
+
+    def wait_repair_action(self) -> NextAction:
+        """After that: until the loop can be entered again with ``repair_step() + 1``, or not at all."""
+        return self._loop.wait_resumed(self._gone)
+
+    def _gone(self) -> bool:
+        return self._processor is None or self._processor.wait_let_go(0)
+
+    def repair_step(self) -> int:
+        """The step that the running repair, or the last one, is about."""
+        return self._actor.repair_step if self._actor is not None else 0
+
+    def repair_type(self) -> str:
+        """``retry`` or ``dump``; empty: nothing was repaired."""
+        return self._actor.repair_type if self._actor is not None else ""
+
+    def report_loaded_step(self, step: int) -> None:
+        """In a repair handler: a checkpoint of ``step`` was loaded."""
+        if self._actor is not None:
+            self._actor.loaded = step
+
+    def reset_limit_step(self) -> None:
+        """Whoever waits in ``begin_update`` or ``pause_train`` is to leave its loop."""
+        if self._processor is not None and self._processor.gate.closed:
+            self._processor.gate.halt()
+        self._pause.halt()
+
+    # ------------------------------------------------------------------------------------------------------------ end
+
+    def leave(self) -> None:
+        """Training is over: wait until it is over for every rank, or nobody can tell, then leave the job."""
+        current, self._session = self._session, None
+        if current is not None:
+            self._loop.leave()
+            current.returned()
+            self._processor = None
+
+    def close(self) -> None:
+        """Leave at once."""
+        processor, self._processor, self._session = self._processor, None, None
+        if processor is not None:
+            processor.close()
+
+    def _act(self, act: Act) -> None:
+        assert self._actor is not None
+        self._actor.start(act)
+
+    def _before_exit(self) -> None:
+        handler = self._handlers.get(HandlerKind.EXIT)
+        if handler is not None:
+            handler(Call(HandlerKind.EXIT, step=self.step, repair_type=self.repair_type()))

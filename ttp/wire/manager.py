@@ -1,0 +1,98 @@
+"""Between what managers and controllers say to each other and the protobuf messages of ``rounds.proto``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ttp.core.layout import WORLD_SIZE_MAX, Rank
+from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.wire import limits
+from ttp.wire.limits import WireError
+from ttp.wire.v1 import rounds_pb2 as pb
+
+WAIT_MAX_S = 86_400.0
+"""Nobody waits for a manager for more than a day."""
+
+
+def notice_to_wire(notice: Notice) -> pb.Notice:
+    """Core -> protobuf."""
+    return pb.Notice(
+        what=notice.kind.value,
+        faults=_faults_to_wire(notice.faults),
+        seconds=notice.seconds,
+        strategy=notice.strategy,
+        params=notice.params,
+    )
+
+
+def notice_from_wire(message: pb.Notice) -> Notice:
+    """Protobuf -> core.
+
+    Raises:
+        WireError: it makes no sense.
+    """
+    try:
+        kind = NoticeKind(message.what)
+    except ValueError:
+        raise WireError(f"{message.what!r:.80} is nothing that a manager says") from None
+    return Notice(
+        kind,
+        _faults_from_wire(message.faults),
+        seconds(message.seconds),
+        limits.text("strategy", message.strategy),
+        limits.text("params", message.params),
+    )
+
+
+def call_to_wire(call: ManagerCall) -> pb.ManagerCall:
+    """Core -> protobuf."""
+    return pb.ManagerCall(
+        what=call.kind.value,
+        faults=_faults_to_wire(call.faults),
+        code=call.code,
+        text=call.text,
+        strategies=call.strategies,
+        strategy=call.strategy,
+    )
+
+
+def call_from_wire(message: pb.ManagerCall) -> ManagerCall:
+    """Protobuf -> core.
+
+    Raises:
+        WireError: it makes no sense.
+    """
+    try:
+        kind = CallKind(message.what)
+    except ValueError:
+        raise WireError(f"{message.what!r:.80} is nothing that a manager is told") from None
+    faults = _faults_from_wire(message.faults)
+    return ManagerCall(kind, faults, message.code, message.text, tuple(message.strategies), message.strategy)
+
+
+def seconds(value: float) -> float:
+    """A time that can be waited for.
+
+    Raises:
+        WireError: it cannot.
+    """
+    if not 0 <= value <= WAIT_MAX_S:
+        raise WireError(f"{value} s is not a time from 0 to {WAIT_MAX_S:g} s")
+    return value
+
+
+def _faults_to_wire(faults: Iterable[RankFault]) -> list[pb.RankFault]:
+    return [pb.RankFault(rank=fault.rank, kind=fault.kind.value, code=fault.code) for fault in faults]
+
+
+def _faults_from_wire(messages: Iterable[pb.RankFault]) -> tuple[RankFault, ...]:
+    faults: list[RankFault] = []
+    for message in messages:
+        if not 0 <= message.rank < WORLD_SIZE_MAX:
+            raise WireError(f"rank {message.rank} is no rank")
+        try:
+            kind = FaultOf(message.kind)
+        except ValueError:
+            raise WireError(f"{message.kind} is no kind of fault: 0 memory, 1 process, 2 network") from None
+        faults.append(RankFault(Rank(message.rank), kind, limits.text("code", message.code)))
+    return tuple(faults)

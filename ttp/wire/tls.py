@@ -1,0 +1,274 @@
+"""Mutual TLS between the processes of a job: who speaks to whom shows a certificate, and asks for one.
+
+Every process of a job may become its controller, so all have the same kind of identity: a certificate of the job's own
+authority, its key, and that authority. A server takes whoever shows a certificate of the authority. Who connects asks
+besides that the server's certificate bears the same name as its own (its first DNS name, else its common name):
+addresses of hosts change, the job's name does not.
+
+The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, so
+that a certificate that was renewed is used by the next one.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import ssl
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+
+if TYPE_CHECKING:
+    import grpc
+
+log = logging.getLogger("ttp.tls")
+
+WARN_DAYS = 30
+"""How long before its end a certificate is complained about."""
+OPENSSL_S = 30.0
+DAY_S = 86_400
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a process shows, and whom it believes.
+
+    Args:
+        certificate: PEM, the process' own first, then those in between.
+        key: PEM, not encrypted.
+        authority: PEM.
+        name: that a peer's certificate has to bear.
+    """
+
+    certificate: bytes
+    key: bytes
+    authority: bytes
+    name: str
+
+
+def identity() -> Identity | None:
+    """That of this process, as its environment says it; None: connections are not encrypted.
+
+    Raises:
+        ConfigError: it cannot be used; the text says what to do.
+    """
+    config = Config.from_env()
+    files = {"TTP_TLS_CERT": config.tls_cert, "TTP_TLS_KEY": config.tls_key, "TTP_TLS_CA": config.tls_ca}
+    if not any(files.values()):
+        return None
+    missing = [name for name, path in files.items() if not path]
+    if missing:
+        raise ConfigError(
+            f"{' and '.join(missing)} must be set too: TLS needs a certificate, its key and the authority"
+        )
+    paths = tuple(Path(path) for path in files.values() if path)
+    password = Path(config.tls_key_password) if config.tls_key_password else None
+    return _loaded(*((path, _changed(name, path)) for name, path in zip(files, paths, strict=True)), password)
+
+
+def secured() -> bool:
+    """Whether this process speaks TLS."""
+    config = Config.from_env()
+    return bool(config.tls_cert or config.tls_key or config.tls_ca)
+
+
+def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
+    """A channel to ``host:port``, encrypted when this process has an identity.
+
+    Raises:
+        ConfigError: see ``identity``.
+    """
+    import grpc
+
+    mine = identity()
+    if mine is None:
+        return grpc.insecure_channel(where, options=options)
+    credentials = grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate)
+    return grpc.secure_channel(
+        where, credentials, options=[*options, ("grpc.ssl_target_name_override", mine.name)]
+    )  # fmt: skip
+
+
+def add_port(server: Any, where: str) -> int:
+    """Let a gRPC server, of either kind, listen at ``where``; the port, 0 if it cannot be had.
+
+    Raises:
+        ConfigError: see ``identity``.
+    """
+    import grpc
+
+    mine = identity()
+    if mine is None:
+        return int(server.add_insecure_port(where))
+    credentials = grpc.ssl_server_credentials([(mine.key, mine.certificate)], mine.authority, require_client_auth=True)
+    return int(server.add_secure_port(where, credentials))
+
+
+def diagnose(address: str, port: int, details: str) -> str | None:
+    """What is wrong with the encryption of a connection that failed; None: it is something else.
+
+    Args:
+        address: of the server.
+        port: of it.
+        details: what gRPC said.
+    """
+    where = f"{address}:{port}"
+    mine = secured()
+    if mine and ("CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details):
+        return (
+            f"the certificate of the controller at {where} is not signed by the authority in TTP_TLS_CA, is out of "
+            "date, or bears another name than this process' own: give all processes of the job certificates of one "
+            "authority and one name"
+        )
+    theirs = speaks_tls(address, port)
+    if theirs is None:
+        return None
+    if theirs and not mine:
+        return (
+            f"what listens at {where} speaks TLS, and this process does not: set TTP_TLS_CERT, TTP_TLS_KEY and "
+            "TTP_TLS_CA to the job's"
+        )
+    if mine and not theirs:
+        return (
+            f"what listens at {where} does not speak TLS, and this process does: set TTP_TLS_CERT, TTP_TLS_KEY and "
+            "TTP_TLS_CA for every process of the job, or for none"
+        )
+    if mine and ("handshake" in details.lower() or "ssl" in details.lower()):
+        return f"the controller at {where} does not take this process' certificate: is it of the job's authority?"
+    return None
+
+
+def speaks_tls(address: str, port: int, timeout_s: float = 2.0) -> bool | None:
+    """Whether the server there answers a TLS greeting; None: nobody answers at all."""
+    import socket
+
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    asking.set_alpn_protocols(["h2"])
+    try:
+        with socket.create_connection((address, port), timeout_s) as plain, asking.wrap_socket(plain):
+            return True
+    except ssl.SSLError as problem:
+        return "ALERT" in (problem.reason or "")  # an answer in TLS, if not a friendly one
+    except ConnectionResetError:
+        return False
+    except OSError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------------------------- reading
+
+
+def _changed(setting: str, path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError as problem:
+        raise ConfigError(f"{setting}={path} cannot be read: {problem.strerror}") from None
+
+
+_File = tuple[Path, int]
+
+
+@functools.lru_cache(maxsize=4)
+def _loaded(certificate: _File, key: _File, authority: _File, password: Path | None) -> Identity:
+    """By time of last change: what was renewed is read anew."""
+    (cert, _), (own, _), (ca, _) = certificate, key, authority
+    secret = _password(password)
+    shown = _shake_hands(cert, own, ca, secret)
+    name = _name(shown)
+    if not name:
+        raise ConfigError(f"TTP_TLS_CERT={cert} bears no name: make it with a DNS name or a common name")
+    left_days = (ssl.cert_time_to_seconds(str(shown["notAfter"])) - time.time()) / DAY_S
+    if left_days < WARN_DAYS:
+        log.warning("TTP_TLS_CERT=%s ends in %d days, on %s: renew it", cert, left_days, shown["notAfter"])
+    return Identity(_read(cert), _plain_key(own, secret), _read(ca), name)
+
+
+def _password(path: Path | None) -> str:
+    if path is None:
+        return ""
+    try:
+        return path.read_text().strip("\r\n")
+    except (OSError, UnicodeDecodeError) as problem:
+        raise ConfigError(f"TTP_TLS_KEY_PASSWORD={path} cannot be read: {problem}") from None
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as problem:
+        raise ConfigError(f"{path} cannot be read: {problem.strerror}") from None
+
+
+def _shake_hands(cert: Path, key: Path, ca: Path, password: str) -> dict[str, Any]:
+    """Have this identity meet itself, as server and as client, in memory; what its certificate says.
+
+    Raises:
+        ConfigError: a peer would not believe it; why.
+    """
+    server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    client.check_hostname = False
+    server.verify_mode = ssl.CERT_REQUIRED
+    for context in (server, client):
+        try:
+            context.load_verify_locations(cafile=str(ca))
+        except (ssl.SSLError, OSError) as problem:
+            raise ConfigError(f"TTP_TLS_CA={ca} holds no certificate that can be read: {problem}") from None
+        try:
+            context.load_cert_chain(cert, key, password=lambda: password)
+        except (ssl.SSLError, OSError, ValueError) as problem:
+            raise ConfigError(_about_pair(cert, key, password, problem)) from None
+    up, down = ssl.MemoryBIO(), ssl.MemoryBIO()
+    sides = [client.wrap_bio(down, up), server.wrap_bio(up, down, server_side=True)]
+    try:
+        for _ in range(4):
+            for side in sides:
+                try:
+                    side.do_handshake()
+                except ssl.SSLWantReadError:
+                    continue
+    except ssl.SSLCertVerificationError as problem:
+        raise ConfigError(
+            f"TTP_TLS_CERT={cert} will be refused by the other processes of the job: {problem.verify_message}. It must "
+            f"be signed by the authority in TTP_TLS_CA={ca}, be within its dates, and serve as server and as client"
+        ) from None
+    except ssl.SSLError as problem:
+        raise ConfigError(f"TTP_TLS_CERT={cert} cannot be used: {problem}") from None
+    return dict(sides[0].getpeercert() or {})
+
+
+def _about_pair(cert: Path, key: Path, password: str, problem: Exception) -> str:
+    reason = getattr(problem, "reason", None) or str(problem)
+    if "MISMATCH" in reason:
+        return f"TTP_TLS_KEY={key} is not the key of TTP_TLS_CERT={cert}"
+    if "ENCRYPTED" in _read(key)[:4096].decode(errors="replace"):
+        with_it = "does not open" if password else "is needed for"
+        return f"TTP_TLS_KEY={key} is encrypted, and the password {with_it} it: TTP_TLS_KEY_PASSWORD names its file"
+    return f"TTP_TLS_CERT={cert} and TTP_TLS_KEY={key} are no certificate and key in PEM: {reason}"
+
+
+def _plain_key(path: Path, password: str) -> bytes:
+    """The key without its encryption: gRPC takes no other."""
+    data = _read(path)
+    if b"ENCRYPTED" not in data[:4096]:
+        return data
+    try:
+        done = subprocess.run(
+            ["openssl", "pkey", "-in", str(path), "-passin", "stdin"],
+            input=password.encode() + b"\n", capture_output=True, timeout=OPENSSL_S, check=True,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise ConfigError(f"TTP_TLS_KEY={path} is encrypted and openssl cannot open it: {problem}") from None
+    return done.stdout
+
+
+def _name(shown: dict[str, Any]) -> str:
+    for kind, value in shown.get("subjectAltName", ()):
+        if kind == "DNS":
+            return str(value)
+    return next((str(v) for part in shown.get("subject", ()) for k, v in part if k == "commonName"), "")
