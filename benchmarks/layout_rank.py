@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -65,8 +66,7 @@ def stage_of(model: nn.Sequential) -> tuple[nn.Module, Step]:
     """Two stages of two replicas."""
     mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("pp", "dp"))
     number, half = mesh["pp"].get_local_rank(), LAYERS // 2
-    mine = nn.ModuleDict({f"stage{number}": model[half * number : half * (number + 1)]})
-    mine.forward = mine[f"stage{number}"].forward
+    mine = nn.Sequential(OrderedDict({f"stage{number}": model[half * number : half * (number + 1)]}))
     stage_model: Any = replicate(mine, mesh=mesh["dp"])
     stage = PipelineStage(stage_model, number, 2, torch.device("cpu"), group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, 2, loss_fn=lambda output, _target: output.square().mean())

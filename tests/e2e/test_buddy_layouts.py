@@ -18,7 +18,7 @@ SCRIPT = Path(__file__).with_name("sharded_job.py")
 EVERY = 4
 STEPS = 14
 HURT_AT = 10
-TIMEOUT_S = 600
+TIMEOUT_S = 1200
 
 pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
 
@@ -94,12 +94,13 @@ def test_a_host_is_lost_under_a_launcher(
 ) -> None:
     """Ranks, launcher and memory of a host; then the whole job is started again, on two hosts.
 
-    Where each host has a copy of every shard nothing is lost, and no second copies are kept.
+    Where each host has a copy of every shard nothing is lost, and no second copies are kept; the random streams of the
+    lost ranks come from the mirror of their pages.
     """
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=nodes, hosts=["one", "two"])
-    job.faults, job.env = [fault(2, 3, action="lose host")], env(kind) | {"TTP_TOKEN": "a secret"}
+    job.faults, job.env = [fault(2, 3, action="lose host")], env(kind) | {"TTP_TOKEN": "a secret", "TTP_MIRROR": "1"}
     job.start()
     assert job.processes[0].wait(TIMEOUT_S / 3) == 75, job.story()
     assert job.run(TIMEOUT_S / 3) == 0, job.story()
