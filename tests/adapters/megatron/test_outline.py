@@ -6,6 +6,7 @@ import random
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -86,7 +87,8 @@ def test_streams_are_what_the_libraries_own_functions_give() -> None:
     torch.manual_seed(7)
     found = streams_of(b"".join(bytes(part) for part in RngState().capture()))
     assert found["python"] == random.getstate()
-    kind, words, *rest = np.random.get_state()
+    state: Any = np.random.get_state()
+    kind, words, *rest = state
     assert (found["numpy"][0], *found["numpy"][2:]) == (kind, *rest)
     assert found["numpy"][1].dtype == words.dtype and (found["numpy"][1] == words).all()
     assert torch.equal(found["torch"], torch.get_rng_state()) and found["device"] is None
