@@ -66,7 +66,7 @@ class HybridStep(nn.TrainOneStepCell):
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)
         grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, self.sens))
-        averaged: tuple[Any, ...] = ()
+        averaged = ()  # type: tuple[Any, ...]
         for index in range(len(self.own)):
             grad = grads[index]
             if self.own[index]:
