@@ -168,6 +168,6 @@ def _document(recovery: Recovery) -> bytes:
 
 
 def _words(problem: OSError) -> str:
-    if problem.errno == errno.EXDEV:
-        return "links need the same file system: give a place on that of the source, or --by copy"
+    if problem.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+        return f"{problem.strerror}: links need the same file system and files of one's own. Try --by copy"
     return f"{problem.strerror or problem}"

@@ -21,7 +21,11 @@ def parameter_groups(strategy: Strategy) -> dict[str, Groups]:
     Raises:
         CheckpointError: the optimizer's cut does not fit the ranks.
     """
-    return {name: _groups(name, cut, strategy.first_rank) for name, cut in sorted(strategy.cuts.items())}
+    known: dict[Cut, Groups] = {}  # most parameters are cut like others
+    for name, cut in strategy.cuts.items():
+        if cut not in known:
+            known[cut] = _groups(name, cut, strategy.first_rank)
+    return {name: known[strategy.cuts[name]] for name in sorted(strategy.cuts)}
 
 
 def whole_groups(parameters: Mapping[str, Groups]) -> Groups:

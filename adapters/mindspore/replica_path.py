@@ -20,7 +20,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
 
     Args:
         cur_ckpt_path: what the current rank would load.
-        cur_strategy_path: strategy file of its stage.
+        cur_strategy_path: strategy file of its stage, or a directory with those of all stages.
 
     Returns:
         The path of a file that exists, or None.
@@ -32,14 +32,11 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
     rank = RankEnv.from_env().rank
     if f"rank_{rank}" in cur_ckpt_path and Path(cur_ckpt_path).is_file():
         return cur_ckpt_path
-    strategies = [_at_stage_of(strategy, rank) for strategy in read_strategies(Path(cur_strategy_path))]
+    strategies = read_strategies(Path(cur_strategy_path))
+    if len(strategies) == 1:  # as MindSpore does: the file is taken for that of the rank's own stage
+        strategies = [Strategy(rank // strategies[0].devices, strategies[0].cuts)]
     for replica in replicas_of(rank, groups_of_strategies(strategies)[1]):
         path = _RANK.sub(f"rank_{replica}", cur_ckpt_path)
         if Path(path).is_file():
             return path
     return None
-
-
-def _at_stage_of(strategy: Strategy, rank: int) -> Strategy:
-    """As MindSpore does: the file is taken for that of the rank's own stage."""
-    return Strategy(rank // strategy.devices, strategy.cuts)

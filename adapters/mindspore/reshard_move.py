@@ -40,8 +40,8 @@ def blocks(entry: Entry, rank: int, size: int = BLOCK) -> Iterator[bytes]:
             inside = [slice(a - index * n, b - index * n) for (a, b), index, n in zip(box, cell, source, strict=True)]
             rows = read_rows(_part(entry, cell), inside[0].start, inside[0].stop)
             there = tuple(slice(a - at, b - at) for (a, b), at in zip(box, low, strict=True))
-            here = (slice(None), *inside[1:])
-            made[there] = rows[here]
+            columns = (slice(None), *inside[1:])
+            made[there] = rows[columns]
         yield made.tobytes()
 
 

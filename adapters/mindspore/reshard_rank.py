@@ -130,7 +130,7 @@ def make_rank(plan: Plan, rank: int, place: Path, file: str, budget: int, told: 
         written = _write(plan, rank, target, made, own, told)
         wrong = _check(plan, rank, target, told)
         if wrong:
-            own |= {name: f"MindSpore converts it wrongly: {why}" for name, why in wrong.items() if name not in own}
+            own |= {name: "MindSpore converts it wrongly" for name in wrong if name not in own}
             written = _write(plan, rank, target, made, own, told)
             wrong = _check(plan, rank, target, told)
         if wrong:

@@ -63,7 +63,7 @@ def restore(
         UsageError: the optimizer is not wrapped.
         ConfigError: the job cannot be protected; the text says what to change.
     """
-    adapter = join(model.train_network, model._optimizer, ckpt_save_path, replicas=replicas, strategy=strategy)
+    adapter = join(model.train_network, optimizer_of(model), ckpt_save_path, replicas=replicas, strategy=strategy)
     current = session.current()
     if ckpt_load_fn is not None:
         version = adapter.loaded_by(ckpt_load_fn)
@@ -80,6 +80,11 @@ def restore(
         return Resumed(int(version), position.step, max(0, position.epoch - 1))
     dataset.set_init_step(position.step)
     return Resumed(int(version), position.step, position.step // size)
+
+
+def optimizer_of(model: Any) -> Any:
+    """The optimizer of a ``Model``; of its network, where that is a training step of its own."""
+    return model._optimizer or getattr(model._network, "optimizer", None)
 
 
 def _here(saved: Position, size: int) -> Position:

@@ -7,13 +7,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+import psutil
+
 from tests.e2e.harness import free_port
 from tests.handlers.jobs import after
 from ttp.compat.mindio.placing import tell_children
+from ttp.wire.channel import open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
 
 __all__ = ["Job", "after"]
 
@@ -57,6 +63,25 @@ class Job:
             return [process.wait(max(0.1, deadline - time.monotonic())) for process in self.processes]
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job does not end:\n{self.story()}") from None
+
+    def until(self, condition: Callable[[], bool], timeout_s: float = 200) -> None:
+        deadline = time.monotonic() + timeout_s
+        while not condition():
+            assert time.monotonic() < deadline, self.story()
+            time.sleep(0.02)
+
+    def controllers(self) -> list[psutil.Process]:
+        wanted = {"ttp.controller", str(self.port)}
+        return [p for p in psutil.process_iter(["cmdline"]) if wanted <= set(p.info["cmdline"] or [])]
+
+    def live_ranks(self) -> int:
+        """As the controller of the moment sees them."""
+        with open_channel("127.0.0.1", self.port) as channel:
+            try:
+                status = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+            except grpc.RpcError:
+                return 0
+        return sum(rank.state == "live" for rank in status.ranks)
 
     def run(self) -> list[int]:
         return self.start().wait()

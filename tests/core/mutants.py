@@ -259,6 +259,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "now + self.patience.gather_s, True\n            return",
     ),
     "the others are looked for ever": (CONTROLLER, "self._gathers_since if self._sent_on else now", "now"),
+    "who was sent on once never is again": (CONTROLLER, "self._sent_on &= now <", "self._sent_on &= True or now <"),
     "who has sent all on is not needed": (
         CONTROLLER,
         "        self._quiet_since = now\n        self._forget",

@@ -654,6 +654,19 @@ def test_all_ranks_restore_what_all_have_found() -> None:
 def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
     """Its successor may find more: the first process is of a launch that was saved under another controller."""
     talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.report(rank, view(rank))
+    talk.lost(0)
+    talk.hello(2)
+    assert talk.report(2, view(2)) == "", "one of three is not there"
+    talk.streams[0] += 10
+    assert "[formed]" in talk.hello(0, nonce="again", launch=1)
+    assert talk.report(0, view(0)) == "[restore] RestoreDecision:1,2,0"
+
+
+def test_a_launch_that_was_saved_elsewhere_is_not_believed() -> None:
+    talk = Talk(formed=False)
     for rank in range(3):
         talk.hello(rank)
         talk.report(rank, view(rank))

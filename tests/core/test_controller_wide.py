@@ -237,6 +237,15 @@ def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again()
     assert "[opened]" in talk.after(5), "not for ever: then only a restart brings them together"
 
 
+def test_who_was_sent_on_long_ago_is_not_held_against_who_comes_now() -> None:
+    talk = Successor(abandoned_s=20)
+    talk.comes(4, version=0)
+    assert "[abdicated]" in talk.after(3.5)
+    talk.now += 41
+    talk.comes(4, version=0)
+    assert "[abdicated]" in talk.after(3.5), "this one has not been looked for elsewhere yet"
+
+
 def test_a_job_that_is_forming_takes_in_who_was_elsewhere() -> None:
     """Nothing is known here that could be of the past, so nobody has to go anywhere else."""
     talk = Wide()

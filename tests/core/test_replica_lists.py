@@ -82,6 +82,12 @@ def test_what_cannot_be_meant_is_refused_in_words(group: ReplicaSet, text: str) 
         check_set(group, Rank(1), 4)
 
 
+def test_a_rank_that_was_lost_before_it_could_speak_is_in_the_sets_of_others() -> None:
+    everybody = ReplicaSet((Rank(0), Rank(1), Rank(2), Rank(3)), 2)
+    said = {Rank(rank): [everybody] for rank in (0, 2, 3)}
+    assert gather(4, said) == gather(4, {**said, Rank(1): [everybody]})
+
+
 def test_ranks_that_contradict_each_other_are_named() -> None:
     pair, other = ReplicaSet((Rank(0), Rank(1)), 2), ReplicaSet((Rank(1), Rank(2)), 2)
     alone = ReplicaSet((Rank(2),), 1)

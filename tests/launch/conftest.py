@@ -36,7 +36,7 @@ class Job:
     """One launcher process and its workers; ``out`` is where the workers leave files."""
 
     def __init__(self, command: list[str], env: dict[str, str], out: Path, name: str) -> None:
-        self.out = out
+        self.out, self.patience_s = out, PATIENCE_S
         self.log_path = out / f"{name}.log"
         with self.log_path.open("w") as log:
             self.process = subprocess.Popen(
@@ -49,7 +49,7 @@ class Job:
 
     def wait_for(self, name: str) -> str:
         """Contents of a file that a worker writes."""
-        deadline_s = time.monotonic() + PATIENCE_S
+        deadline_s = time.monotonic() + self.patience_s
         while not (self.out / name).exists():
             assert time.monotonic() < deadline_s, f"{name} did not appear\n{self.log}"
             assert self.process.poll() is None, f"{name} was not written before the launcher ended\n{self.log}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
@@ -122,6 +124,19 @@ def test_bad_input_is_one_message_and_64(script: str, capsys: pytest.CaptureFixt
         assert run(["--mindspore", *words]) == 64
         said = capsys.readouterr().err
         assert text in said and "Traceback" not in said
+
+
+def test_a_port_of_somebody_else(
+    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("TTP_")}
+    monkeypatch.setattr(os, "environ", {**clean, "TTP_RUN_DIR": str(tmp_path / "run")})
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert run(["--mindspore", "--nproc-per-node", "1", "--master-port", str(port), script]) == 64
+    assert f"port {port} is in use" in capsys.readouterr().err
 
 
 def test_help_names_msruns_flags(capsys: pytest.CaptureFixture[str]) -> None:

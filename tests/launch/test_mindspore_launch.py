@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 Start = Callable[..., "Job"]
 TWO = ["--nproc-per-node", "2"]
+MINDSPORE_S = 240.0
+"""Bounds a wait for two workers and a scheduler that import MindSpore: 10 s where nobody else computes."""
 
 NO_TORCH = """
 import importlib.abc, sys
@@ -77,13 +79,11 @@ def test_nobody_armed_is_stopped_at_once(start: Start, controller: Controller) -
     assert not psutil.pid_exists(waiting)
 
 
-@pytest.mark.parametrize(("code", "expected"), [(70, 70), (64, 64)])
-def test_exit_code_tells_what_happened(code: int, expected: int, start: Start, controller: Controller) -> None:
-    restarts = ["--max-restarts", "2"] if code == 64 else []
-    job = start(OF_MINDSPORE, [*TWO, *restarts], "fake_worker.py", plan(save_s=0, exit=code))
+def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, [*TWO, "--max-restarts", "2"], "fake_worker.py", plan(save_s=0, exit=64))
     job.pids(2)
     job.rescue()
-    assert job.finish() == expected
+    assert job.finish() == 64
     assert not job.has("pid-0-1")
 
 
@@ -139,24 +139,30 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
     assert controller.faults[0]["ranks"] == [3]
 
 
-def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, environ: dict[str, str]) -> None:
-    """Killed, waited for, started again, trained to the end; with the real controller."""
-    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "mindspore_worker.py", "100000", "2")
+@pytest.mark.timeout(900)
+@pytest.mark.xdist_group("mindspore-launch")
+def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, unused_port: int) -> None:
+    """Killed, waited for, started again on the same port, trained to the end; with the real controller."""
+    flags = [*TWO, "--max-restarts=1", f"--master-port={unused_port}"]
+    job = start(OF_MINDSPORE, flags, "mindspore_worker.py", "100000", "2")
+    job.patience_s = MINDSPORE_S
     survivor, victim = job.pids(2)
-    assert job.wait_for("patience-0-0") == "600 600"
+    assert job.wait_for("patience-0-0") == "600 600"  # seconds, where MindSpore has 30
     os.kill(victim, signal.SIGKILL)
     (job.out / "rescue-0").touch()
     assert int(job.wait_for("saving-0-0")) == survivor
-    assert job.finish(120) == 0
+    assert job.finish(MINDSPORE_S) == 0
     assert job.has("saved-0-0") and not job.has("saved-1-0")
     assert job.has("trained-0-1") and job.has("trained-1-1")
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_survivors_of_a_real_job_outlive_what_mindspore_would_give_them(start: Start) -> None:
     """By default a survivor ends itself 30 s after the death of a peer."""
     job = start(OF_MINDSPORE, TWO, "mindspore_worker.py", "100000", "45")
+    job.patience_s = MINDSPORE_S
     os.kill(job.pids(2)[1], signal.SIGKILL)
     (job.out / "rescue-0").touch()
-    assert job.finish(120) == 75
+    assert job.finish(MINDSPORE_S) == 75
     assert job.has("saved-0-0")

@@ -264,8 +264,9 @@ class ControllerMachine:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
-            self._counted = self._sent_on
+            self._sent_on &= now < self._gathers_since + 2 * self.patience.abandoned_s  # else it was in another life
             self._gathers_since = self._gathers_since if self._sent_on else now
+            self._counted = self._sent_on
         self._joined(hello, now)
 
     def _joined(self, hello: m.Hello, now: float) -> None:

@@ -108,19 +108,19 @@ class Handshake:
         if not (incident.faulty or ward.job.broken or ward.halted):
             return Ending(Outcome.RESUMED, Version(0), "nothing is broken after all")
         desk.tell(CallKind.FAULT_RANKS, faults_of(ward, incident))
-        if (yield from self._hear(NoticeKind.STOP_TRAIN)) is None:
+        if (yield from self._hear(incident, NoticeKind.STOP_TRAIN)) is None:
             return (yield from self._alone(incident))
         problem = yield from halt(ward, incident)
         code = Code.ERROR if problem else Code.OK
         desk.tell(CallKind.STOP_COMPLETE, faults_of(ward, incident), code, problem or "training has stopped")
-        if (yield from self._hear(NoticeKind.GLOBAL_RANK)) is None:
+        if (yield from self._hear(incident, NoticeKind.GLOBAL_RANK)) is None:
             return (yield from self._alone(incident))
         desk.tell(CallKind.FAULT_RANKS, faults_of(ward, incident))
         desk.tell(CallKind.STRATEGIES, faults_of(ward, incident), strategies=self._offers(incident))
         return (yield from self._obey(incident))
 
     def _obey(self, incident: Incident) -> Script:
-        while (notice := (yield from self._hear(NoticeKind.STRATEGY))) is not None:
+        while (notice := (yield from self._hear(incident, NoticeKind.STRATEGY))) is not None:
             ending: Ending | None = None
             match notice.strategy:
                 case "retry" if "retry" in self._offers(incident):
@@ -134,7 +134,7 @@ class Handshake:
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED:
                 self._desk.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
-                yield from self._hear(NoticeKind.STRATEGY)  # it says exit, or nothing
+                yield from self._hear(incident, NoticeKind.STRATEGY)  # it says exit, or nothing
                 return ending
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
             self.refuse(incident, notice.strategy, text)
@@ -151,8 +151,8 @@ class Handshake:
         can_dump = not ward.must_load and isinstance(ward.decide(incident), Plan)
         return ("exit", *(["dump"] if can_dump else []), *(["retry"] if ward.curable(incident) else []))
 
-    def _hear(self, kind: NoticeKind) -> Hearing:
-        until = self._ward.now + self._desk.wait_s
+    def _hear(self, incident: Incident, kind: NoticeKind) -> Hearing:
+        until = self._ward.now + min(self._desk.wait_s, self._ward.patience_s(incident))
         while self._desk.decides and self._ward.now < until:
             notice = self._desk.take(kind)
             if notice is not None:

@@ -77,6 +77,7 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
     Raises:
         ConfigError: ranks are missing, or contradict each other; the text says which.
     """
+    said = _spoken_for(world_size, said)
     silent = [rank for rank in range(world_size) if not said.get(Rank(rank))]
     if silent:
         raise ConfigError(f"ranks {compact_ranks(silent)} have not said which ranks share their state")
@@ -87,11 +88,27 @@ def gather(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Replic
     return Replicas(world_size, tuple(_one_type(index, world_size, said) for index in range(count)))
 
 
+def _spoken_for(world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> Mapping[Rank, Sequence[ReplicaSet]]:
+    """Also the sets of ranks that were lost before they could say them to a new controller: others are in them."""
+    count = max((len(sets) for sets in said.values()), default=0)
+    by_type = [{rank: sets[index] for sets in said.values() if len(sets) > index for rank in sets[index].ranks}
+               for index in range(count)]  # fmt: skip
+    lost = {
+        Rank(rank): tuple(known[Rank(rank)] for known in by_type)
+        for rank in range(world_size)
+        if not said.get(Rank(rank)) and by_type and all(Rank(rank) in known for known in by_type)
+    }
+    return {**said, **lost}
+
+
 def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaSet]]) -> tuple[ReplicaSet, ...]:
     sets: list[ReplicaSet] = []
     known: dict[Rank, ReplicaSet] = {}
+    plain: dict[Rank, ReplicaSet] = {}
     for number in range(world_size):
         rank = Rank(number)
+        if plain.get(rank) == said[rank][index]:
+            continue  # what another one of the set has said, to the letter
         mine = check_set(said[rank][index], rank, world_size)
         theirs = known.get(rank)
         if theirs is None:
@@ -100,6 +117,7 @@ def _one_type(index: int, world_size: int, said: Mapping[Rank, Sequence[ReplicaS
                 raise ConfigError(f"type {index}: rank {rank} shares state with ranks {compact_ranks(taken)}, not they")
             sets.append(mine)
             known.update(dict.fromkeys(mine.ranks, mine))
+            plain.update(dict.fromkeys(mine.ranks, said[rank][index]))
         elif theirs != mine:
             raise ConfigError(
                 f"type {index}: rank {rank} says that ranks {compact_ranks(mine.ranks)} hold {mine.copies} copies, "

@@ -54,7 +54,7 @@ class Rescue:
         self._outbox = outbox
         self._patience = patience
         self._new_id = new_id
-        self.mending = Mending(job, outbox, Judge(self._decide, self._on_disk), self._blame)
+        self.mending = Mending(job, outbox, Judge(self._decide, self._on_disk, patience.rescue_s), self._blame)
 
     # ------------------------------------------------------------------------------------------------------- evidence
 

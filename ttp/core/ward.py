@@ -13,7 +13,7 @@ from ttp.core.membership import Membership
 from ttp.core.outbox import Outbox
 from ttp.core.replica_lists import Replicas, gather
 from ttp.core.rounds import Result, Round
-from ttp.core.rounds_messages import HANDLERS, Act, Ailing, Ailment, Handlers, RoundKind
+from ttp.core.rounds_messages import HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
 from ttp.errors import ConfigError
 
 ACTION_S = 180.0
@@ -37,10 +37,12 @@ class Judge:
     Args:
         decide: the newest version that can be saved now.
         on_disk: the newest version that is on disk.
+        rescue_s: how long an incident may last.
     """
 
     decide: Callable[[Incident], Plan | NoPlan]
     on_disk: Callable[[], Version]
+    rescue_s: float
 
 
 class Ward:
@@ -68,14 +70,16 @@ class Ward:
         self.job = job
         self.outbox = outbox
         self._judge = judge
-        self._replicas: Replicas | str = UNTOLD
+        self._sets: dict[ReplicaSet, ReplicaSet] = {}
+        """One object of each: all ranks of a set send the same list."""
+        self._gathered: Replicas | str | None = UNTOLD
         self._layout: Layout | None = None
 
     def reset(self) -> None:
         """A new incarnation of the job, or none."""
         self.said = {}
         self.recovered()
-        self._replicas, self._layout = UNTOLD, None
+        self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
     def recovered(self) -> None:
         """All ranks are in their loops again."""
@@ -93,12 +97,12 @@ class Ward:
     def handlers(self, report: Handlers) -> None:
         """A rank says what it can do."""
         known = self.said.get(report.rank)
-        self.said[report.rank] = report
-        if known is None or known.sets != report.sets:
-            self._replicas = known_now = self._gathered()
-            self._layout = known_now.layout() if isinstance(known_now, Replicas) else None
+        sets = tuple(self._sets.setdefault(group, group) for group in report.sets)
+        self.said[report.rank] = replace(report, sets=sets)
+        if known is None or known.sets != sets:
+            self._gathered = None
 
-    def _gathered(self) -> Replicas | str:
+    def _gather(self) -> Replicas | str:
         if self.job.layout is None:
             return "no job is known"
         if len(self.said) < self.job.layout.world_size and not self.job.ended:
@@ -112,12 +116,15 @@ class Ward:
     @property
     def replicas(self) -> Replicas | str:
         """Who shares state; in words why that is not known."""
-        return self._replicas
+        if self._gathered is None:
+            self._gathered = self._gather()
+            self._layout = self._gathered.layout() if isinstance(self._gathered, Replicas) else None
+        return self._gathered
 
     @property
     def layout(self) -> Layout | None:
         """The replica sets as shards; ``None``: they are not known, or it is not for handlers to save."""
-        return self._layout if self.leads else None
+        return self._layout if self.leads and isinstance(self.replicas, Replicas) else None
 
     @property
     def must_load(self) -> bool:
@@ -156,9 +163,13 @@ class Ward:
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
         """The newest version that every piece has a copy of."""
-        if isinstance(self._replicas, str):
-            return NoPlan(self._replicas)
+        if isinstance(self.replicas, str):
+            return NoPlan(self.replicas)
         return self._judge.decide(incident)
+
+    def patience_s(self, incident: Incident) -> float:
+        """How long somebody may be waited for, so that as much time is left for what comes then."""
+        return max(0.0, incident.opened_at + self._judge.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
         """The newest version that is on disk."""

@@ -117,7 +117,8 @@ class Actor:
                 raise CannotAct(f"no {kind.value} handler is registered")
             return 0
         log.info("rank %s: %s of step %s", self._rank, kind.value, act.version)
-        return int(handler(Call.of(kind, act)) or 0)
+        returned = handler(Call.of(kind, act))
+        return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # what others return means nothing
 
     # ---------------------------------------------------------------------------------------------------------- kinds
 
@@ -161,7 +162,7 @@ class Actor:
         self._call(act)
         if act.way not in LOADS:
             return 0
-        if self.loaded is None:
+        if self.loaded is None or self.loaded < 0:
             raise CannotAct("the repair handler has not said which step it has loaded")
         return self.loaded
 

@@ -26,6 +26,7 @@ log = logging.getLogger("ttp.handlers")
 
 ACTION_S = 180.0
 """How long a handler may take, unless it is told otherwise."""
+LIMIT_MS_MAX = 2**31 - 1
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """What programs written for MindIO look for in the text of an exception."""
 
@@ -135,8 +136,8 @@ class Participant:
                     retry=self._retry,
                     load_repair=self._load_repair,
                     halt_before_dump=self._halt_before_dump,
-                    action_ms=int(self._action_s * 1000),
-                    save_ms=int(self._config.rescue_patience_s * 1000),
+                    action_ms=min(int(self._action_s * 1000), LIMIT_MS_MAX),
+                    save_ms=min(int(self._config.rescue_patience_s * 1000), LIMIT_MS_MAX),
                     halted=self._halted,
                 )
             )

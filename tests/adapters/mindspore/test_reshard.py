@@ -153,7 +153,7 @@ def test_what_mindspore_converts_wrongly_is_found_and_made_right(tmp_path: Path)
     new = {"w": Cut((4,), [-1, 0]), "v": Cut((4,), [0])}
     source = save(tmp_path / "old", tensors, old, range(8))
     done = run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
-    assert sum(done.own.values()) == 4 and all("MindSpore" in reason for reason in done.own)
+    assert done.own == {"MindSpore converts it wrongly": 4}
     assert_cut(tmp_path / "new", tensors, new, range(4))
 
 
@@ -173,7 +173,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], int, int]:
     return devices, tensor_map, size if size > 1 else 0, step
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(old=layouts(), new=layouts(), pipeline=st.booleans(), dtype=st.sampled_from(["f4", "f2", "i8", "u1"]))
 def test_any_strategy_to_any_other(
     old: Any, new: Any, pipeline: bool, dtype: str, tmp_path_factory: pytest.TempPathFactory

@@ -46,6 +46,7 @@ class ThisRank:
         self._tls: tuple[bool, str] = (False, "")
         self._sets: list[ReplicaSet] = []
         self._updating = False
+        self._leaving = False
 
     # -------------------------------------------------------------------------------------------------------- the start
 
@@ -161,10 +162,11 @@ class ThisRank:
         self.joined.report_error(ailment, code, text)
 
     def leave(self) -> None:
-        """Say goodbye; a second time does nothing."""
-        participant, self._participant = self._participant, None
-        if participant is not None:
-            participant.leave()
+        """Say goodbye; a second time does nothing. Until all ranks do, handlers may still be called."""
+        if self._participant is not None and not self._leaving:
+            self._leaving = True
+            self._participant.leave()
+            self._participant = None
 
 
 THIS = ThisRank()

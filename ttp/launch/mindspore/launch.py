@@ -26,6 +26,8 @@ logger = logging.getLogger("ttp.launch")
 SCHEDULER_GRACE_S = 20.0
 """The scheduler leaves by itself some seconds after the last worker."""
 
+PORT_PATIENCE_S = 30.0
+
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -100,7 +102,8 @@ class MindSporeLaunch:
                 logger.warning("the job was ended by %s", signalled.how.name)
                 return verdict(starts.codes)
             finally:
-                _fail_open(lambda: host.close(several_nodes=self.several_nodes))
+                with contextlib.suppress(Interrupted):  # while it waits for other hosts
+                    _fail_open(lambda: host.close(several_nodes=self.several_nodes))
 
 
 class _Starts:
@@ -131,7 +134,7 @@ class _Starts:
 
     def _start(self, launch: int) -> bool:
         """One start, to its end; whether all workers of this host trained to theirs."""
-        address, port = _number_of(self._job.master_addr), self._port()
+        address, port = _number_of(self._job.master_addr), self._port(PORT_PATIENCE_S if launch else 0.0)
         self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
         processes = Processes(self._job, self._environ, self._log_dir)
         try:
@@ -160,7 +163,8 @@ class _Starts:
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
             if bad or len(codes) == len(processes.workers):
                 return not bad
-            if processes.scheduler is not None and processes.scheduler.poll() not in (None, 0):
+            lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)
+            if lost and not codes:  # once a worker has trained to the end, it is about to leave anyway
                 return self._lost_scheduler(processes)
             time.sleep(LOOK_S)
 
@@ -189,18 +193,20 @@ class _Starts:
                     logger.warning("interrupted again: not waiting for ranks that save")
                     return
 
-    def _port(self) -> int:
-        """Of the scheduler.
+    def _port(self, patience_s: float) -> int:
+        """Of the scheduler. Waits so long for one that is still in use: by what is left of the last start.
 
         Raises:
             ConfigError: somebody else has it.
         """
         if self._job.master_port is None:
             return free_port()
-        port = self._job.master_port
-        if self._job.node_rank == 0 and not _can_listen(port):
-            owner = port_owner(port) or "nobody that can be seen"
-            raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
+        port, deadline_s = self._job.master_port, time.monotonic() + patience_s
+        while self._job.node_rank == 0 and not _can_listen(port):
+            if time.monotonic() >= deadline_s:
+                owner = port_owner(port) or "nobody that can be seen"
+                raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
+            time.sleep(LOOK_S)
         return port
 
 

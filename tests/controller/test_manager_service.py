@@ -1,0 +1,74 @@
+"""The service for an outside manager: behind the token, one at a time, and clear about what makes no sense."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from tests.controller.conftest import Controller
+from ttp.core.layout import Rank
+from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.handlers import Manager
+from ttp.wire.limits import WireError
+from ttp.wire.manager import call_from_wire, call_to_wire, notice_from_wire, notice_to_wire
+from ttp.wire.v1 import rounds_pb2 as pb
+from ttp.wire.v1 import rounds_pb2_grpc as rpc
+
+
+def manager(controller: Controller, token: str = "") -> Manager:
+    def quiet(*told: Any) -> None:
+        """Four callbacks that do nothing."""
+
+    return Manager(
+        "127.0.0.1", controller.port, token,
+        report_fault_ranks=quiet, report_stop_complete=quiet, report_strategies=quiet, report_result=quiet,
+    )  # fmt: skip
+
+
+def test_only_who_knows_the_token_is_heard_and_one_at_a_time(start: Any) -> None:
+    controller = start(token="secret")
+    stranger, first, second = manager(controller), manager(controller, "secret"), manager(controller, "secret")
+    try:
+        first.start()
+        assert first.wait_attached(60)
+        assert stranger.stop_train({0: 1}) == 1 and not stranger.high_availability() and stranger.dump() == 1
+        stub = rpc.ManagerStub(controller.channel)
+        with pytest.raises(grpc.RpcError, match="another manager is attached"):
+            next(stub.Attend(pb.AttendRequest(), metadata=controller.metadata, timeout=60))
+        first.close()
+        second.start()
+        assert second.wait_attached(60)
+        assert second.stop_train({0: 1}) == 1  # no job is training here
+        assert second.stop_train({0: 9}) == 1 and second.stop_train({}, "sit") == 1 and second.dump() == 1
+    finally:
+        for one in (stranger, first, second):
+            one.close()
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.Notice(what="sing"),
+        pb.Notice(what="strategy", seconds=-1),
+        pb.Notice(what="strategy", strategy="x" * 5000),
+        pb.Notice(what="stop_train", faults=[pb.RankFault(rank=-1)]),
+        pb.Notice(what="stop_train", faults=[pb.RankFault(rank=1, kind=7)]),
+    ],
+)
+def test_a_notice_that_makes_no_sense_is_refused_in_words(message: pb.Notice) -> None:
+    with pytest.raises(WireError):
+        notice_from_wire(message)
+
+
+def test_notices_and_calls_come_back_as_they_were() -> None:
+    faults = (RankFault(Rank(3), FaultOf.NETWORK, "1f"),)
+    for kind in NoticeKind:
+        notice = Notice(kind, faults, 2.5, "retry", "x")
+        assert notice_from_wire(notice_to_wire(notice)) == notice
+    for told in CallKind:
+        call = ManagerCall(told, faults, 406, "no", ("exit", "dump"), "dump")
+        assert call_from_wire(call_to_wire(call)) == call
+    with pytest.raises(WireError, match="nothing that a manager is told"):
+        call_from_wire(pb.ManagerCall(what="sing"))

@@ -1,0 +1,233 @@
+"""The parts of a participant, without a job around them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Phase
+from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
+from ttp.handlers import Call, Halted, HandlerKind, NextAction
+from ttp.handlers.actor import Actor
+from ttp.handlers.loop import Loop
+from ttp.handlers.pause import PausePoint
+from ttp.processor import gate
+from ttp.processor.gate import Gate
+
+PATIENCE_S = 60.0
+
+
+def aside(job: Callable[[], Any]) -> tuple[threading.Thread, list[Any]]:
+    """On a thread of its own; what it returned or raised."""
+    came: list[Any] = []
+
+    def run() -> None:
+        try:
+            came.append(job())
+        except Exception as problem:
+            came.append(problem)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    return thread, came
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+# ---------------------------------------------------------------------------------------------------------------- gate
+
+
+def test_who_stands_at_the_gate_can_be_told_to_leave_and_to_come_again() -> None:
+    guard = Gate()
+    guard.close()
+    thread, came = aside(guard.begin_update)
+    until(lambda: guard.state().parked)
+    guard.halt()
+    thread.join(PATIENCE_S)
+    assert isinstance(came[0], gate.Halted) and not guard.state().parked
+    with pytest.raises(gate.Halted):
+        guard.begin_update()
+    guard.revive(Version(4))
+    guard.open()
+    guard.begin_update()
+    guard.mark_torn()
+    guard.revive(Version(5))
+    assert guard.state() == gate.GateState(Version(5), Phase.IDLE, False)
+
+
+# --------------------------------------------------------------------------------------------------------------- pause
+
+
+def test_nobody_goes_beyond_the_end_of_the_step_that_was_named() -> None:
+    """One is in step 3, the other stands at the end of step 4: both stand at the end of 4 then."""
+    slow, fast = PausePoint(), PausePoint()
+    for step in (1, 2):
+        slow.pass_by(step)
+        fast.pass_by(step)
+    fast.pass_by(3)
+    assert (slow.hold(2), fast.hold(3)) == (3, 4)
+
+    def go_on() -> None:
+        slow.pass_by(3)
+        slow.pass_by(4)
+
+    thread, _ = aside(go_on)
+    other, _ = aside(lambda: fast.pass_by(4))
+    assert slow.stand_at(4, PATIENCE_S) and fast.stand_at(4, PATIENCE_S)
+    assert not slow.stand_at(5, 0.0)
+    slow.release()
+    fast.release()
+    thread.join(PATIENCE_S)
+    other.join(PATIENCE_S)
+    assert not thread.is_alive() and not other.is_alive()
+
+
+def test_a_step_that_never_ends_is_no_pause_and_the_first_one_is_known_from_the_gate() -> None:
+    point = PausePoint()
+    assert point.hold(0) == 1 and not point.stand_at(1, 0.0)
+
+
+def test_who_stands_still_can_be_told_to_leave() -> None:
+    point = PausePoint()
+    point.halt()  # nobody stands there
+    point.hold(6)
+    thread, came = aside(lambda: point.pass_by(7))
+    assert point.stand_at(7, PATIENCE_S)
+    point.halt()
+    thread.join(PATIENCE_S)
+    assert isinstance(came[0], Halted) and "FORCE STOP" in str(came[0])
+
+
+# ---------------------------------------------------------------------------------------------------------------- loop
+
+
+def test_a_training_thread_waits_for_its_device_and_then_for_its_state() -> None:
+    loop = Loop()
+    assert not loop.wait_left(0.0)
+    loop.leave()
+    assert loop.wait_left(0.0)
+    thread, came = aside(lambda: (loop.wait_cleaned(lambda: False), loop.wait_resumed(lambda: False)))
+    loop.cleaned()
+    loop.resume()
+    thread.join(PATIENCE_S)
+    assert came == [(NextAction.RETRY, NextAction.RETRY)] and not loop.wait_left(0.0)
+    loop.leave()
+    assert loop.wait_cleaned(lambda: True) is NextAction.EXIT
+    assert loop.wait_resumed(lambda: True) is NextAction.EXIT
+
+
+# --------------------------------------------------------------------------------------------------------------- actor
+
+
+class Rank0:
+    """An actor whose answers go into a list."""
+
+    def __init__(self, **handlers: Callable[[Call], Any]) -> None:
+        self.gate, self.loop, self.pause = Gate(), Loop(), PausePoint()
+        self.gate.set_version(Version(5))
+        self.answers: list[Acted] = []
+        self.halted: list[bool] = []
+        self.activity = ""
+        self.say = lambda: None
+        self.acted = self.answers.append
+        known = {HandlerKind(kind): func for kind, func in handlers.items()}
+        self.actor = Actor(Rank(0), self, known, self.loop, self.pause, self.halted.append)  # type: ignore[arg-type]  # a stand-in for the processor
+
+    def act(self, kind: RoundKind, limit_ms: int = 60_000, **more: Any) -> Acted:
+        number = len(self.answers)
+        self.actor.start(Act(Rank(0), 1, number, kind, Version(5), limit_ms, "retry", **more))
+        until(lambda: len(self.answers) > number)
+        return self.answers[-1]
+
+
+def test_what_a_handler_is_told() -> None:
+    calls: list[Call] = []
+    rank = Rank0(save=calls.append, repair=calls.append)
+    lists = (TypeRanks(1, (Rank(0), Rank(5))),)
+    assert rank.act(RoundKind.SAVE, lists=lists).ok
+    transfers = (Transfer(0, Rank(3), Rank(0)), Transfer(1, Rank(4), Rank(0)))
+    facts: dict[str, Any] = {"error_ranks": (Rank(0),), "ranks": (Rank(0), Rank(3), Rank(4)), "rebuild": True}
+    assert rank.act(RoundKind.REPAIR, way=RepairWay.MEMORY_HIGH, transfers=transfers, **facts).ok
+    save, repair = calls
+    assert save.as_save_info() == [{"type": 1, "ranks": [0, 5]}] and save.step == 5
+    assert repair.as_repair_info() == {
+        "type": [0, 1], "repair_type": 1, "src": [3, 4], "dst": [0, 0], "rank_list": [0, 3, 4],
+    }  # fmt: skip
+    assert (repair.rebuild, repair.error_ranks, repair.repair_type) == (True, (0,), "retry")
+
+
+def test_a_handler_that_raises_or_takes_too_long_or_is_not_there_is_a_failure_in_words() -> None:
+    hangs = threading.Event()
+
+    def full(call: Call) -> None:
+        raise OSError("disk full")
+
+    rank = Rank0(save=full, rename=lambda call: hangs.wait(PATIENCE_S), rollback=lambda call: "whatever")
+    assert rank.act(RoundKind.SAVE) == Acted(Rank(0), 0, False, 0, Version(5), False, "OSError: disk full")
+    assert rank.act(RoundKind.RENAME, limit_ms=1).text == "rename took too long: 1 ms"
+    hangs.set()
+    assert rank.act(RoundKind.REPAIR).text == "no repair handler is registered"
+    assert rank.act(RoundKind.REPAIR, way=RepairWay.MEMORY_LOW).ok
+    assert rank.act(RoundKind.ROLLBACK).ok
+
+
+def test_a_stop_waits_for_the_training_thread_and_is_made_once() -> None:
+    calls: list[Call] = []
+    rank = Rank0(stop=calls.append)
+    assert rank.act(RoundKind.STOP, limit_ms=1).ok is False
+    rank.loop.leave()
+    assert rank.act(RoundKind.STOP).ok and len(calls) == 1
+    assert rank.halted == [True]
+    rank.act(RoundKind.RESUME)
+    assert rank.halted == [True, False] and not rank.loop.wait_left(0.0)
+
+
+@pytest.mark.parametrize(("returned", "ok"), [(0, True), (None, True), (2, True), (1, False)])
+def test_what_clean_returns_matters(returned: Any, ok: bool) -> None:
+    calls: list[Call] = []
+
+    def clean(call: Call) -> Any:
+        calls.append(call)
+        return returned
+
+    rank = Rank0(clean=clean)
+    answer = rank.act(RoundKind.CLEAN, memory_error=True)
+    assert (answer.ok, answer.result) == (ok, (returned or 0) if ok else 0)
+    rank.act(RoundKind.CLEAN)
+    assert len(calls) == (1 if ok else 2) and calls[0].memory_error
+
+
+def test_a_repair_that_loads_says_which_step() -> None:
+    rank = Rank0(repair=lambda call: setattr(rank.actor, "loaded", 3))
+    assert rank.act(RoundKind.REPAIR, way=RepairWay.LOAD).result == 3
+    silent = Rank0(repair=lambda call: None)
+    assert "has not said which step" in silent.act(RoundKind.REPAIR, way=RepairWay.LOAD_REBUILD).text
+
+
+def test_an_update_that_is_missing_is_made_by_who_stands_in_front_of_it() -> None:
+    rank = Rank0()
+    assert rank.act(RoundKind.CATCH_UP).ok  # it has made it already
+    rank.gate.set_version(Version(4))
+    assert "does not stand in front" in rank.act(RoundKind.CATCH_UP).text
+    rank.gate.close()
+
+    def train() -> None:
+        rank.gate.begin_update()
+        rank.gate.end_update(Version(5))
+        rank.actor.updated()
+
+    thread, _ = aside(train)
+    until(lambda: rank.gate.state().parked)
+    answer = rank.act(RoundKind.CATCH_UP)
+    thread.join(PATIENCE_S)
+    assert answer.ok and answer.version == 5
