@@ -167,6 +167,9 @@ class Foo:
     def __repr__(self) -> str:
         return "<Foo>"  # without an address: names of tests must be the same in every process
 
+    def __hash__(self) -> int:
+        return 2  # as must be the order of a set
+
 
 @pytest.mark.parametrize(
     ("value", "path"),
