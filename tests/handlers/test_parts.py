@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from ttp.core.layout import Rank, Version
+from ttp.core.messages import Phase
 from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
 from ttp.handlers import Call, Halted, HandlerKind, NextAction
 from ttp.handlers.actor import Actor
@@ -61,7 +62,7 @@ def test_who_stands_at_the_gate_can_be_told_to_leave_and_to_come_again() -> None
     guard.begin_update()
     guard.mark_torn()
     guard.revive(Version(5))
-    assert guard.state() == gate.GateState(Version(5), gate.Phase.IDLE, False)
+    assert guard.state() == gate.GateState(Version(5), Phase.IDLE, False)
 
 
 # --------------------------------------------------------------------------------------------------------------- pause
@@ -75,7 +76,12 @@ def test_nobody_goes_beyond_the_end_of_the_step_that_was_named() -> None:
         fast.pass_by(step)
     fast.pass_by(3)
     assert (slow.hold(2), fast.hold(3)) == (3, 4)
-    thread, _ = aside(lambda: [slow.pass_by(3), slow.pass_by(4)])
+
+    def two_steps() -> None:
+        slow.pass_by(3)
+        slow.pass_by(4)
+
+    thread, _ = aside(two_steps)
     other, _ = aside(lambda: fast.pass_by(4))
     assert slow.stand_at(4, PATIENCE_S) and fast.stand_at(4, PATIENCE_S)
     assert not slow.stand_at(5, 0.0)
@@ -189,7 +195,12 @@ def test_a_stop_waits_for_the_training_thread_and_is_made_once() -> None:
 @pytest.mark.parametrize(("returned", "ok"), [(0, True), (None, True), (2, True), (1, False)])
 def test_what_clean_returns_matters(returned: Any, ok: bool) -> None:
     calls: list[Call] = []
-    rank = Rank0(clean=lambda call: (calls.append(call), returned)[1])
+
+    def clean(call: Call) -> Any:
+        calls.append(call)
+        return returned
+
+    rank = Rank0(clean=clean)
     answer = rank.act(RoundKind.CLEAN, memory_error=True)
     assert (answer.ok, answer.result) == (ok, (returned or 0) if ok else 0)
     rank.act(RoundKind.CLEAN)

@@ -162,7 +162,7 @@ class Actor:
         self._call(act)
         if act.way not in LOADS:
             return 0
-        if self.loaded is None:
+        if self.loaded is None or self.loaded < 0:
             raise CannotAct("the repair handler has not said which step it has loaded")
         return self.loaded
 
