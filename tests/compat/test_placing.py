@@ -72,7 +72,7 @@ def test_the_originals_settings_are_no_misspelt_ones_of_ours() -> None:
     assert _python(code, TTP_LOG_PATH="/var/log", TTP_MINDIO="1").returncode == 0
 
 
-@pytest.mark.parametrize("how", [["--mindio"], []])
+@pytest.mark.parametrize("how", [["--mindio"], pytest.param([], marks=pytest.mark.slow)])
 def test_ttp_run_gives_it_to_its_workers(tmp_path: Path, how: list[str]) -> None:
     script = tmp_path / "worker.py"
     script.write_text(LEGACY + "\n")

@@ -193,6 +193,24 @@ def test_a_copy_that_is_torn_or_behind_is_repaired_too() -> None:
     assert {one.version for one in world.ranks} == {8} and all(one.whole for one in world.ranks)
 
 
+def test_a_copy_that_was_being_overwritten_is_not_saved() -> None:
+    """All but rank 1 were one step behind and received; it dies in the middle."""
+    trouble: Trouble = {(Kind.REPAIR, 1): "die"} | {(Kind.REPAIR, rank): "fail" for rank in (0, 2, 3)}
+    world = HandlerWorld([[([0, 1, 2, 3], 4)]], trouble)
+    world.ranks[1].version = 8
+    world.ails(3, rm.Ailment.NETWORK)
+    world.settle()
+    assert world.kinds() == ["stop", "clean", "repair"] and world.released == {EXIT_NOT_SAVED}
+
+
+@pytest.mark.parametrize("steps", [("4", "4", "4", "3"), ("9", "9", "9", "9")])
+def test_a_step_that_not_all_have_loaded_or_that_nobody_has_made_is_no_repair(steps: tuple[str, ...]) -> None:
+    world = HandlerWorld(FOUR, {(Kind.REPAIR, r): step for r, step in enumerate(steps)}, load_repair=True)
+    world.ails(1, rm.Ailment.RETRY)
+    world.settle()
+    assert world.kinds() == ["stop", "clean", "repair"] and world.released == {EXIT_NOT_SAVED}
+
+
 @pytest.mark.parametrize("ailment", [rm.Ailment.RETRY, rm.Ailment.MEMORY_CORRUPT])
 @pytest.mark.parametrize("load", [True, False])
 def test_where_no_copy_can_be_trusted_a_checkpoint_is_loaded_or_nothing_saved(ailment: rm.Ailment, load: bool) -> None:

@@ -77,11 +77,11 @@ def test_nobody_goes_beyond_the_end_of_the_step_that_was_named() -> None:
     fast.pass_by(3)
     assert (slow.hold(2), fast.hold(3)) == (3, 4)
 
-    def go_on() -> None:
+    def two_steps() -> None:
         slow.pass_by(3)
         slow.pass_by(4)
 
-    thread, _ = aside(go_on)
+    thread, _ = aside(two_steps)
     other, _ = aside(lambda: fast.pass_by(4))
     assert slow.stand_at(4, PATIENCE_S) and fast.stand_at(4, PATIENCE_S)
     assert not slow.stand_at(5, 0.0)

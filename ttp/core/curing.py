@@ -128,6 +128,9 @@ def _load(ward: Ward, incident: Incident) -> Script:
     loaded = sorted({acted.result for acted in result.done.values()})
     if not result.ok or len(loaded) != 1:
         return _failed(result.words or f"ranks have loaded different steps: {loaded[:10]}")
+    newest = max(answer.version for answer in incident.answers.values())
+    if loaded[0] > newest:
+        return _failed(f"step {loaded[0]} cannot have been loaded: no rank has come further than {newest}")
     version = Version(loaded[0])
     ward.spoilt.clear()
     ward.note(incident, result, version)

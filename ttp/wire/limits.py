@@ -34,7 +34,6 @@ NUMBERS = {
     "world_size": WORLD_SIZE_MAX,
     "version": VERSION_MAX,
     "base_version": VERSION_MAX,
-    "result": VERSION_MAX,
     "launch": COUNT_MAX,
     "incarnation": COUNT_MAX,
     "term": TERM_MAX,
