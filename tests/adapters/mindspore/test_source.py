@@ -48,10 +48,11 @@ class Training:
         loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
         self.model = ms.Model(net, loss, self.wrapped)
         self.adapter = MindSporeAdapter(self.model.train_network, self.wrapped)
-        self.processor: Any = StubProcessor(directory / "checkpoints")
+        processor: Any = StubProcessor(directory / "checkpoints")
+        self.processor = processor
         (directory / "checkpoints").mkdir(exist_ok=True)
         self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
-        self.adapter.attach(self.processor)
+        self.adapter.attach(processor)
 
     def train(self, callback: Driver, first: int = 0) -> dict[str, bytes]:
         rows = data(False)
