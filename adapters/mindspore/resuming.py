@@ -66,20 +66,21 @@ def restore(
     adapter = join(model.train_network, optimizer_of(model), ckpt_save_path, replicas=replicas, strategy=strategy)
     current = session.current()
     if ckpt_load_fn is not None:
-        version = adapter.loaded_by(ckpt_load_fn)
+        loaded = adapter.loaded_by(ckpt_load_fn)
         if current.processor is not None:
-            current.processor.set_base_version(version)
+            current.processor.set_base_version(loaded)
+        version = int(loaded)
     else:
-        version = current.restore()  # type: ignore[assignment]
+        version = current.restore()
     if not version:
         return Resumed(0, 0, 0)
     size = dataset.get_dataset_size() if dataset is not None else 0
     position = _here(adapter.position, size)
     adapter.position = position
     if dataset is None:
-        return Resumed(int(version), position.step, max(0, position.epoch - 1))
+        return Resumed(version, position.step, max(0, position.epoch - 1))
     dataset.set_init_step(position.step)
-    return Resumed(int(version), position.step, position.step // size)
+    return Resumed(version, position.step, position.step // size)
 
 
 def optimizer_of(model: Any) -> Any:

@@ -43,5 +43,6 @@ def wrap(
         )
     wrapped = OptTTPWrapper(optimizer, undo)
     if model is not None:
-        api.register(MindSporeAdapter(model, wrapped), save_dir, layout)
+        replicas = None if layout is None else list(layout.groups.values())
+        api.register(MindSporeAdapter(model, wrapped, replicas=replicas), save_dir)
     return wrapped

@@ -19,7 +19,7 @@ from mindspore.communication import create_group, get_rank, init
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "mindspore_mnist"))
 
-from mnist_job import kills  # type: ignore[import-not-found]
+from mnist_job import kills  # type: ignore[import-not-found] # beside this file
 from train_mnist import Journal
 
 from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, restore
@@ -30,9 +30,10 @@ WIDTH, HIDDEN, CLASSES, BATCH, ROWS = 16, 32, 4, 8, 64
 
 
 def group_of(rank: int, groups: list[list[int]], name: str) -> str:
-    for index, ranks in enumerate(groups):
-        create_group(f"{name}{index}", ranks)
-    return f"{name}{next(i for i, ranks in enumerate(groups) if rank in ranks)}"
+    """The group of this rank; only its members make it."""
+    mine = next(index for index, ranks in enumerate(groups) if rank in ranks)
+    create_group(f"{name}{mine}", groups[mine])
+    return f"{name}{mine}"
 
 
 class Sliced(nn.Cell):
@@ -66,7 +67,7 @@ class HybridStep(nn.TrainOneStepCell):
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)
         grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, self.sens))
-        averaged = ()  # type: tuple[Any, ...]
+        averaged: Any = ()
         for index in range(len(self.own)):
             grad = grads[index]
             if self.own[index]:

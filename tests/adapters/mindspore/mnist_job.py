@@ -9,16 +9,28 @@ import json
 import os
 import signal
 import sys
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
 
-from mindspore.train import Callback
+
+class NoTorch(MetaPathFinder):
+    """Who trains with MindSpore has no torch."""
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> None:
+        if fullname.partition(".")[0] == "torch":
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+sys.meta_path.insert(0, NoTorch())
+
+from mindspore.train import Callback  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "mindspore_mnist"))
 
-import train_mnist
+import train_mnist  # noqa: E402
 
-from ttp.adapters.mindspore import adapter
+from ttp.adapters.mindspore import adapter  # noqa: E402
 
 
 class Killer(Callback):

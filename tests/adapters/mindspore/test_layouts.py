@@ -20,7 +20,7 @@ def found(mode: str, monkeypatch: pytest.MonkeyPatch, **given: object) -> dict[s
     monkeypatch.setattr(layouts, "parallel_mode", lambda: mode)
     parameters = [Parameter("w", True), Parameter("b", False)]
     arguments: dict[str, object] = {"replicas": None, "strategy": None} | given
-    return dict(layouts.layout_of(None, parameters, 4, **arguments).groups)  # type: ignore[arg-type]
+    return dict(layouts.layout_of(None, parameters, 4, **arguments).groups)  # type: ignore[arg-type] # as they come
 
 
 def test_data_parallel_is_one_shard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def test_somebody_has_to_write_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(UsageError, match="ckpt_save_path, or a ckpt_save_fn"):
         TrainFaultTolerance()
     with pytest.raises(UsageError, match="ckpt_load_fn=3 is no function"):
-        TrainFaultTolerance("d", ckpt_load_fn=3)  # type: ignore[arg-type]
+        TrainFaultTolerance("d", ckpt_load_fn=3)  # type: ignore[arg-type] # on purpose
     monkeypatch.setenv("MS_TFT_PORT", "http")
     with pytest.raises(ConfigError, match="MS_TFT_PORT='http'"):
         TrainFaultTolerance("d")

@@ -47,7 +47,7 @@ class SkippingStep(nn.TrainOneStepCell):
         good = self.finite(grads[0]).all()
         for grad in grads:
             good = ops.logical_and(good, self.finite(grad).all())
-        scaled = ()  # type: tuple[Any, ...]
+        scaled: Any = ()
         for grad in grads:
             scaled += (grad / self.scale,)
         if good:

@@ -1,0 +1,141 @@
+"""One rank saves while it stands at the gate of the next update, and another network goes on from that, bit for bit.
+
+The forward pass of that next step has been made: BatchNorm's averages are ahead of what is saved.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mindspore as ms
+import pytest
+from mindspore import nn
+from mindspore.train import Callback
+
+from tests.adapters.mindspore.test_wrapper import MODES, OPTIMIZERS, STEPS_PER_EPOCH, Net, data, whole_state_of
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.mindspore import OptTTPWrapper
+from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.adapters.mindspore.local_state import Position
+from ttp.core.decide import How
+from ttp.core.layout import Rank
+from ttp.errors import CheckpointError
+
+pytestmark = pytest.mark.xdist_group("mindspore")
+
+EPOCHS = 3
+SAVED = 6
+"""In the middle of the second epoch."""
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("MS_ENABLE_TFT", "{TTP:1}")
+    yield
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+
+
+class Training:
+    """A model, its adapter and a processor without a controller."""
+
+    def __init__(self, directory: Path, undo: str | None = None, net: nn.Cell | None = None) -> None:
+        ms.set_seed(2)
+        net = net or Net()
+        self.wrapped = OptTTPWrapper(OPTIMIZERS["momentum, groups"](net), undo)
+        loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+        self.model = ms.Model(net, loss, self.wrapped)
+        self.adapter = MindSporeAdapter(self.model.train_network, self.wrapped)
+        processor: Any = StubProcessor(directory / "checkpoints")
+        self.processor = processor
+        (directory / "checkpoints").mkdir(exist_ok=True)
+        self.adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+        self.adapter.attach(processor)
+
+    def train(self, callback: Driver, first: int = 0) -> dict[str, bytes]:
+        rows = data(False)
+        rows.set_init_step(first)
+        self.model.train(EPOCHS, rows, [callback], dataset_sink_mode=False, initial_epoch=first // STEPS_PER_EPOCH)
+        return whole_state_of(self.model.train_network)
+
+
+class Driver(Callback):
+    """What the callbacks of the package say; and a save, on another thread, at the gate of the step after ``SAVED``."""
+
+    def __init__(self, training: Training, first: int = 0, how: How | None = None) -> None:
+        super().__init__()
+        self._training, self._step, self._how = training, first, how
+        self.saved: list[Path | BaseException] = []
+        if how is not None:
+            training.wrapped.reporter = self
+
+    def on_train_step_begin(self, run_context: Any) -> None:
+        self._step += 1
+        epoch = run_context.original_args().cur_epoch_num
+        self._training.adapter.step_begins(Position(epoch, self._step, STEPS_PER_EPOCH))
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        self._training.adapter.step_ends()
+
+    def begin_update(self) -> None:
+        if self._step == SAVED + 1 and self._how is How.AS_IS:
+            self._save()
+        self._training.adapter.begin_update()
+        if self._step == SAVED + 1 and self._how is How.UNDO:
+            self._training.processor.gate.mark_torn()
+            self._save()
+
+    def end_update(self) -> None:
+        self._training.adapter.end_update()
+
+    def _save(self) -> None:
+        def work() -> None:
+            try:
+                assert self._how is not None
+                self.saved.append(save(self._training.adapter, self._training.processor, SAVED, self._how))
+            except BaseException as problem:
+                self.saved.append(problem)
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        self._training.processor.gate.open()
+
+
+CASES = [("graph", How.AS_IS), ("pynative", How.AS_IS), ("graph", How.UNDO)]
+
+
+@pytest.mark.parametrize(("mode", "how"), CASES)
+def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_path: Path) -> None:
+    ms.set_context(mode=MODES[mode])
+    first = Training(tmp_path, "preimage" if how is How.UNDO else None)
+    driver = Driver(first, how=how)
+    unbroken = first.train(driver)
+    (checkpoint,) = driver.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    assert (checkpoint / "rank_0" / f"ttp_rank_0-2_{SAVED - STEPS_PER_EPOCH}.ckpt").exists()
+
+    second = Training(tmp_path)
+    assert second.adapter.load(checkpoint, 0, 1, protected=True) == SAVED
+    assert second.adapter.position == Position(2, SAVED, STEPS_PER_EPOCH)
+    second.processor.gate.set_version(SAVED)
+    assert second.train(Driver(second, SAVED), SAVED) == unbroken
+
+
+def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_path: Path) -> None:
+    first = Training(tmp_path)
+    driver = Driver(first, how=How.AS_IS)
+    first.train(driver)
+    (checkpoint,) = driver.saved
+    assert isinstance(checkpoint, Path), checkpoint
+    other = Net()
+    other.last = nn.Dense(16, 5)
+    second = Training(tmp_path, net=other)
+    before = whole_state_of(second.model.train_network)
+    with pytest.raises(
+        CheckpointError, match=r"another network: last.weight is Float32\[4, 16\] there and Float32\[5, 16\]"
+    ):
+        second.adapter.load(checkpoint, 0, 1, protected=False)
+    assert whole_state_of(second.model.train_network) == before
