@@ -29,9 +29,10 @@ def launch(directory: Path, shape: dict[str, Any], ranks: int, fault: dict[str, 
 
 def check(nursery: Nursery, directory: Path, shape: dict[str, Any], ranks: int, fault: dict[str, Any]) -> None:
     launched = launch(directory, shape, ranks, fault)
-    assert launched.committed() == [KILLED_AT], launched.story()
+    (saved,) = launched.committed()
+    assert saved in (KILLED_AT, KILLED_AT + 1), launched.story()  # a survivor may be through its update by then
     job = jobs.Job(nursery, directory, shape)
-    assert job.starts() == [0, KILLED_AT]
+    assert job.starts() == [0, saved]
     job.run_state("unhurt", ranks=ranks, steps=KILLED_AT)
     for rank in range(ranks):
         resumed = json.loads((directory / f"result{rank}.json").read_text())
