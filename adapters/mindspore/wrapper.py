@@ -84,7 +84,7 @@ class OptTTPWrapper(nn.Optimizer):
         self.ttp_reports = may_be_protected()
         self.ttp_meets = self.ttp_reports and undo is None and is_sliced() and world_size() > 1
         self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
-        self.ttp_one = Tensor([1], ms.int32)
+        self.ttp_one = Tensor([1], ms.float32)  # AllReduce on CPU takes no integers
         self.ttp_depend = ops.Depend()
         if self.ttp_meets:
             self.ttp_meet = ops.AllReduce()
@@ -132,12 +132,12 @@ class OptTTPWrapper(nn.Optimizer):
 
 OptTFTWrapper = OptTTPWrapper
 
-_ONE = np.array([1], np.int32)
+_ONE = np.array([1], np.float32)
 
 
 def _operator(function: Any) -> Any:
     """``function`` as an operator of the graph, on the host."""
-    custom = ops.Custom(function, out_shape=(1,), out_dtype=ms.int32, func_type="pyfunc")
+    custom = ops.Custom(function, out_shape=(1,), out_dtype=ms.float32, func_type="pyfunc")
     custom.add_prim_attr("side_effect_mem", True)
     if context.get_context("device_target") != "CPU":
         custom.set_device("CPU")  # not run: no such device was at hand

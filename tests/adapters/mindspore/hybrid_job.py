@@ -66,7 +66,8 @@ class HybridStep(nn.TrainOneStepCell):
 
     def construct(self, *inputs: Any) -> Any:
         loss = self.network(*inputs)
-        grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, self.sens))
+        sens = ops.fill(loss.dtype, loss.shape, self.sens)
+        grads = self.grad_reducer(self.grad(self.network, self.weights)(*inputs, sens))
         averaged: Any = ()
         for index in range(len(self.own)):
             grad = grads[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,6 +20,10 @@ HERE = Path(__file__).parent
 TTP = Path(sys.executable).parent / "ttp"
 SMALL = ["--hidden", "32", "--images", "256", "--batch", "8", "--epochs", "2"]
 """For the example: epochs of 16 steps with 2 workers, of 8 with 4."""
+
+STEP = re.compile(r"rank (\d+) step (\d+) epoch \d+ (\S+) ([0-9a-f]{16})")
+BEGUN = re.compile(r"rank 0 begins after step (\d+)")
+"""What workers print; ends of lines come late when several of them do at the same time."""
 
 Kill = tuple[int, int, str]
 """Rank, step of its launch, place; see ``mnist_job``."""
@@ -85,17 +90,14 @@ class Job:
     @property
     def steps(self) -> dict[int, dict[int, tuple[str, str]]]:
         found: dict[int, dict[int, tuple[str, str]]] = {rank: {} for rank in range(self.workers)}
-        for line in self.output.splitlines():
-            words = line.split()
-            if len(words) == 8 and words[0] == "rank" and words[2] == "step":
-                found[int(words[1])][int(words[3])] = words[6], words[7]
+        for rank, step, loss, state in STEP.findall(self.output):
+            found[int(rank)][int(step)] = loss, state
         return found
 
     @property
     def begun(self) -> list[int]:
         """After which step each launch began, as rank 0 said."""
-        lines = [line.split() for line in self.output.splitlines() if line.startswith("rank 0 begins")]
-        return [int(words[-1]) for words in lines]
+        return [int(step) for step in BEGUN.findall(self.output)]
 
     @property
     def checkpoints(self) -> list[Path]:

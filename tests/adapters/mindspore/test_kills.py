@@ -76,7 +76,7 @@ CASES: list[tuple[str, int, str, list[Kill], int]] = [
     ("pynative", 4, "sgd", [(3, 5, "gate")], 5),
     ("pynative", 4, "sgd", [(0, 9, "begin"), (2, 9, "begin")], 8),
 ]
-QUICK = 1
+QUICK = 2
 
 
 @pytest.mark.parametrize(
