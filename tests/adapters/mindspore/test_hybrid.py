@@ -37,7 +37,7 @@ def test_every_slice_is_saved_once(
     arguments: list[str], kills: list[Kill], step: int, tmp_path: Path, unbroken: Job
 ) -> None:
     job = Job(tmp_path, 4, kills, arguments, script=SCRIPT).run(RUN_S)
-    checkpoint = check_goes_on(job, unbroken, step)
+    checkpoint, _ = check_goes_on(job, unbroken, step)
     manifest = job.manifest(checkpoint)
     written = {piece["shard"]: piece["file"] for piece in manifest["pieces"] if piece["kind"] == "shard"}
     assert written.keys() == {"slice_0", "slice_1"}
