@@ -19,7 +19,7 @@ from ttp.store.plain_file import open_plain
 
 SUFFIX = ".jsonl"
 
-EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "collective", "snapshot")
+EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "ailing", "collective", "snapshot")
 """Kinds of evidence, the ones that explain the most first; as the controller ranks them."""
 
 LINE_MAX = 16 << 20

@@ -24,6 +24,9 @@ _STYLES = {
     "commit_failed": "red",
     "replan": "yellow",
     "fallback": "yellow",
+    "ailing": "yellow",
+    "not_cured": "red",
+    "mended": "green",
 }
 
 
@@ -102,6 +105,8 @@ def _cut(text: str) -> str:
 def _plan(f: Facts) -> str:
     savers, hows = f.get("savers"), f.get("how")
     shards = [f"rank {rank} writes {shard}" for shard, rank in savers.items()] if isinstance(savers, dict) else []
+    if isinstance(savers, list):
+        shards = [f"the handlers of ranks {compact_ranks(savers)} save"]
     first = [f"{how} {shard}" for shard, how in hows.items()] if isinstance(hows, dict) else []
     parts = [f"version {f.get('version')}: {_listed(shards)}", *([f"after {_listed(first)}"] if first else [])]
     return f"{', '.join(parts)}. {f.get('reason', '')}"
@@ -134,6 +139,30 @@ def _closed(f: Facts) -> str:
 
 def _nothing_new(f: Facts) -> str:
     return str(f.get("text", ""))
+
+
+def _round(f: Facts) -> str:
+    where = f"on ranks {compact_ranks(f.get('ranks') or ())}, version {f.get('version')}"
+    return f"{f.get('round')} handlers {where}{_of_purpose(f)}"
+
+
+def _of_purpose(f: Facts) -> str:
+    return f" ({f.get('purpose')})" if f.get("purpose") else ""
+
+
+def _round_over(f: Facts) -> str:
+    failed, lost = f.get("failed"), f.get("lost")
+    parts = [f"done on ranks {compact_ranks(f.get('done') or ())}" if f.get("done") else "done nowhere"]
+    if isinstance(failed, dict) and failed:
+        parts.append(f"failed: {_listed([f'rank {rank}: {_cut(str(text))}' for rank, text in failed.items()])}")
+    if lost:
+        parts.append(f"lost: ranks {compact_ranks(lost)}")
+    return f"{f.get('round')}: {'; '.join(parts)}"
+
+
+def _told_manager(f: Facts) -> str:
+    strategy = f", strategy {f.get('strategy')}" if f.get("strategy") else ""
+    return f"{f.get('what')}{strategy}: {f.get('code')} {_cut(str(f.get('text') or ''))}".rstrip()
 
 
 _WORDS: dict[str, Callable[[Facts], str]] = {
@@ -174,5 +203,14 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "copied": lambda f: f"every rank has stored a second copy of version {f.get('version')}",
     "not_copied": lambda f: f"no second copy of version {f.get('version')} on rank {f.get('rank')}: {f.get('text')}",
     "left": lambda f: f"rank {f.get('rank')} left on purpose at version {f.get('version')}",
+    "ailing": lambda f: f"rank {f.get('rank')} reports {f.get('ailment')}: {_cut(str(f.get('text')))}",
+    "round": _round,
+    "round_over": _round_over,
+    "mended": lambda f: f"{f.get('outcome')}, version {f.get('version')}: {f.get('text')}",
+    "not_cured": lambda f: f"the ranks cannot go on: {f.get('text')}",
+    "not_curable": lambda f: f"nothing to repair in place: {_listed(_texts(f.get('evidence')))}",
+    "manager_came": lambda f: "a manager decides what is done about faults",
+    "manager_left": lambda f: "the manager is gone: this controller decides",
+    "told_manager": _told_manager,
 }
 """How each kind is told; the kinds are those that ``ttp.core.controller_machine`` records."""

@@ -28,8 +28,9 @@ Ttp = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def ttp(capsys: pytest.CaptureFixture[str]) -> Ttp:
+def ttp(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Ttp:
     """``ttp(words...)`` -> exit code, stdout, stderr."""
+    monkeypatch.setenv("COLUMNS", "240")
 
     def call(*words: object) -> tuple[int, str, str]:
         code = main([str(word) for word in words])
