@@ -54,7 +54,8 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
 @pytest.mark.parametrize(
     ("launcher", "phases"),
     [
-        pytest.param("ttp", PHASES, marks=pytest.mark.xdist_group("ttp"), id="ttp"),
+        pytest.param("ttp", PHASES[::2], marks=pytest.mark.xdist_group("ttp"), id="ttp"),
+        pytest.param("ttp", PHASES, marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow], id="ttp-all"),
         pytest.param("torchrun", PHASES[1::6], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
         pytest.param(
             "torchrun", PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
@@ -213,7 +214,7 @@ def test_a_checkpoint_on_request(make_job: MakeJob, unbroken: Unbroken, launcher
         pytest.param("ttp", "static", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
         pytest.param("ttp", "c10d", marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow]),
         pytest.param("torchrun", "static", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
-        pytest.param("torchrun", "c10d", marks=pytest.mark.xdist_group("torchrun")),
+        pytest.param("torchrun", "c10d", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow]),
     ],
 )
 def test_two_nodes_save_and_resume_together(

@@ -80,7 +80,7 @@ CASES: list[tuple[str, int, str, list[Kill], int]] = [
     ("pynative", 4, "sgd", [(3, 5, "gate")], 5),
     ("pynative", 4, "sgd", [(0, 9, "begin"), (2, 9, "begin")], 8),
 ]
-QUICK = 2
+QUICK = 1
 
 
 @pytest.mark.parametrize(
