@@ -20,6 +20,9 @@ from ttp.errors import CheckpointError, UsageError
 from ttp.store.durable import write_durably
 from ttp.store.plain_file import read_plain
 
+NAME = "group_info.pb"
+"""By convention in the folder ``rank_N`` of a rank that it was written for."""
+
 SIZE_MAX = 1 << 26
 
 
@@ -85,6 +88,15 @@ def write_group_info(
         UsageError: ``replicas`` is empty, or no ranks.
         OSError: the disk refused.
     """
+    write_durably(Path(path), encode_group_info(replicas, groups))
+
+
+def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None) -> bytes:
+    """As ``write_group_info``, the bytes.
+
+    Raises:
+        UsageError: ``replicas`` is empty, or no ranks.
+    """
     ranks = sorted(set(replicas))
     if not ranks or ranks[0] < 0 or ranks[-1] >= WORLD_SIZE_MAX:
         raise UsageError(f"replicas={ranks!r:.100}: the ranks that hold the same are wanted, at least one")
@@ -92,7 +104,7 @@ def write_group_info(
         put_bytes(1, put_bytes(1, name.encode()) + put_bytes(2, _put_ranks(members)))
         for name, members in (groups or {}).items()
     ]
-    write_durably(Path(path), b"".join(items) + put_bytes(2, _put_ranks(ranks)))
+    return b"".join(items) + put_bytes(2, _put_ranks(ranks))
 
 
 def _put_ranks(ranks: Iterable[int]) -> bytes:

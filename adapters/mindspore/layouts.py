@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ttp.adapters.mindspore.constraints import parallel_mode
+from ttp.adapters.mindspore.group_info import read_group_info
 from ttp.core.layout import Layout, Rank, Shard
-from ttp.errors import ConfigError
+from ttp.errors import CheckpointError, ConfigError
+
+RANK = "{rank}"
 
 Groups = Sequence[Sequence[int]]
 """Ranks that hold the same, one entry per shard."""
@@ -28,13 +31,16 @@ def layout_of(
         parameters: of it.
         world_size: ranks of the job.
         replicas: as the user says them; None: found.
-        strategy: a strategy file (``strategy_ckpt_config``), where the network does not know its layout.
+        strategy: a strategy file (``strategy_ckpt_config``), where the network does not know its layout; or, with
+            ``{rank}`` in it, the ``group_info.pb`` of each rank (``GROUP_INFO_FILE``).
 
     Raises:
         ConfigError: it cannot be told, or does not fit the job; the text says what to give.
     """
     if replicas is not None:
         return of_groups(replicas, world_size)
+    if strategy is not None and RANK in str(strategy):
+        return of_group_infos(str(strategy), world_size)
     mode = parallel_mode()
     if mode in ("stand_alone", "data_parallel"):
         return Layout.data_parallel(world_size)
@@ -56,6 +62,28 @@ def layout_of(
     from mindspore.train._utils import get_parameter_redundancy
 
     return of_redundancy(get_parameter_redundancy(known), world_size)
+
+
+def of_group_infos(pattern: str, world_size: int) -> Layout:
+    """From the ``group_info.pb`` of every rank, as MindSpore writes it; ``{rank}`` in ``pattern`` stands for the rank.
+
+    Raises:
+        ConfigError: one is absent or damaged, or they contradict each other.
+    """
+    told: dict[int, tuple[int, ...]] = {}
+    for rank in range(world_size):
+        path = Path(pattern.replace(RANK, str(rank)))
+        try:
+            told[rank] = read_group_info(path).replicas
+        except CheckpointError as problem:
+            raise ConfigError(f"strategy={pattern!r}: {problem}") from None
+    for rank, replicas in told.items():
+        if rank not in replicas or any(told.get(other) != replicas for other in replicas):
+            raise ConfigError(
+                f"strategy={pattern!r}: the file of rank {rank} says that the ranks {list(replicas)} hold the same, "
+                "and theirs say something else: are the files of one job?"
+            )
+    return of_groups(sorted(set(told.values())), world_size)
 
 
 def of_groups(groups: Groups, world_size: int) -> Layout:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ttp.adapters.mindspore.ckpt_file import Entry, number, write_entries
+from ttp.adapters.mindspore.group_info import NAME, encode_group_info
 from ttp.adapters.mindspore.inspection import Inspector
 from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
 from ttp.adapters.mindspore.memory import Memory
@@ -33,6 +34,7 @@ log = logging.getLogger("ttp.adapters.mindspore")
 
 SHARD_KIND = "shard"
 JOB_KIND = "job"
+GROUP_KIND = "group_info"
 
 SETTLE_S = 2.0
 """How long a save waits for the end of the step after the update. Who has not come there by then hangs."""
@@ -139,6 +141,7 @@ class MindSporeSource:
         pieces = []
         for shard in order.shards:
             pieces.append(self._write_rank(draft, shard, order.rank, version, local, undo, cancelled))
+            pieces.append(self._write_group(draft, shard, order.rank))
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, self._pages(order.pages, version), order.rank))
@@ -219,6 +222,12 @@ class MindSporeSource:
             size, digest = target.sync_and_close()
         sync_directory(directory)
         return Piece(file, size, digest, SHARD_KIND, shard, rank)
+
+    def _write_group(self, draft: Path, shard: Shard, rank: Rank) -> Piece:
+        """Who may load this rank's file, in the form in which MindSpore says it where it compiles a parallel graph."""
+        assert self._processor is not None
+        replicas = encode_group_info(self._processor.layout.groups[shard])
+        return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
     def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[Entry]:
         """Live memory of what the update writes; what is beside it as it was when the version was finished.

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from ttp.adapters.mindspore import layouts
+from ttp.adapters.mindspore.group_info import write_group_info
 from ttp.core.layout import REPLICATED
 from ttp.errors import ConfigError
 
@@ -49,6 +52,21 @@ def test_slices_that_nobody_explains_are_refused(monkeypatch: pytest.MonkeyPatch
 def test_groups_that_do_not_fit_are_refused(groups: list[list[int]], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=why):
         found("hybrid_parallel", monkeypatch, replicas=groups)
+
+
+def test_group_infos_of_all_ranks_are_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for rank in range(4):
+        (tmp_path / f"rank_{rank}").mkdir()
+        write_group_info(tmp_path / f"rank_{rank}" / "group_info.pb", (rank % 2, rank % 2 + 2))
+    pattern = f"{tmp_path}/rank_{{rank}}/group_info.pb"
+    groups = found("semi_auto_parallel", monkeypatch, strategy=pattern)
+    assert groups == {"slice_0": (0, 2), "slice_1": (1, 3)}
+    write_group_info(tmp_path / "rank_3" / "group_info.pb", (2, 3))
+    with pytest.raises(ConfigError, match=r"the file of rank 1 says that the ranks \[1, 3\] hold the same, and theirs"):
+        found("semi_auto_parallel", monkeypatch, strategy=pattern)
+    (tmp_path / "rank_2" / "group_info.pb").unlink()
+    with pytest.raises(ConfigError, match=r"rank_2/group_info.pb cannot be read"):
+        found("semi_auto_parallel", monkeypatch, strategy=pattern)
 
 
 def test_ranks_that_hold_the_same_slices_of_everything_are_replicas() -> None:

@@ -116,6 +116,7 @@ def test_who_goes_on_from_it_ends_where_the_other_ends(mode: str, how: How, tmp_
     (checkpoint,) = driver.saved
     assert isinstance(checkpoint, Path), checkpoint
     assert (checkpoint / "rank_0" / f"ttp_rank_0-2_{SAVED - STEPS_PER_EPOCH}.ckpt").exists()
+    assert ms.restore_group_info_list(str(checkpoint / "rank_0" / "group_info.pb")) == [0]
 
     second = Training(tmp_path)
     assert second.adapter.load(checkpoint, 0, 1, protected=True) == SAVED
