@@ -29,7 +29,10 @@ def rendezvous(kind: str, port: int) -> list[str]:
     }[kind]
 
 
-@pytest.mark.parametrize("kind", ["default", "standalone", "static", "c10d"])
+@pytest.mark.parametrize(
+    "kind",
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone")), "static", "c10d"],
+)
 def test_gloo_works_again_after_each_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
