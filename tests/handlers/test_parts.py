@@ -62,7 +62,7 @@ def test_who_stands_at_the_gate_can_be_told_to_leave_and_to_come_again() -> None
     guard.begin_update()
     guard.mark_torn()
     guard.revive(Version(5))
-    assert guard.state() == gate.GateState(Version(5), Phase.IDLE, False)
+    assert guard.state() == gate.GateState(Version(5), Phase.IDLE, False, closure=1)
 
 
 # --------------------------------------------------------------------------------------------------------------- pause

@@ -139,6 +139,7 @@ def test_two_hosts_share_one_scheduler(start: Start, environ: dict[str, str], co
     assert controller.faults[0]["ranks"] == [3]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.xdist_group("mindspore-launch")
 def test_survivors_of_a_real_job_live_until_they_have_saved(start: Start, unused_port: int) -> None:

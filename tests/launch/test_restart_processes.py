@@ -31,7 +31,7 @@ def rendezvous(kind: str, port: int) -> list[str]:
 
 @pytest.mark.parametrize(
     "kind",
-    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone")), "static", "c10d"],
+    [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone", "static")), "c10d"],
 )
 def test_gloo_works_again_after_each_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
@@ -68,7 +68,7 @@ def test_every_node_waits_for_its_ranks_and_restarts(
     assert [fault["pids"] for fault in controller.faults] == [[victim]]
 
 
-@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize("kind", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_gloo_across_two_nodes_after_a_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:

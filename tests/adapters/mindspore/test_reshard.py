@@ -173,7 +173,7 @@ def layouts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Any], int, int]:
     return devices, tensor_map, size if size > 1 else 0, step
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(old=layouts(), new=layouts(), pipeline=st.booleans(), dtype=st.sampled_from(["f4", "f2", "i8", "u1"]))
 def test_any_strategy_to_any_other(
     old: Any, new: Any, pipeline: bool, dtype: str, tmp_path_factory: pytest.TempPathFactory

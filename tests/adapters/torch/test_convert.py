@@ -385,9 +385,9 @@ def test_whatever_interrupts_it_leaves_nothing_behind(tmp_path: Path, checkpoint
 def test_a_checkpoint_of_another_framework_is_refused_by_name(tmp_path: Path, checkpoint: Path) -> None:
     text = (checkpoint / MANIFEST).read_text()
     manifest = Manifest.load(checkpoint)
-    other = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__} | {"framework": "megatron"}
+    other = {name: getattr(manifest, name) for name in manifest.__dataclass_fields__} | {"framework": "mindspore"}
     (checkpoint / MANIFEST).write_text(Manifest(**other).to_json())
-    with pytest.raises(CheckpointError, match="megatron"):
+    with pytest.raises(CheckpointError, match="mindspore"):
         converted(checkpoint, tmp_path / "new", "torch")
     (checkpoint / MANIFEST).write_text(text)
     with pytest.raises(CheckpointError, match="for which safetensors has no name"):

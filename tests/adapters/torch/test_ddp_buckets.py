@@ -82,7 +82,7 @@ def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("small"), SMALL_BUCKETS, (1, 2, 10))
 
 
-@pytest.mark.parametrize("version", [1, 2, 10])
+@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.slow), 10])
 def test_a_resumed_job_has_the_bits_of_an_unbroken_one(small_buckets: Runs, version: int) -> None:
     small_buckets.check(version)
 
@@ -101,6 +101,7 @@ def test_the_layout_is_known_after_the_first_update_and_stays_known_after_a_resu
     assert set(small_buckets.resumed(10, hang_at=0)["layouts"]) == {second}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "version"), [(ONE_BUCKET, 10), (ACCUMULATING, 1)], ids=["one bucket", "no_sync"])
 def test_other_kinds_of_data_parallel_jobs_too(tmp_path: Path, kind: dict[str, Any], version: int) -> None:
     Runs(tmp_path, kind, (version,)).check(version)
