@@ -25,11 +25,7 @@ from tests.e2e.harness import JOB, Job, free_port, newest_of_survivors, watch_ev
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
-LAUNCHERS = [
-    pytest.param(name, marks=pytest.mark.xdist_group(name), id=name)  # one after the other: each job fills a machine
-    for name in ("ttp", "torchrun")
-]
-MOSTLY_TTP = [
+MOSTLY_TTP = [  # one after the other: each job fills a machine
     pytest.param("ttp", marks=pytest.mark.xdist_group("ttp"), id="ttp"),
     pytest.param("torchrun", marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun"),
 ]
