@@ -4,7 +4,7 @@
 #   RANK=0 STEP=30 SEED=7 make demo    kill this rank, in this step, at this moment of it
 #   make demo ARGS="--example gpt" the same with a small GPT, sharded and replicated
 #   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
-#                                  JOBS=4 runs so many at a time (2: what two cores can bear). A test that fails is tried
+#                                  JOBS=2 runs so many at a time (3: two cores idle while jobs wait for each other). A test that fails is tried
 #                                  once more, and the summary counts it: real processes on a busy machine can be late
 #   make lint types protos         what CI checks, through nox
 #   make bench                     benchmarks, a table at the end
@@ -18,7 +18,7 @@ TORCH ?= torch==2.13.0
 MINDSPORE ?= mindspore==2.10.0 'numpy>=1.26.4,<2'
 VENV ?= .venv
 ARGS ?=
-JOBS ?= 2
+JOBS ?= 3
 
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check

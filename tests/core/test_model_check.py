@@ -136,7 +136,9 @@ def test_messages_arrive_twice() -> None:
     assert always_saved(explore(1, 2, 1, rival=True, breaks=1, repeats=1, eager=True))
 
 
-@pytest.mark.parametrize("hanging", [frozenset({0, 2}), frozenset({0, 1, 2})], ids=str)
+@pytest.mark.parametrize(
+    "hanging", [pytest.param(frozenset({0, 2}), marks=pytest.mark.slow), frozenset({0, 1, 2})], ids=str
+)
 def test_updates_made_on_request(hanging: frozenset[int]) -> None:
     """Whoever is left in the barrier makes the update of those that were let go: no state is lost."""
     model = explore(2, 2, 1, hanging, gradients=True, eager=True)
@@ -150,7 +152,11 @@ def test_updates_made_on_request_every_barrier(hanging: frozenset[int]) -> None:
     assert always_saved(explore(2, 2, 1, hanging, gradients=True, eager=True, states_max=MANY))
 
 
-@pytest.mark.parametrize("hanging", [frozenset({0}), frozenset({0, 1}), frozenset({0, 2})], ids=str)
+@pytest.mark.parametrize(
+    "hanging",
+    [frozenset({0}), frozenset({0, 1}), pytest.param(frozenset({0, 2}), marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_updates_unmade(hanging: frozenset[int]) -> None:
     model = explore(2, 2, 1, hanging, preimages=True, eager=True)
     assert always_saved(model)

@@ -91,7 +91,9 @@ def test_without_a_port_it_trains_as_usual_and_still_restores(solo: Run, checkpo
     assert fresh.returncode == 0 and "start 0" in fresh.stdout
 
 
-@pytest.mark.parametrize("step_done", ["", "1"], ids=["learned", "step_done"])
+@pytest.mark.parametrize(
+    "step_done", [pytest.param("", id="learned"), pytest.param("1", id="step_done", marks=pytest.mark.slow)]
+)
 def test_the_resumed_run_has_the_bits_of_the_unbroken_one(solo: Run, tmp_path: Path, step_done: str) -> None:
     """Of the weights, and of their average, which follows each update."""
     unbroken = solo(tmp_path / "other", 8, on=False).stdout.split("weights ")[1]

@@ -64,6 +64,7 @@ def assert_same_bits(job: Job, kind: str, tmp_path: Path) -> None:
         assert mine == theirs, sorted(mine ^ theirs)
 
 
+@pytest.mark.slow
 def test_zero_loses_a_host(tmp_path: Path) -> None:
     """Torch's own optimizer: a shard on each rank."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(2, 3, action="lose host")])

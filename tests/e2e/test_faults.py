@@ -74,19 +74,19 @@ def test_sigkill_of_any_rank_in_every_phase(
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("launcher", MOSTLY_TTP)
 def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
-    """In the loop, in the loss, in the optimizer's step: there the rank is torn and another one saves."""
+    """In the loss, in the optimizer's step: there the rank is torn and another one saves."""
     faults = [
         {"id": f"raise{i}", "rank": i + 1, "step": 3 + 4 * i, "phase": phase, "action": "raise"}
-        for i, phase in enumerate(["data", "loss", "in_step"])
+        for i, phase in enumerate(["loss", "in_step"])
     ]
-    job = make_job(launcher=launcher, steps=16, max_restarts=3, faults=faults)
+    job = make_job(launcher=launcher, steps=12, max_restarts=2, faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
-    assert_saved_and_identical(job, unbroken, [set(), set(), {3}])
+    assert_saved_and_identical(job, unbroken, [set(), {2}])
     causes = [next(e["text"] for e in events if e.get("evidence") == "exception") for events in job.incidents()]
     assert all("ValueError: a wrong turn in the training loop" in cause for cause in causes)
-    torn = job.incidents()[2]
-    assert any(e["kind"] == "answer" and e["rank"] == 3 and e["phase"] == "torn" for e in torn)
-    assert all(3 not in e["savers"].values() for e in torn if e["kind"] == "plan")
+    torn = job.incidents()[1]
+    assert any(e["kind"] == "answer" and e["rank"] == 2 and e["phase"] == "torn" for e in torn)
+    assert all(2 not in e["savers"].values() for e in torn if e["kind"] == "plan")
 
 
 @pytest.mark.slow
@@ -106,11 +106,10 @@ def test_a_program_that_is_wrong_is_saved_and_not_restarted(make_job: MakeJob, l
 def test_three_of_four_ranks_at_once(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     faults = [
         {"id": "three", "ranks": [0, 1, 3], "step": 4, "phase": "allreduced", "action": "kill"},
-        {"id": "again", "ranks": [1, 2, 3], "step": 8, "phase": "data", "action": "kill"},
     ]
-    job = make_job(launcher=launcher, steps=12, max_restarts=2, faults=faults)
+    job = make_job(launcher=launcher, steps=9, max_restarts=1, faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
-    assert_saved_and_identical(job, unbroken, [{0, 1, 3}, {1, 2, 3}])
+    assert_saved_and_identical(job, unbroken, [{0, 1, 3}])
 
 
 WIDE = {"JOB_WIDE": "200000"}

@@ -49,6 +49,7 @@ def story(directory: Path) -> str:
 # ------------------------------------------------------------------------------------------------------------ default
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_checkpoint_on_request_while_the_storage_hangs(solo: Run, place: BadDisk, tmp_path: Path) -> None:
     """It goes to the fallback, training goes on, and the process ends although a thread of it hangs in a write."""

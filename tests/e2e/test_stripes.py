@@ -16,6 +16,7 @@ Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 
 @pytest.mark.timeout(400)
+@pytest.mark.slow
 @pytest.mark.xdist_group("ttp")
 def test_a_saver_is_killed_in_the_middle_of_its_part(make_job: MakeJob, unbroken: Unbroken) -> None:
     """Rank 1 is killed in training, rank 3 while it writes a third of the state: only that third is written again."""

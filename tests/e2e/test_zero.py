@@ -42,6 +42,7 @@ def assert_nothing_lost(job: Job, unbroken: Unbroken) -> None:
         assert mine == {key: value for key, value in plain.items() if key != "optimizer"}
 
 
+@pytest.mark.slow
 def test_one_of_each_shard_in_the_exchange(make_job: MakeJob, unbroken: Unbroken) -> None:
     """They are of different columns; the two ranks that wait for them in the exchange save."""
     job = replicated(make_job, [kill(5, "gather", 0, 3)])

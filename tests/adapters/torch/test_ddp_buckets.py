@@ -82,7 +82,7 @@ def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     return Runs(tmp_path_factory.mktemp("small"), SMALL_BUCKETS, (1, 2, 10))
 
 
-@pytest.mark.parametrize("version", [1, pytest.param(2, marks=pytest.mark.slow), 10])
+@pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.slow) for v in (1, 2)), 10])
 def test_a_resumed_job_has_the_bits_of_an_unbroken_one(small_buckets: Runs, version: int) -> None:
     small_buckets.check(version)
 
