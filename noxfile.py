@@ -55,4 +55,4 @@ def tests(session: nox.Session) -> None:
     """Everything but the slow campaigns."""
     session.install(TORCH)
     session.install("-e", ".[torch,test]")
-    session.run("python", "-m", "pytest", "-n", "2", "--dist", "loadgroup", "--reruns", "1", *session.posargs)
+    session.run("python", "-m", "pytest", "-n", "3", "--dist", "loadgroup", "--reruns", "1", *session.posargs)
