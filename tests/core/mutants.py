@@ -17,7 +17,7 @@ ROOT = HERE.parent.parent
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
-RESTORING, DRIVER = "ttp.core.restoring", "ttp.processor.processor"
+RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
 BUDDIES = "ttp.core.buddies"
 STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.spread"
 JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
@@ -279,18 +279,18 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "who is admitted stands still": (GATE, "elif self._updating or self._admitted:", "elif self._updating:"),
     "closures of the gate are alike": (GATE, "            self._closure += 1\n", ""),
     "who comes to the gate is answered for before": (
-        DRIVER,
+        LOOKING,
         "            self._came.wait(COMES_S)\n",
         "            pass\n",
     ),
     "an old look is as good": (
-        DRIVER,
-        "        if not self._moved_on(state):\n            self._inbox",
-        "        if True:\n            self._inbox",
+        LOOKING,
+        "        if not self._moved_on(state):\n            self._put",
+        "        if True:\n            self._put",
     ),
     "what has changed is not said": (
-        DRIVER,
-        "            self._say_quiet(now)\n        return now",
+        LOOKING,
+        "            self._say(now)\n        return now",
         "            pass\n        return now",
     ),
     # parts

@@ -60,8 +60,8 @@ def hurt(step: int) -> None:
         return
     if FAULT == "host":
         processor = session.current().processor
-        assert processor is not None and processor._pages is not None
-        shutil.rmtree(processor._pages.path)
+        assert processor is not None and processor.company.pages is not None
+        shutil.rmtree(processor.company.pages.path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -86,8 +86,8 @@ def train() -> None:
         note("version", step + 1, digest(model, optimizer))
         time.sleep(0.05)
     processor = session.current().processor
-    if processor is not None and processor._copying is not None:
-        note("waited_s", processor._copying.waited_s)
+    if processor is not None and processor.copying is not None:
+        note("waited_s", processor.copying.waited_s)
 
 
 if __name__ == "__main__":

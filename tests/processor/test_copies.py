@@ -503,32 +503,32 @@ def processor(layout: Layout, tmp_path: Path) -> Processor:
 
 
 def test_where_every_shard_has_replicas_nothing_is_kept(tmp_path: Path) -> None:
-    assert processor(grid(1, 2), tmp_path)._copying is None
+    assert processor(grid(1, 2), tmp_path).copying is None
 
 
 def test_where_one_has_none_a_port_is_announced(tmp_path: Path) -> None:
     made = processor(grid(2, 1), tmp_path)
-    assert made._copying is not None
-    assert made._machine._greeting().copies_at == f"10.0.0.7:{made._copying._receiver.port}"
-    assert made._copying.every == 10
-    made._copying.close()
+    assert made.copying is not None
+    assert made._machine._greeting().copies_at == f"10.0.0.7:{made.copying._receiver.port}"
+    assert made.copying.every == 10
+    made.copying.close()
 
 
 def test_a_save_brings_and_writes(copies: Copies, tmp_path: Path) -> None:
     made = processor(grid(2, 1), tmp_path)
-    assert made._copying is not None
-    made._copying.close()
-    made._copying, made.source = copies.copying, copies.source
+    assert made.copying is not None
+    made.copying.close()
+    made._saver._copying, made._saver._source = copies.copying, copies.source
     copies.made(10)
     made.gate.set_version(Version(17))
     draft = tmp_path / "draft"
     draft.mkdir()
     save = order(10, kept=(Shard("s0"),), pages=(ME,), job=True)
-    assert [p.kind for p in made._pieces(save, draft, lambda: False)] == ["shard", "rank_local", "job"]
+    assert [p.kind for p in made._saver.pieces(save, draft, lambda: False)] == ["shard", "rank_local", "job"]
     assert len(copies.source.calls) == 1, "the state that is alive is of another version"
     assert made.written > 0
     both = order(17, shards=(Shard("s0"),), pages=(ME,), job=True)
-    assert [p.file for p in made._pieces(both, draft, lambda: False)] == [
+    assert [p.file for p in made._saver.pieces(both, draft, lambda: False)] == [
         "shard_0_7.bin",
         "rank_local_0_7.bin",
         "job_0_7.bin",

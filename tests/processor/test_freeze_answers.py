@@ -13,7 +13,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Version
 from ttp.core.processor_events import Quiet
-from ttp.processor import processor as module
+from ttp.processor import looking
 from ttp.processor.processor import Processor
 
 PATIENCE_S = 60.0
@@ -51,7 +51,7 @@ def alone(source: SlowToLook, tmp_path: Path) -> Processor:
 def processor(source: SlowToLook, tmp_path: Path) -> Processor:
     """Frozen, and the look at its state has begun while the training thread was elsewhere."""
     made = alone(source, tmp_path)
-    made._answer_freeze()
+    made._looker.freeze()
     assert source.looking.wait(PATIENCE_S)
     return made
 
@@ -142,7 +142,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
     """It asks the gate all the time: said to hang, a version that it could make would be given up."""
     source.seen.set()
     made = alone(source, tmp_path)
-    made._came = came = Watched()
+    made._looker._came = came = Watched()
     in_barrier, admitted = threading.Event(), []
 
     def meet() -> None:
@@ -154,7 +154,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
     training = threading.Thread(target=meet, daemon=True)
     training.start()
     assert in_barrier.wait(PATIENCE_S)
-    made._answer_freeze()
+    made._looker.freeze()
     assert came.awaited.wait(PATIENCE_S), "it is waited for"
     said = answers(made)
     assert said
@@ -167,10 +167,10 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
 def test_who_hangs_there_is_answered_for_all_the_same(
     source: SlowToLook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "COMES_S", 0.01)
+    monkeypatch.setattr(looking, "COMES_S", 0.01)
     source.seen.set()
     made = alone(source, tmp_path)
     with made.gate.nearby():
-        made._answer_freeze()
+        made._looker.freeze()
         (quiet,) = answers(made)
     assert not quiet.parked

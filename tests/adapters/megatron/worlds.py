@@ -165,8 +165,8 @@ def _hurt(training: Training, fault: dict[str, Any], life: int) -> dict[str, Any
 
 def _lose_memory() -> None:
     processor = ttp.session.current().processor
-    assert processor is not None and processor._pages is not None
-    shutil.rmtree(processor._pages.path)
+    assert processor is not None and processor.company.pages is not None
+    shutil.rmtree(processor.company.pages.path)
 
 
 def _watch_barrier(at: Callable[[str], None]) -> None:

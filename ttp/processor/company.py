@@ -1,0 +1,127 @@
+"""What a rank shares with the others of its host, and keeps for ranks of other hosts: signs of life and pages."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.layout import Rank, Version
+from ttp.processor import stacks
+from ttp.processor.lane import Lane
+from ttp.processor.mirror import KeptPages, PageMirror
+from ttp.processor.neighbours import Neighbours
+from ttp.processor.page_dir import PageDirectory
+from ttp.processor.sentinel import Sentinel
+from ttp.processor.source import StateSource
+
+MIRROR_BACKLOG = 16
+"""Reports on their way; with more of them pages wait, and only the newest are sent."""
+MIRROR_POLL_S = 0.01
+
+
+class Company:
+    """Pages, sentinel, neighbours, and what they need.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        run_dir: where processes of this host leave files for one another.
+        nonce: of this process.
+        died: told of a neighbour: rank, nonce, what happened. Called on any thread.
+        put: takes changed pages for the controller. Called on any thread.
+        backlog: reports that have not been sent yet.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        env: RankEnv,
+        run_dir: Path,
+        *,
+        nonce: str,
+        died: Callable[[int, str, str], None],
+        put: Callable[[pm.PageChanged], None],
+        backlog: Callable[[], int],
+    ) -> None:
+        self._config, self._env, self._run_dir, self._nonce = config, env, run_dir, nonce
+        self._died, self._put, self._backlog = died, put, backlog
+        self.pages: PageDirectory | None = None
+        self._incarnation = 0
+        self._kept: KeptPages | None = None
+        self._keeper = Lane("ttp-keeper")
+        self._stack = contextlib.ExitStack()
+        self._closed = False
+
+    def show_stacks(self) -> None:
+        """Let others of this host ask where the threads of this process are."""
+        if self._config.stacks and stacks.install(self._run_dir):
+            self._stack.callback(stacks.uninstall, self._run_dir)
+
+    def joined(self, incarnation: int) -> None:
+        """The job has another set of ranks: pages of older ones are refused from now on."""
+        self._incarnation = incarnation
+
+    def begin(self, source: StateSource, incarnation: int) -> Path:
+        """Make this rank's page, show neighbours that this process lives, watch one of them.
+
+        Returns:
+            The directory of pages of this host.
+
+        Raises:
+            OSError: there is no place for pages.
+        """
+        rank = self._env.rank
+        self.pages = PageDirectory(self._run_dir, self._env, self._config.port or 0, host=self._config.host)
+        path = self.pages.path
+        source.on_welcome(Rank(rank), incarnation, path)
+        sentinel = Sentinel(path, rank, self._nonce, incarnation)
+        neighbours = Neighbours(path, rank, incarnation, self._died)
+        neighbours.start()
+        self._stack.callback(neighbours.close)
+        self._stack.callback(sentinel.close)
+        self._kept = KeptPages(path, rank, incarnation)
+        self._stack.callback(self._kept.close)
+        if self._config.mirror:
+            mirror = PageMirror(path, rank, incarnation, self._page_changed)
+            self._stack.callback(mirror.close)
+            source.watch_pages(mirror.changed)
+        return path
+
+    def store(self, order: m.Keep) -> None:
+        """Put the page of a rank elsewhere into this host's memory."""
+        self._keeper.submit(lambda: self._store(order))
+
+    def _store(self, order: m.Keep) -> None:
+        if self._kept is not None:
+            self._kept.store(order)
+
+    def wait_stored(self, timeout_s: float) -> bool:
+        """Until the pages that have come are in memory; false when it takes longer."""
+        return self._keeper.wait_done(timeout_s)
+
+    def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
+        """On the mirror's thread, which gathers changes while it waits here."""
+        while self._backlog() > MIRROR_BACKLOG and not self._closed:
+            time.sleep(MIRROR_POLL_S)
+        if incarnation == self._incarnation:
+            self._put(pm.PageChanged(Version(version), final, data))
+
+    def stop(self) -> None:
+        """Nothing more is kept or mirrored."""
+        self._closed = True
+        self._keeper.close()
+
+    def leave(self) -> None:
+        """No sign of life any more."""
+        with contextlib.suppress(Exception):
+            self._stack.close()
+
+    def close(self) -> None:
+        """The page goes."""
+        if self.pages is not None:
+            self.pages.close()

@@ -1,0 +1,141 @@
+"""The slow disk work of a rank: pieces and commits, one after the other, on a thread that may be left behind."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config
+from ttp.core import messages as m
+from ttp.core import processor_machine as pm
+from ttp.core.layout import Version
+from ttp.processor.copying import Copying
+from ttp.processor.lane import Lane
+from ttp.processor.source import Cancelled, StateSource
+from ttp.store.mounts import Mounts
+
+log = logging.getLogger("ttp.processor")
+
+KEEP_S = 1.0
+"""How long a save waits for pages of other hosts that are just being put into memory."""
+
+
+class Saver:
+    """Carries out orders to save and to commit.
+
+    Args:
+        config: the job's settings.
+        source: the adapter, which writes the state.
+        save_dir: where checkpoints go, unless an order says otherwise.
+        copying: second copies of shards of others, which are saved like one's own.
+        version: that the state has.
+        wait_pages: waits that many seconds for pages that have just come.
+        put: takes what became of an order; called on the saver's thread.
+        wrote: called with bytes written, of copies; the source counts its own.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        source: StateSource,
+        save_dir: Path,
+        copying: Copying | None,
+        *,
+        version: Callable[[], Version],
+        wait_pages: Callable[[float], bool],
+        put: Callable[[pm.Event], None],
+        wrote: Callable[[int], None],
+    ) -> None:
+        self._source, self._save_dir, self._copying = source, save_dir, copying
+        self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
+        self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
+        self._lane = Lane("ttp-saver")
+        self._cancel = threading.Event()
+
+    @property
+    def busy(self) -> bool:
+        """Something is being written."""
+        return self._lane.busy
+
+    def save(self, order: m.Save) -> None:
+        """Write this rank's pieces of a checkpoint."""
+        self._cancel = cancel = threading.Event()
+        self._work(lambda: self._put_if(self._save(order, cancel)))
+
+    def cancel(self) -> None:
+        """What is being written is not wanted any more."""
+        self._cancel.set()
+
+    def commit(self, order: m.Commit) -> None:
+        """Make a checkpoint of all pieces."""
+        self._work(lambda: self._put(self._commit(order)))
+
+    def close(self) -> None:
+        """Take no more orders."""
+        self._lane.close()
+
+    def directory(self, order: m.Save | m.Commit) -> Path:
+        """Where the checkpoint of this order goes.
+
+        Raises:
+            OSError: that place is not mounted any more.
+        """
+        directory = Path(order.directory) if order.directory else self._save_dir
+        self._mounts.check(directory)
+        return directory
+
+    def _work(self, job: Callable[[], None]) -> None:
+        """One that still hangs in what was cancelled is left behind."""
+        if self._lane.busy:
+            self._lane.leave_behind()
+        self._lane.submit(job)
+
+    def _put_if(self, done: pm.Event | None) -> None:
+        if done is not None:
+            self._put(done)
+
+    def _save(self, order: m.Save, cancel: threading.Event) -> pm.Event | None:
+        try:
+            draft = self.directory(order) / order.draft
+            draft.mkdir(parents=True, exist_ok=True)
+            self._wait_pages(KEEP_S)  # pages of dead ranks may have come a moment ago
+            pieces = self.pieces(order, draft, cancel.is_set)
+            return pm.PiecesWritten(order.incident, order.generation, tuple(pieces))
+        except Cancelled:
+            return None
+        except BaseException as problem:
+            log.exception("saving version %s failed", order.version)
+            return pm.WriteFailed(order.incident, order.generation, _words(problem))
+
+    def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
+        """From the state that is alive, and from copies that were kept."""
+        copying, live, brought = self._copying, order.order, None
+        if copying is not None:
+            copying.quiesce()
+            live, brought = copying.split(order, self._version())
+        pieces: list[m.Piece] = []
+        if live.shards or live.pages or live.job_state or brought is None:
+            pieces += self._source.write_pieces(
+                order=live, version=order.version, draft=draft, generation=order.generation, cancelled=cancelled
+            )
+        if copying is not None and brought is not None and (brought.kept or brought.pages):
+            pieces += copying.bring(brought, order, draft, cancelled, self._wrote)
+        return pieces
+
+    def _commit(self, order: m.Commit) -> pm.Event:
+        try:
+            path, size = self._source.commit(order)
+            return pm.CommitDone(order.incident, order.generation, path, size)
+        except BaseException as problem:
+            log.exception("committing version %s failed", order.version)
+            return pm.CommitBroken(order.incident, order.generation, _words(problem))
+
+
+def _words(problem: BaseException) -> str:
+    if isinstance(problem, OSError) and problem.errno is not None:
+        return f"{type(problem).__name__}: [errno {problem.errno}] {problem.strerror}: {problem.filename or ''}".rstrip(
+            ": "
+        )
+    return f"{type(problem).__name__}: {problem}"
