@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ from collections import Counter
 
 import pytest
 
+from ttp.errors import TtpError
 from ttp.testing import simulation
-from ttp.testing.campaign import Wish, play
+from ttp.testing.campaign import Wish, play, play_many
 from ttp.testing.scenario import POINTS, random_scenario
 from ttp.testing.simulation import run_seed
 from ttp.testing.toy import InvariantBroken
@@ -106,3 +108,12 @@ def test_a_hundred_thousand_ranks_survive_a_burst() -> None:
 def test_the_scenario_follows_from_the_seed() -> None:
     assert random_scenario(3) == random_scenario(3)
     assert random_scenario(3) != random_scenario(4)
+
+
+def test_a_process_that_is_killed_ends_the_campaign_with_a_word() -> None:
+    outcomes = play_many(Wish(faults="none"), range(5000), jobs=2)
+    assert next(outcomes).problem == ""
+    for child in multiprocessing.active_children():
+        child.kill()
+    with pytest.raises(TtpError, match="fewer --jobs"):
+        list(outcomes)

@@ -8,10 +8,12 @@ import multiprocessing
 import signal
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 
 from ttp.core.layout import Version
-from ttp.errors import UsageError
+from ttp.errors import TtpError, UsageError
 from ttp.testing import fault_words
 from ttp.testing.scenario import Scenario, grid, random_scenario
 from ttp.testing.simulation import Simulation
@@ -106,15 +108,23 @@ def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
         wish: what is played.
         seeds: which.
         jobs: processes; with one it is this process.
+
+    Raises:
+        TtpError: one of the processes was killed.
     """
     parts = [(wish, seeds[i : i + SEEDS_AT_ONCE]) for i in range(0, len(seeds), SEEDS_AT_ONCE)]
     if jobs == 1 or len(parts) == 1:
         for part in parts:
             yield from _play_part(part)
         return
-    with multiprocessing.get_context("spawn").Pool(jobs, _begin_process) as pool:
-        for outcomes in pool.imap(_play_part, parts):
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _begin_process)
+    try:
+        for outcomes in pool.map(_play_part, parts):
             yield from outcomes
+    except BrokenProcessPool:
+        raise TtpError("a process that played was killed, perhaps for its memory: try fewer --jobs") from None
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _play_part(part: tuple[Wish, range]) -> list[Outcome]:
