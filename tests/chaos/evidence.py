@@ -61,6 +61,7 @@ class Story:
     answers: list[dict[str, Any]] = field(default_factory=list)
     lives: list[LifeKey] = field(default_factory=lambda: [FIRST, SECOND])
     exits: list[int] = field(default_factory=list)
+    missed: list[str] = field(default_factory=list)
     diverged: bool = False
     trouble: str = ""
 
@@ -70,6 +71,7 @@ class Story:
             Run("kill a rank", self.faults, self.expect),
             lives=self.lives,
             strikes=self.strikes,
+            missed=self.missed,
             seen=self.events,
             found=self.found,
             answers=list(self.answers),

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.evidence import AT_S, FIRST, SECOND, Story, life, seen
-from ttp.chaos.checks import Verdict, judge
+from ttp.chaos.checks import Verdict, expected, judge
 from ttp.chaos.notes import RankLife
 from ttp.chaos.record import Found, Strike
 from ttp.chaos.script import Fault, Script
@@ -210,3 +210,30 @@ def test_times_count_from_the_first_fault_that_no_job_survives() -> None:
     story = Story(faults=(Fault("first", "kill", Target("controller"), 5, "backward"),))
     story.strikes.insert(0, Strike("zero", "kill", "controller", AT_S - 2, FIRST))
     assert (verdict(story).detect_ms, verdict(story).commit_ms) == (2.0, 50.0)
+
+
+class TestWhatNeverCame:
+    """A rank was to be killed while a checkpoint on request is saved; there was nothing new to save."""
+
+    def story(self) -> Story:
+        strike = Strike("first", "save", "controller", AT_S, FIRST, frozenset())
+        story = Story(strikes=[strike], missed=["second: its moment never came (saved)"], lives=[FIRST])
+        story.events = []
+        return story
+
+    def test_is_not_expected_to_end_the_job(self) -> None:
+        story = self.story()
+        assert expected(story.evidence().record) == "unhurt"
+        assert verdict(story).outcome == "unhurt"
+        assert verdict(story).findings == ()
+
+    def test_a_restart_has_no_reason_then(self) -> None:
+        story = self.story()
+        story.lives = [FIRST, SECOND]
+        assert "a healthy job was restarted" in verdict(story).findings
+
+    def test_what_came_counts(self) -> None:
+        story = self.story()
+        story.strikes += Story().strikes
+        assert expected(story.evidence().record) == "saved"
+        assert "the job should have been saved and restarted, and was not" in verdict(story).findings

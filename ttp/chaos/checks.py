@@ -236,8 +236,20 @@ def _exit_findings(evidence: Evidence, outcome: str) -> Iterator[str]:
         yield f"the launchers left with exit codes {exits}, and none of them is {wanted}"
 
 
+def expected(record: Record) -> str:
+    """What the run has to come to, by what was really done: a fault whose moment never came saves and ends nothing."""
+    wanted = record.run.expect
+    if (
+        wanted != "saved"
+        or not record.missed
+        or any(s.what in _DEADLY and s.who != "controller" for s in record.strikes)
+    ):
+        return wanted
+    return "unhurt" if all(s.what == "save" for s in record.strikes) else "any"
+
+
 def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
-    wanted = evidence.record.run.expect
+    wanted = expected(evidence.record)
     if wanted == "saved" and outcome not in COVERED:
         yield f"{lost} finished steps are lost" if lost else "the job should have been saved and restarted, and was not"
     if wanted == "unhurt" and outcome != "unhurt":

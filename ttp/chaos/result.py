@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ttp.chaos.checks import expected
 from ttp.chaos.driver import Judged
 from ttp.chaos.script import Script
 from ttp.errors import ConfigError
@@ -80,7 +81,7 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         faults=tuple(f"{s.what} {s.who}" for s in judged.record.strikes),
         world=f"{script.hosts}x{script.ranks_per_host}",
         launcher=script.launcher,
-        expect=run.expect,
+        expect=expected(judged.record),
         outcome=verdict.outcome,
         findings=verdict.findings,
         missed=tuple(judged.record.missed),
