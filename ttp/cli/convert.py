@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from ttp.cli.bars import Watch, bars
 from ttp.cli.directories import is_checkpoint
 from ttp.cli.output import Json, aside, print_json, say
 from ttp.cli.wording import count_text, size_text
@@ -19,7 +17,7 @@ from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import find_whole
 
 if TYPE_CHECKING:
-    from ttp.adapters.torch.convert.conversion import Converted, Watch
+    from ttp.adapters.torch.convert.conversion import Converted
 
 SHOWN_MAX = 20
 
@@ -69,7 +67,7 @@ def convert(
     JSON keys: source, target, to, version (finished updates; null: unknown), tensors (count), size (bytes), optimizer
     (whether it is in DST), tied (other name: stored name), left_out (names that DST has no place for), notes.
     """
-    with _bars() as watch:
+    with bars() as watch:
         meant, verified = _meant(source, watch)
         settings = {"optimizer": optimizer, "force": force, "step": step, "verified": verified}
         done = _convert(meant, target, to, watch, **settings)
@@ -107,22 +105,6 @@ def _meant(source: Path, watch: Watch) -> tuple[Path, bool]:
     for reason in skipped:
         say(f"skipped  {reason}", aside())
     return source / whole[0].name, True
-
-
-@contextmanager
-def _bars() -> Iterator[Watch]:
-    """A bar for every phase, on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = aside()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-
-        def watch(what: str, total: int | None) -> Any:
-            task = bar.add_task(what, total=total)
-            return lambda count: bar.advance(task, count)
-
-        yield watch
 
 
 def describe(done: Converted, to: Form) -> dict[str, Any]:

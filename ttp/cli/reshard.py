@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
-from ttp.cli.output import Json, aside, print_json, say
+from ttp.cli.bars import Watch, bars
+from ttp.cli.output import Json, print_json, say
 from ttp.cli.wording import count_text, size_text
 from ttp.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
     from ttp.adapters.mindspore.reshard import Resharded
-    from ttp.adapters.mindspore.reshard_source import Watch
 
 SHOWN_MAX = 20
 
@@ -71,7 +68,7 @@ def reshard(
     (in all files), size (bytes), own (reason: tensors that ttp and not MindSpore converted), notes.
     """
     from_memory = None if memory is None else _bytes(memory)
-    with _bars() as watch:
+    with bars() as watch:
         done = _reshard(
             watch,
             source=source,
@@ -105,22 +102,6 @@ def _bytes(text: str) -> int:
     if match is None:
         raise UsageError(f"--memory {text}: give bytes, or a number with K, M, G or T, such as 8G")
     return int(float(match[1]) * _UNITS[match[2].upper()])
-
-
-@contextmanager
-def _bars() -> Iterator[Watch]:
-    """A bar for every phase, on a terminal."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = aside()
-    with Progress(
-        *columns, TimeRemainingColumn(), console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
-
-        def watch(what: str, total: int | None) -> Any:
-            task = bar.add_task(what, total=total)
-            return lambda count: bar.advance(task, count)
-
-        yield watch
 
 
 def describe(done: Resharded) -> dict[str, Any]:

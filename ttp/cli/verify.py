@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.text import Text
 
+from ttp.cli.bars import bars
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, is_checkpoint
-from ttp.cli.output import Json, aside, print_json, say
+from ttp.cli.output import Json, print_json, say
 from ttp.cli.wording import size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
@@ -94,19 +94,12 @@ def _candidates(save_dir: Path, everything: bool) -> list[Path]:
 
 def _read(paths: list[Path], *, first_whole_is_enough: bool) -> list[Finding]:
     findings: list[Finding] = []
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    console = aside()
-    with Progress(*columns, TimeRemainingColumn(), console=console, transient=True, disable=not _live(console)) as bar:
+    with bars() as watch:
         for path in paths:
-            task = bar.add_task(path.name, total=_size(path))
-            findings.append(examine(path, lambda count, task=task: bar.advance(task, count)))  # type: ignore[misc]
+            findings.append(examine(path, watch(path.name, _size(path))))
             if first_whole_is_enough and findings[-1].whole:
                 break
     return findings
-
-
-def _live(console: Any) -> bool:
-    return bool(console.is_terminal)
 
 
 def _size(path: Path) -> int:
