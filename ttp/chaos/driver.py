@@ -33,7 +33,7 @@ LOOK_S = 0.05
 RUN_S_MAX = 120.0
 LAUNCHES_MAX = 3
 """Of one run."""
-END_S = 30.0
+END_S = 120.0
 STANDBYS_S = 20.0
 SETTLE_S = 0.15
 """Longer than an observer needs to see that a controller is gone."""
