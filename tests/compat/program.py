@@ -1,8 +1,9 @@
 """A training program written for ``mindio_ttp``: knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
-``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would). What it does is told by
-one line of JSON each in ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
+a process of the manager's own), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank), ``delay_s``
+by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ def hurt(state: State, step: int, place: str) -> None:
             case "error":
                 raise RuntimeError(fault["text"])
             case "dump":
-                say("dumped", result=controller.tft_notify_controller_dump())
+                for _ in range(fault.get("times", 1)):
+                    say("dumped", result=controller.tft_notify_controller_dump())
             case "pause":
                 say("asked", result=controller.tft_notify_controller_stop_train({}, "pause", 30))
             case "controller":
@@ -171,14 +173,52 @@ def leave(ctx: Any) -> None:
     os._exit(1)
 
 
+WAITS: dict[str, Any] = {
+    "update": lambda: tft.tft_start_updating_os(),
+    "step": lambda: tft.tft_pause_train(99),
+    "report": lambda: tft.tft_report_error(tft.ReportState.RS_UNKNOWN.value),
+    "await": lambda: tft.tft_wait_repair_action(),
+    "leave": lambda: tft.tft_destroy_processor(),
+}
+"""Calls of the training thread's that a handler has no business to make."""
+
+
+def as_wished(kind: str, func: Any) -> Any:
+    """The handler, or one that does wrong."""
+    wrong = JOB.get("hostile", {}).get(kind, {}).get(str(RANK))
+
+    def hostile(*given: Any) -> Any:
+        say(kind, hostile=wrong)
+        match wrong:
+            case "raise":
+                raise OSError("no space left on device")
+            case "hang":
+                time.sleep(10 * PATIENCE_S)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "memory":
+                raise RuntimeError("UCE ERROR, once more")
+            case "nonsense":
+                return "nonsense"
+            case "dump":
+                say("dumped", result=controller.tft_notify_controller_dump())
+            case _:
+                WAITS[wrong]()
+        return func(*given)
+
+    if wrong is None:
+        return func
+    return (lambda: None) if wrong == "arguments" else hostile
+
+
 def register() -> None:
-    tft.tft_register_save_ckpt_handler(save, "ctx")
-    tft.tft_register_rename_handler(rename, "ctx")
-    tft.tft_register_stop_handler(stop, "ctx")
-    tft.tft_register_clean_handler(clean, "ctx")
-    tft.tft_register_repair_handler(repair, "ctx")
-    tft.tft_register_rollback_handler(rollback, "ctx")
-    tft.tft_register_exit_handler(leave, "ctx")
+    tft.tft_register_save_ckpt_handler(as_wished("save", save), "ctx")
+    tft.tft_register_rename_handler(as_wished("rename", rename), "ctx")
+    tft.tft_register_stop_handler(as_wished("stop", stop), "ctx")
+    tft.tft_register_clean_handler(as_wished("clean", clean), "ctx")
+    tft.tft_register_repair_handler(as_wished("repair", repair), "ctx")
+    tft.tft_register_rollback_handler(as_wished("rollback", rollback), "ctx")
+    tft.tft_register_exit_handler(as_wished("exit", leave), "ctx")
     tft.tft_register_rebuild_group_handler(lambda ranks, args, ctx: say("rebuild"), "ctx")
     tft.tft_register_stream_sync_handler(lambda: say("sync"))
     tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
@@ -239,15 +279,32 @@ def mindspore_train() -> str:
             raise
 
 
+def start_controller(*tls: Any) -> None:
+    if "manage" in JOB:
+        manage()
+    for number in range(JOB.get("starts", 1)):
+        if number:
+            controller.tft_destroy_controller()
+        tft.tft_init_controller(RANK, WORLD, False)
+        tft.tft_start_controller("127.0.0.1", PORT, *tls)
+
+
+def manager_alone() -> None:
+    """As taskd: it is no rank, and lives until it is killed."""
+    start_controller(False)
+    say("serves", all=controller.tft_query_high_availability_switch())
+    time.sleep(10 * PATIENCE_S)
+
+
 def main() -> None:
     tls: tuple[bool, str] = (True, JOB["tls"]) if "tls" in JOB else (False, "")
     if JOB.get("decrypt"):
         tft.tft_register_decrypt_handler(lambda cipher: cipher[::-1])
-    if RANK == 0:
-        if "manage" in JOB:
-            manage()
-        tft.tft_init_controller(RANK, WORLD, False)
-        tft.tft_start_controller("127.0.0.1", PORT, *tls)
+    time.sleep(JOB.get("delay_s", {}).get(str(RANK), 0))
+    if RANK == -1:
+        manager_alone()
+    if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
+        start_controller(*tls)
     tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True))
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from ttp.compat.mindio import catching, managing, rank, tls_info, update_times
 from ttp.compat.mindio.handlers import Handlers
 from ttp.core.rounds_messages import RepairWay
 from ttp.errors import ConfigError, UsageError
-from ttp.handlers import Call, HandlerKind
+from ttp.handlers import Ailment, Call, HandlerKind
 
 
 @pytest.fixture(autouse=True)
@@ -33,6 +35,22 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(ttp_decorator, "TABLE", catching.TABLE)
     monkeypatch.setattr(update_times, "_times", {"start": None, "end": None})
     yield
+
+
+class Told:
+    """In the place of a participant: what it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reports: list[Ailment] = []
+        self.left: list[bool] = []
+        self.device_index: int | None = None
+        monkeypatch.setattr(rank.THIS, "_participant", self)
+
+    def report_error(self, ailment: Ailment, code: str, text: str) -> None:
+        self.reports.append(ailment)
+
+    def leave(self, *, at_once: bool) -> None:
+        self.left.append(at_once)
 
 
 def test_the_numbers() -> None:
@@ -72,6 +90,62 @@ def test_the_table_of_exceptions(text: str, state: str) -> None:
     tft.tft_set_update_end_time(2000)
     tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
     assert catching.TABLE.classify(text).name == state
+
+
+def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> None:
+    said = {"by its name": "HBM MULTI BIT ECC can't repair", "by another": "OTHER", "nonsense": "weather"}
+    tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: said[text.removeprefix("ODD ")])
+    found = [catching.TABLE.classify(f"ODD {text}").name for text in said]
+    assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN"]
+
+
+@pytest.mark.parametrize("text", ["ARF FINISH", "STEP FINISH", "out of luck"])
+def test_what_is_said_by_processes_that_join_a_running_job_is_an_error_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    told = Told(monkeypatch)
+
+    def train() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=text):
+        tft.tft_exception_handler(train)()
+    assert told.reports == [Ailment.FATAL]
+
+
+def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch)
+
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tft.tft_exception_handler(train)()
+    assert told.left == [True] and told.reports == []
+
+
+def test_arguments_of_none_change_nothing() -> None:
+    tft.tft_set_step_args("args")
+    tft.tft_set_step_args(None)
+    assert rank.THIS.handlers.args == "args"
+    tft.set_mindio_export_version("MindSpeed-LLM")
+    tft.tft_set_step_args("others")
+    assert rank.THIS.handlers.args == "args"
+
+
+def test_the_device_is_that_of_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tft.get_device() is None
+    Told(monkeypatch).device_index = 5
+    assert tft.get_device() == 5
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
+    context = SimpleNamespace(get_context=lambda what: {"device_id": 6}[what])
+    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(context=context))  # type: ignore[arg-type]  # no more is asked
+    assert tft.get_device() == 6
+
+
+def test_modules_that_log_beside_the_original() -> None:
+    assert controller.ttp_logger.LOGGER.name == "ttp.compat.mindio"
+    assert tft.get_mindio_export_version() is None
 
 
 def test_what_may_not_be_repaired_is_unknown() -> None:

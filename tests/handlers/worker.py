@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import Config, RankEnv
-from ttp.handlers import Ailment, Call, Halted, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
+from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
 
 DIR = Path(os.environ["JOB_DIR"])
 ENV = RankEnv.from_env()
@@ -185,7 +185,7 @@ def leave(call: Call) -> None:
 
 def ailment_of(problem: RuntimeError) -> Ailment:
     text = str(problem)
-    if isinstance(problem, Halted) or "FORCE STOP" in text:
+    if isinstance(problem, ForcedStop) or "FORCE STOP" in text:
         return Ailment.STOPPED
     table = {"UCE": Ailment.MEMORY, "HCCL": Ailment.NETWORK, "PRECISION": Ailment.RETRY}
     return next((ailment for word, ailment in table.items() if word in text), Ailment.FATAL)
