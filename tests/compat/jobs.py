@@ -41,11 +41,12 @@ class Job:
     """A letter for the host of each rank; none: all are on this one."""
     manager: bool = False
     """A process of the cluster's manager starts the controller, not rank 0."""
+    port: int = 0
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self.port = self.port or free_port()
         job = {"steps": self.steps, "copies": self.copies, "faults": self.faults, **self.options}
         base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
             "JOB_DIR": str(self.directory), "JOB": json.dumps(job), "WORLD_SIZE": str(self.ranks),

@@ -2,8 +2,9 @@
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
 ``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
-a process of the manager's own), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank), ``delay_s``
-by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+a process of the manager's own), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank),
+``delay_s`` by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``.
+With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
 
 from __future__ import annotations
@@ -71,6 +72,8 @@ def hurt(state: State, step: int, place: str) -> None:
                     wait_for(fault["after"])
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory" | "memory_low":
+                if fault.get("after"):
+                    wait_for(fault["after"])
                 if fault["what"] == "memory":
                     state.value = -1
                 raise RuntimeError(fault.get("text", "UCE ERROR, device error type 12ab"))
@@ -174,11 +177,11 @@ def leave(ctx: Any) -> None:
 
 
 WAITS: dict[str, Any] = {
-    "update": lambda: tft.tft_start_updating_os(),
+    "update": tft.tft_start_updating_os,
     "step": lambda: tft.tft_pause_train(99),
     "report": lambda: tft.tft_report_error(tft.ReportState.RS_UNKNOWN.value),
-    "await": lambda: tft.tft_wait_repair_action(),
-    "leave": lambda: tft.tft_destroy_processor(),
+    "await": tft.tft_wait_repair_action,
+    "leave": tft.tft_destroy_processor,
 }
 """Calls of the training thread's that a handler has no business to make."""
 
@@ -235,6 +238,9 @@ def manage() -> None:
 
     def stop_complete(code: int, text: str, faults: dict[int, int]) -> None:
         say("report_stop_complete", code=code, faults=sorted(faults.items()))
+        if JOB.get("stand") and not stood:
+            stood.append(1)
+            return
         if JOB["manage"] == "pause":
             say("continue", result=controller.tft_notify_controller_change_strategy("continue"))
         else:
@@ -253,6 +259,7 @@ def manage() -> None:
             controller.tft_notify_controller_change_strategy("exit")
 
     asked: list[int] = []
+    stood: list[int] = []
     for name, func in {
         "report_fault_ranks": fault_ranks,
         "report_stop_complete": stop_complete,

@@ -28,7 +28,7 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     this = rank.ThisRank()
     from ttp.compat.mindio.framework_ttp import ttp_decorator
 
-    for module in (rank, catching, ttp_decorator):
+    for module in (rank, catching, managing, ttp_decorator):
         monkeypatch.setattr(module, "THIS", this)
     monkeypatch.setattr(managing, "HERE", managing.Managing())
     monkeypatch.setattr(catching, "TABLE", catching.Table())

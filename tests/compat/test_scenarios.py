@@ -15,7 +15,7 @@ from ttp.compat.mindio.values import RepairType
 Make = Callable[..., Job]
 
 ARGS, CTX = ["State"], "ctx"
-SAVED = 75
+SAVED, NOT_SAVED, KILLED = 75, 70, -9
 
 
 def fault(rank: int, step: int, what: str, **how: Any) -> dict[str, Any]:

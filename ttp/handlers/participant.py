@@ -40,7 +40,7 @@ class Participant:
         env: who this rank is.
         config: the job's settings.
         exit_code: of this process after a release; None: 75 saved, 70 not saved.
-        action_s: how long a handler may take, in seconds; saving may take ``TTP_OT``.
+        action_s: how long a handler may take, in seconds; at most half of ``TTP_OT``, which is what saving may take.
         retry: lost device memory and broken links may be repaired in this process.
         load_repair: the repair handler can load a checkpoint.
         halt_before_dump: stop and clean before the handlers save.
@@ -143,6 +143,8 @@ class Participant:
         with self._said:
             if self._processor is None:
                 return
+            # A handler that hangs leaves as much time as it took: for others to save what it holds up.
+            most_ms = min(int(self._config.rescue_patience_s * 500), LIMIT_MS_MAX)
             self._processor.handlers_known(
                 Handlers(
                     rank=Rank(self._env.rank),
@@ -150,8 +152,8 @@ class Participant:
                     retry=self._retry,
                     load_repair=self._load_repair,
                     halt_before_dump=self._halt_before_dump,
-                    action_ms=min(int(self._action_s * 1000), LIMIT_MS_MAX),
-                    save_ms=min(int(self._config.rescue_patience_s * 1000), LIMIT_MS_MAX),
+                    action_ms=min(int(self._action_s * 1000), most_ms),
+                    save_ms=most_ms,
                     halted=self._halted,
                 )
             )
@@ -300,9 +302,13 @@ class Participant:
         if processor is not None:
             processor.close()
 
+    @property
+    def in_handler(self) -> bool:
+        """Whether the calling thread is in a handler: what waits for the job then waits for itself."""
+        return self._actor is not None and self._actor.calls_here
+
     def _not_in_a_handler(self, what: str) -> None:
-        """The training thread stands still for as long as a handler runs: one that waits for it waits in vain."""
-        if self._actor is not None and self._actor.calls_here:
+        if self.in_handler:
             raise UsageError(f"{what} is for the training thread to report, and a handler has done so: leave it out")
 
     def _act(self, act: Act) -> None:

@@ -131,6 +131,11 @@ class ThisRank:
         return self._participant.device_index if self._participant is not None else None
 
     @property
+    def in_handler(self) -> bool:
+        """Whether the calling thread is in a handler."""
+        return self._participant is not None and self._participant.in_handler
+
+    @property
     def running(self) -> bool:
         """Whether there is one."""
         return self._participant is not None
