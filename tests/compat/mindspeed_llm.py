@@ -34,6 +34,7 @@ from ttp.compat.mindio.placing import put_into_place
 
 WORLD, STEPS, HURT_AT, VICTIM = 4, 6, 3, 1
 PATIENCE_S = 120.0
+_dist: Any = dist
 PRETENDED = ("torch_npu", "megatron", "mindspeed", "mindspeed_llm.tasks", "mindspeed_llm.training")
 HOME = "mindspeed_llm.core.high_availability"
 
@@ -231,7 +232,7 @@ def run(rank: int, fault: str, checkout: str, directory: Path, port: int, store_
                    "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_ABANDONED_S": "5"}  # fmt: skip
     put_into_place()
     npu = pretend(rank, directory / "saves")
-    store = dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
+    store = _dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD)
     theirs: Any = importlib.import_module(f"{HOME}.tft_train_initialize")
     theirs.ttp_get_dp_cp_ranks = theirs.ttp_get_dp_ranks = lambda: list(range(WORLD))
@@ -254,7 +255,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         (directory / "saves").mkdir()
-        store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
         given = (fault, checkout, directory, free_port(), store.port)
         ranks = [context.Process(target=run, args=(rank, *given)) for rank in range(WORLD)]

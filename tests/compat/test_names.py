@@ -139,7 +139,7 @@ def test_the_device_is_that_of_the_training_thread(monkeypatch: pytest.MonkeyPat
     assert tft.get_device() == 5
     monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
     context = SimpleNamespace(get_context=lambda what: {"device_id": 6}[what])
-    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(context=context))  # type: ignore[arg-type]  # no more is asked
+    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(context=context))
     assert tft.get_device() == 6
 
 
@@ -266,15 +266,20 @@ def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
     made = authority.sign(password="emases nepo")
     (tmp_path / "cipher").write_text("open sesame\n")
-    for name in ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS_KEY_PASSWORD"):
+    for name in ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS_KEY_PASSWORD", "TTP_TLS_CRL"):
         monkeypatch.setenv(name, "")
     text = (
         f"tlsCert: {made['TTP_TLS_CERT']}; tlsPk: {made['TTP_TLS_KEY']}; tlsPkPwd: {tmp_path / 'cipher'};"
-        f"tlsCaPath: {tmp_path}; tlsCaFile: a/{authority.certificate.name}, b/{other.certificate.name}; tlsCrlFile: "
+        f"tlsCaPath: {tmp_path}; tlsCaFile: a/{authority.certificate.name}, b/{other.certificate.name}; tlsCrlFile: ;"
     )
     tls_info.use(True, text, tmp_path / "run", lambda cipher: cipher[::-1])
     kept = tmp_path / "run" / "key-password"
     assert kept.read_text() == "emases nepo" and kept.stat().st_mode & 0o777 == 0o600
+    lists = f"tlsCrlPath: {tmp_path}; tlsCrlFile: a/{authority.revoke().name}, b/{other.revoke().name}"
+    tls_info.use(True, f"{text}{lists}", tmp_path / "run", lambda cipher: cipher[::-1])
+    authority.revoke("own")
+    with pytest.raises(ConfigError, match="certificate revoked"):
+        tls_info.use(True, f"{text}{lists}", tmp_path / "run", lambda cipher: cipher[::-1])
 
 
 @pytest.mark.parametrize(
@@ -282,7 +287,7 @@ def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("tlsCert a.pem", "'tlsCert a.pem' is not understood"),
         ("tlsCert: a.pem", "says no tlsPk, tlsCaFile"),
-        ("tlsCert: a; tlsPk: b; tlsCaFile: c; tlsCrlFile: d", "are not looked at here"),
+        ("tlsCert: a; tlsPk: b; tlsCaFile: c; tlsCrlFile: d, e", "d cannot be read"),
     ],
 )
 def test_tls_info_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:

@@ -40,8 +40,8 @@ def test_a_standby_takes_over_over_tls(
     this = job(steps=100_000, options=options, env={**own, "TTP_ADDRESS": "127.0.0.1"}, hosts="aabb").start()
     this.until(lambda: this.live_ranks() == 4 and bool(this.status().standbys))
     standby = int(this.status().standbys[0].rpartition(":")[2])
-    for process in this.controllers():
-        process.kill()
+    for controller in this.controllers():
+        controller.kill()
     this.until(lambda: this.live_ranks(standby) == 4)
 
     done = _status(standby, own)

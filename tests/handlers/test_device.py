@@ -52,7 +52,7 @@ class Runtime:
 @pytest.fixture
 def runtime(monkeypatch: pytest.MonkeyPatch) -> Runtime:
     made = Runtime()
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=made))  # type: ignore[arg-type]  # of which no more is asked
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=made))
     return made
 
 

@@ -189,6 +189,10 @@ def test_a_handler_that_raises_or_takes_too_long_or_is_not_there_is_a_failure_in
     assert rank.act(RoundKind.ROLLBACK).ok
 
 
+def _only(wait: Callable[[], Any]) -> Callable[[Call], Any]:
+    return lambda call: wait()
+
+
 def test_what_belongs_to_the_training_thread_is_refused_in_a_handler_instead_of_waiting_for_itself() -> None:
     part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}), Config(port=1))
     waits: list[Callable[[], Any]] = [
@@ -196,7 +200,7 @@ def test_what_belongs_to_the_training_thread_is_refused_in_a_handler_instead_of_
         part.wait_next_action, part.wait_repair_action, part.leave,
     ]  # fmt: skip
     for wait in waits:
-        rank = Rank0(save=lambda call, wait=wait: wait())
+        rank = Rank0(save=_only(wait))
         part._actor, part._processor = rank.actor, rank  # type: ignore[assignment]  # a stand-in for the processor
         answer = rank.act(RoundKind.SAVE)
         assert not answer.ok and "is for the training thread to report" in answer.text, answer

@@ -219,7 +219,7 @@ def test_a_controller_refuses_a_certificate_that_was_revoked(
     stolen = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
     for name, value in stolen.items():
         monkeypatch.setenv(name, value)
-    controller = Controller(tmp_path, wait=False, **listed["welcome"])  # type: ignore[arg-type]  # settings, and none else
+    controller = Controller(tmp_path, wait=False, **listed["welcome"])
     try:
         _life(tmp_path / "welcome", controller.port, listed["welcome"])
         assert (tmp_path / "welcome" / "step_5").exists()
