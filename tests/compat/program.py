@@ -21,6 +21,7 @@ from typing import Any
 DIR = Path(os.environ["JOB_DIR"])
 RANK, WORLD, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["TTP_PORT"])
 JOB: dict[str, Any] = json.loads(os.environ["JOB"])
+PORT = JOB.get("port", PORT)
 MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE") == "1"
 PATIENCE_S = 200.0
 
@@ -201,6 +202,9 @@ def as_wished(kind: str, func: Any) -> Any:
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory":
                 raise RuntimeError("UCE ERROR, once more")
+            case "wait":
+                while not (DIR / "go").exists():
+                    time.sleep(0.002)
             case "nonsense":
                 return "nonsense"
             case "dump":

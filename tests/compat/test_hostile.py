@@ -134,6 +134,18 @@ def test_memory_is_lost_on_every_holder_of_a_piece(job: Make) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["stop", "repair", "rollback"])
+def test_the_controller_dies_in_a_repair(job: Make, kind: str) -> None:
+    """The next one does not believe what was being written, and begins anew."""
+    this = job(faults=[MEMORY], steps=8, options=hostile(kind, r3="wait")).start()
+    this.until(lambda: any("hostile" in note for notes in this.of(kind).values() for note in notes))
+    for controller in this.controllers():
+        controller.kill()
+    (this.directory / "go").touch()
+    check_repaired(this, this.wait())
+
+
+@pytest.mark.slow
 def test_a_replica_dies_while_its_partner_waits_to_be_repaired(job: Make) -> None:
     """With three copies of each piece the last one is enough to save."""
     this = job(ranks=6, copies=3, faults=[MEMORY], options=hostile("stop", r3="kill"))

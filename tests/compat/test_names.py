@@ -143,6 +143,20 @@ def test_the_device_is_that_of_the_training_thread(monkeypatch: pytest.MonkeyPat
     assert tft.get_device() == 6
 
 
+def test_a_managers_callback_gets_the_arguments_that_it_takes() -> None:
+    told: list[Any] = []
+
+    def older(faults: Any) -> None:
+        told.append(faults)
+
+    def any_number(*given: Any) -> None:
+        told.append(given)
+
+    for func in (older, any_number):
+        managing._fitting(func)({1: 0}, {1: "12ab"})
+    assert told == [{1: 0}, ({1: 0}, {1: "12ab"})]
+
+
 def test_modules_that_log_beside_the_original() -> None:
     assert controller.ttp_logger.LOGGER.name == "ttp.compat.mindio"
     assert tft.get_mindio_export_version() is None

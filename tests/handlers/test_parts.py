@@ -233,6 +233,19 @@ def test_what_clean_returns_matters(returned: Any, ok: bool) -> None:
     assert len(calls) == (1 if ok else 2) and calls[0].memory_error
 
 
+@pytest.mark.parametrize(
+    ("way", "spoilt"),
+    [(RepairWay.SEND, False), (RepairWay.MEMORY_LOW, False), (RepairWay.MEMORY_HIGH, True), (RepairWay.RECEIVE, True)],
+)
+def test_a_copy_that_is_written_over_is_of_no_version_until_training_goes_on(way: RepairWay, spoilt: bool) -> None:
+    seen: list[Phase] = []
+    rank = Rank0(repair=lambda call: seen.append(rank.gate.state().phase))
+    rank.loop.leave()
+    answer = rank.act(RoundKind.REPAIR, way=way)
+    assert answer.ok and answer.torn is spoilt and seen == [Phase.TORN if spoilt else Phase.IDLE]
+    assert rank.act(RoundKind.RESUME).torn is False
+
+
 def test_a_repair_that_loads_says_which_step() -> None:
     rank = Rank0(repair=lambda call: setattr(rank.actor, "loaded", 3))
     assert rank.act(RoundKind.REPAIR, way=RepairWay.LOAD).result == 3

@@ -22,6 +22,7 @@ log = logging.getLogger("ttp.handlers")
 CLEANED = (0, 2)
 """What a clean handler returns where the device is usable again; see ``ttp.core.curing``."""
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
+WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR)
 """Rounds that nobody can do without a handler."""
 
@@ -170,6 +171,8 @@ class Actor:
 
     def _repair(self, act: Act) -> int:
         self.loaded = None
+        if act.way in WRITES:
+            self._gate.mark_overwritten()  # a controller that takes over in the middle of it has to know
         self._call(act)
         if act.way not in LOADS:
             return 0

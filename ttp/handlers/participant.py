@@ -29,6 +29,8 @@ log = logging.getLogger("ttp.handlers")
 ACTION_S = 180.0
 """How long a handler may take, unless it is told otherwise."""
 LIMIT_MS_MAX = 2**31 - 1
+ANOTHER_S = 60.0
+"""What is left of ``TTP_OT`` for others when a save handler hangs; half of it, if it is short."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """What programs written for MindIO look for in the text of an exception."""
 
@@ -40,7 +42,8 @@ class Participant:
         env: who this rank is.
         config: the job's settings.
         exit_code: of this process after a release; None: 75 saved, 70 not saved.
-        action_s: how long a handler may take, in seconds; at most half of ``TTP_OT``, which is what saving may take.
+        action_s: how long a handler may take, in seconds; at most half of ``TTP_OT``. Saving may take all of that but
+            ``ANOTHER_S``: a handler that hangs leaves time for others to save what they hold too.
         retry: lost device memory and broken links may be repaired in this process.
         load_repair: the repair handler can load a checkpoint.
         halt_before_dump: stop and clean before the handlers save.
@@ -143,8 +146,7 @@ class Participant:
         with self._said:
             if self._processor is None:
                 return
-            # A handler that hangs leaves as much time as it took: for others to save what it holds up.
-            most_ms = min(int(self._config.rescue_patience_s * 500), LIMIT_MS_MAX)
+            rescue_s = self._config.rescue_patience_s
             self._processor.handlers_known(
                 Handlers(
                     rank=Rank(self._env.rank),
@@ -152,8 +154,8 @@ class Participant:
                     retry=self._retry,
                     load_repair=self._load_repair,
                     halt_before_dump=self._halt_before_dump,
-                    action_ms=min(int(self._action_s * 1000), most_ms),
-                    save_ms=most_ms,
+                    action_ms=_ms(min(self._action_s, rescue_s / 2)),
+                    save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
                     halted=self._halted,
                 )
             )
@@ -320,3 +322,7 @@ class Participant:
         if handler is not None:
             with self._on_device(HandlerKind.EXIT):
                 handler(Call(HandlerKind.EXIT, step=self.step, repair_type=self.repair_type()))
+
+
+def _ms(seconds: float) -> int:
+    return min(int(seconds * 1000), LIMIT_MS_MAX)

@@ -89,7 +89,7 @@ def _changed(path: Path) -> int:
         return 0  # openssl says what is wrong
 
 
-@functools.lru_cache(maxsize=100_000)  # every rank may have one of its own
+@functools.lru_cache(maxsize=10_000)  # every rank may have one of its own
 def _judged(certificate: bytes, guard: Guard, _changed: int, _time: int) -> str:
     command = ["openssl", "verify", "-crl_check_all", "-CAfile", str(guard.authority), "-CRLfile", str(guard.lists)]
     try:
