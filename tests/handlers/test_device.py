@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from ttp.handlers import device
+from ttp.config import Config, RankEnv
+from ttp.handlers import HandlerKind, Participant, device
 
 
 class Runtime:
@@ -83,6 +84,25 @@ def test_a_save_waits_for_the_last_update_and_for_nothing_that_came_after_it(run
     with mine.borrowed(aside=True):
         runtime.log.append("save")
     assert runtime.log[3:] == ["side waits for update 2", "onto side", "save", "off side"]
+
+
+def test_a_participant_finds_its_device_with_its_first_update_and_has_its_saves_wait_for_the_last(
+    runtime: Runtime,
+) -> None:
+    part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}), Config(port=1))
+    gate = SimpleNamespace(updating=True, closed=False)
+    processor: Any = SimpleNamespace(gate=gate, begin_update=lambda: None, end_update_at=lambda version: None)
+    part._processor = processor
+    assert part.device_index is None
+    runtime.set_device(3)
+    part.begin_update()
+    runtime.log.append("update 1")
+    part.end_update(1)
+    assert part.device_index == 3
+    for kind in (HandlerKind.SAVE, HandlerKind.REPAIR):
+        with part._on_device(kind):
+            runtime.log.append(kind.value)
+    assert runtime.log == ["update 1", "side waits for update 1", "onto side", "save", "off side", "repair"]
 
 
 def test_a_job_without_a_device_has_none_and_a_strange_one_hurts_nobody(
