@@ -24,7 +24,8 @@ from ttp.handlers import Ailment, Call, HandlerKind
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has said nothing yet."""
     for name in ("TTP_PORT", "TTP_MINDIO", "MINDIO_FOR_MINDSPORE", "TTP_FRAMEWORK_TYPE", "TTP_STOP_CLEAN_BEFORE_DUMP"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and what a test sets by itself does not stay
     this = rank.ThisRank()
     from ttp.compat.mindio.framework_ttp import ttp_decorator
 
