@@ -196,6 +196,7 @@ class Rank:
         while self.step < STEPS:
             step = self.step + 1
             if (self.rank, step, self.life) == (VICTIM, HURT_AT, 0):
+                self.wait_for(*(f"meet.0.{step}.{rank}" for rank in range(WORLD) if rank != VICTIM))
                 if self.fault == "kill":
                     os.kill(os.getpid(), signal.SIGKILL)
                 raise RuntimeError("UCE ERROR, device error type 1")

@@ -55,7 +55,7 @@ def wait_for(*names: str) -> None:
 
 
 class State:
-    step, value, life, cursor = 0, 1, 0, 0
+    step, value, life, cursor, first = 0, 1, 0, 0, 0
 
 
 def after(value: int, step: int) -> int:
@@ -66,6 +66,8 @@ def hurt(state: State, step: int, place: str) -> None:
     for number, fault in enumerate(JOB.get("faults", ())):
         if (fault["rank"], fault["step"], fault.get("at", "before")) != (RANK, step, place) or number in fired:
             continue
+        if place == "before" and step - 1 > state.first:  # who is left behind by one step is another story
+            wait_for(*(f"made-{state.life}-{step - 1}-{r}" for r in range(WORLD)))
         fired.add(number)
         match fault["what"]:
             case "kill":
@@ -97,7 +99,7 @@ def hurt(state: State, step: int, place: str) -> None:
 def train(state: State, other: str = "kept") -> str:
     if state.life == 0:
         say("begin", args=[type(state).__name__, other])
-    state.cursor = state.step
+    state.cursor = state.first = state.step
     while state.step < JOB["steps"]:
         step = state.step + 1
         hurt(state, step, "before")
@@ -113,6 +115,7 @@ def train(state: State, other: str = "kept") -> str:
         state.value, state.step, state.cursor = after(state.value, step), step, step
         utils.tft_set_update_end_time(1000 * step + 500)
         tft.tft_end_updating_os(step)
+        put(f"made-{state.life}-{step}-{RANK}", 1)
         tft.tft_pause_train(step)
         time.sleep(JOB.get("step_s", 0))
     return "trained"
