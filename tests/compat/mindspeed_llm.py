@@ -229,8 +229,11 @@ class Rank:
 
 def run(rank: int, fault: str, checkout: str, directory: Path, port: int, store_port: int) -> None:
     sys.path.insert(0, checkout)
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1",
-                   "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_ABANDONED_S": "5"}  # fmt: skip
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1",
+        "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_SAVE_DIR": str(directory),
+        "TTP_ABANDONED_S": "5",
+    }  # fmt: skip
     put_into_place()
     npu = pretend(rank, directory / "saves")
     store = _dist.TCPStore("127.0.0.1", store_port, is_master=False, timeout=timedelta(seconds=PATIENCE_S))
