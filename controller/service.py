@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 from ttp._version import __version__
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
+from ttp.controller.peers import RevocationInterceptor
 from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
 from ttp.controller.rounds_service import ManagerService
 from ttp.core import controller_events as ce
@@ -254,7 +255,9 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
         RuntimeError: the port cannot be bound.
         ConfigError: TLS is asked for and cannot be had.
     """
-    interceptors = [*([TokenInterceptor(token)] if token else []), RawReports()]
+    mine = tls.identity()
+    known = [RevocationInterceptor(mine.guard)] if mine is not None and mine.guard is not None else []
+    interceptors = [*([TokenInterceptor(token)] if token else []), *known, RawReports()]
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
     rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
     rounds_pb2_grpc.add_ManagerServicer_to_server(ManagerService(driver), server)

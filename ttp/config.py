@@ -207,6 +207,9 @@ class Config:
     tls_key_password: str | None = _setting("TTP_TLS_KEY_PASSWORD", _name, None)
     """File that holds the password of the key; None: the key is not encrypted."""
 
+    tls_crl: str | None = _setting("TTP_TLS_CRL", _name, None)
+    """Revocation lists (PEM) of the authority and those in between; None: none are looked at."""
+
     mindio: str = _setting("TTP_MINDIO", _mindio, "")
     """Whether ``ttp run`` puts the package ``mindio_ttp`` into place: 1, force (even where the original is), or not."""
 

@@ -37,24 +37,40 @@ class Job:
     faults: list[dict[str, Any]] = field(default_factory=list)
     options: dict[str, Any] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
+    hosts: str = ""
+    """A letter for the host of each rank; none: all are on this one."""
+    manager: bool = False
+    """A process of the cluster's manager starts the controller, not rank 0."""
+    port: int = 0
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
-        self.port = free_port()
+        self.port = self.port or free_port()
         job = {"steps": self.steps, "copies": self.copies, "faults": self.faults, **self.options}
         base = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
             "JOB_DIR": str(self.directory), "JOB": json.dumps(job), "WORLD_SIZE": str(self.ranks),
             "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"),
             "TTP_SAVE_DIR": str(self.directory / "saves"), "TTP_OT": "60", "TTP_ABANDONED_S": "5",
         }  # fmt: skip
+        base |= {"MINDX_TASK_ID": "task"} if self.manager else {}
         tell_children(base)
         for rank in range(self.ranks):
-            env = base | self.env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            with (self.directory / f"rank{rank}.out").open("wb") as out:
-                command = [sys.executable, str(PROGRAM)]
-                self.processes.append(subprocess.Popen(command, env=env, stdout=out, stderr=subprocess.STDOUT))
+            self.processes.append(self._spawn(rank, base | self.env | self._place(rank)))
+        if self.manager:
+            self.desk = self._spawn(-1, base | self.env)
         return self
+
+    def _place(self, rank: int) -> dict[str, str]:
+        if not self.hosts:
+            return {}
+        return {"TTP_HOST": self.hosts[rank], "TTP_RUN_DIR": str(self.directory / "run" / self.hosts[rank])}
+
+    def _spawn(self, rank: int, env: dict[str, str]) -> subprocess.Popen[bytes]:
+        numbers = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        with (self.directory / f"rank{rank}.out").open("wb") as out:
+            command = [sys.executable, str(PROGRAM)]
+            return subprocess.Popen(command, env=env | numbers, stdout=out, stderr=subprocess.STDOUT)
 
     def wait(self, timeout_s: float = 250) -> list[int]:
         """Exit codes of all ranks."""
@@ -74,20 +90,24 @@ class Job:
         wanted = {"ttp.controller", str(self.port)}
         return [p for p in psutil.process_iter(["cmdline"]) if wanted <= set(p.info["cmdline"] or [])]
 
-    def live_ranks(self) -> int:
-        """As the controller of the moment sees them."""
-        with open_channel("127.0.0.1", self.port) as channel:
+    def status(self, port: int = 0) -> pb.GetStatusResponse:
+        """What the controller of the moment says; nothing, if there is none."""
+        with open_channel("127.0.0.1", port or self.port) as channel:
             try:
-                status = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
+                answer: pb.GetStatusResponse = stub(channel).GetStatus(pb.GetStatusRequest(), timeout=5)
             except grpc.RpcError:
-                return 0
-        return sum(rank.state == "live" for rank in status.ranks)
+                return pb.GetStatusResponse()
+        return answer
+
+    def live_ranks(self, port: int = 0) -> int:
+        """As the controller of the moment sees them."""
+        return sum(rank.state == "live" for rank in self.status(port).ranks)
 
     def run(self) -> list[int]:
         return self.start().wait()
 
     def stop(self) -> None:
-        for process in self.processes:
+        for process in [*self.processes, *([self.desk] if self.manager else [])]:
             if process.poll() is None:
                 process.kill()
             process.wait()

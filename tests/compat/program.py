@@ -1,8 +1,10 @@
 """A training program written for ``mindio_ttp``: knows nothing of ttp. State and collectives are files of ``JOB_DIR``.
 
 ``JOB`` holds its options as JSON: ``faults`` (``[{"rank": 1, "step": 4, "what": "memory"}]``), ``copies``, ``sets``,
-``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would). What it does is told by
-one line of JSON each in ``rank{r}.jsonl``. With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
+``steps``, ``step_s``, ``tls``, ``manage`` (rank 0 answers as the cluster's manager would; rank -1, if there is one, is
+a process of the manager's own), ``hostile`` (``{"save": {"1": "raise"}}``: what handlers do wrong, by rank),
+``delay_s`` by rank, ``starts`` of the controller. What it does is told by one line of JSON each in ``rank{r}.jsonl``.
+With ``MINDIO_FOR_MINDSPORE=1`` it is a program of that dialect.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 DIR = Path(os.environ["JOB_DIR"])
 RANK, WORLD, PORT = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ["TTP_PORT"])
 JOB: dict[str, Any] = json.loads(os.environ["JOB"])
+PORT = JOB.get("port", PORT)
 MINDSPORE = os.environ.get("MINDIO_FOR_MINDSPORE") == "1"
 PATIENCE_S = 200.0
 
@@ -52,7 +55,7 @@ def wait_for(*names: str) -> None:
 
 
 class State:
-    step, value, life, cursor = 0, 1, 0, 0
+    step, value, life, cursor, first = 0, 1, 0, 0, 0
 
 
 def after(value: int, step: int) -> int:
@@ -63,6 +66,8 @@ def hurt(state: State, step: int, place: str) -> None:
     for number, fault in enumerate(JOB.get("faults", ())):
         if (fault["rank"], fault["step"], fault.get("at", "before")) != (RANK, step, place) or number in fired:
             continue
+        if place == "before" and step - 1 > state.first:  # who is left behind by one step is another story
+            wait_for(*(f"made-{state.life}-{step - 1}-{r}" for r in range(WORLD)))
         fired.add(number)
         match fault["what"]:
             case "kill":
@@ -70,6 +75,8 @@ def hurt(state: State, step: int, place: str) -> None:
                     wait_for(fault["after"])
                 os.kill(os.getpid(), signal.SIGKILL)
             case "memory" | "memory_low":
+                if fault.get("after"):
+                    wait_for(fault["after"])
                 if fault["what"] == "memory":
                     state.value = -1
                 raise RuntimeError(fault.get("text", "UCE ERROR, device error type 12ab"))
@@ -81,7 +88,8 @@ def hurt(state: State, step: int, place: str) -> None:
             case "error":
                 raise RuntimeError(fault["text"])
             case "dump":
-                say("dumped", result=controller.tft_notify_controller_dump())
+                for _ in range(fault.get("times", 1)):
+                    say("dumped", result=controller.tft_notify_controller_dump())
             case "pause":
                 say("asked", result=controller.tft_notify_controller_stop_train({}, "pause", 30))
             case "controller":
@@ -91,7 +99,7 @@ def hurt(state: State, step: int, place: str) -> None:
 def train(state: State, other: str = "kept") -> str:
     if state.life == 0:
         say("begin", args=[type(state).__name__, other])
-    state.cursor = state.step
+    state.cursor = state.first = state.step
     while state.step < JOB["steps"]:
         step = state.step + 1
         hurt(state, step, "before")
@@ -107,6 +115,7 @@ def train(state: State, other: str = "kept") -> str:
         state.value, state.step, state.cursor = after(state.value, step), step, step
         utils.tft_set_update_end_time(1000 * step + 500)
         tft.tft_end_updating_os(step)
+        put(f"made-{state.life}-{step}-{RANK}", 1)
         tft.tft_pause_train(step)
         time.sleep(JOB.get("step_s", 0))
     return "trained"
@@ -171,14 +180,55 @@ def leave(ctx: Any) -> None:
     os._exit(1)
 
 
+WAITS: dict[str, Any] = {
+    "update": tft.tft_start_updating_os,
+    "step": lambda: tft.tft_pause_train(99),
+    "report": lambda: tft.tft_report_error(tft.ReportState.RS_UNKNOWN.value),
+    "await": tft.tft_wait_repair_action,
+    "leave": tft.tft_destroy_processor,
+}
+"""Calls of the training thread's that a handler has no business to make."""
+
+
+def as_wished(kind: str, func: Any) -> Any:
+    """The handler, or one that does wrong."""
+    wrong = JOB.get("hostile", {}).get(kind, {}).get(str(RANK))
+
+    def hostile(*given: Any) -> Any:
+        say(kind, hostile=wrong)
+        match wrong:
+            case "raise":
+                raise OSError("no space left on device")
+            case "hang":
+                time.sleep(10 * PATIENCE_S)
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "memory":
+                raise RuntimeError("UCE ERROR, once more")
+            case "wait":
+                while not (DIR / "go").exists():
+                    time.sleep(0.002)
+            case "nonsense":
+                return "nonsense"
+            case "dump":
+                say("dumped", result=controller.tft_notify_controller_dump())
+            case _:
+                WAITS[wrong]()
+        return func(*given)
+
+    if wrong is None:
+        return func
+    return (lambda: None) if wrong == "arguments" else hostile
+
+
 def register() -> None:
-    tft.tft_register_save_ckpt_handler(save, "ctx")
-    tft.tft_register_rename_handler(rename, "ctx")
-    tft.tft_register_stop_handler(stop, "ctx")
-    tft.tft_register_clean_handler(clean, "ctx")
-    tft.tft_register_repair_handler(repair, "ctx")
-    tft.tft_register_rollback_handler(rollback, "ctx")
-    tft.tft_register_exit_handler(leave, "ctx")
+    tft.tft_register_save_ckpt_handler(as_wished("save", save), "ctx")
+    tft.tft_register_rename_handler(as_wished("rename", rename), "ctx")
+    tft.tft_register_stop_handler(as_wished("stop", stop), "ctx")
+    tft.tft_register_clean_handler(as_wished("clean", clean), "ctx")
+    tft.tft_register_repair_handler(as_wished("repair", repair), "ctx")
+    tft.tft_register_rollback_handler(as_wished("rollback", rollback), "ctx")
+    tft.tft_register_exit_handler(as_wished("exit", leave), "ctx")
     tft.tft_register_rebuild_group_handler(lambda ranks, args, ctx: say("rebuild"), "ctx")
     tft.tft_register_stream_sync_handler(lambda: say("sync"))
     tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
@@ -195,6 +245,9 @@ def manage() -> None:
 
     def stop_complete(code: int, text: str, faults: dict[int, int]) -> None:
         say("report_stop_complete", code=code, faults=sorted(faults.items()))
+        if JOB.get("stand") and not stood:
+            stood.append(1)
+            return
         if JOB["manage"] == "pause":
             say("continue", result=controller.tft_notify_controller_change_strategy("continue"))
         else:
@@ -213,6 +266,7 @@ def manage() -> None:
             controller.tft_notify_controller_change_strategy("exit")
 
     asked: list[int] = []
+    stood: list[int] = []
     for name, func in {
         "report_fault_ranks": fault_ranks,
         "report_stop_complete": stop_complete,
@@ -239,15 +293,32 @@ def mindspore_train() -> str:
             raise
 
 
+def start_controller(*tls: Any) -> None:
+    if "manage" in JOB:
+        manage()
+    for number in range(JOB.get("starts", 1)):
+        if number:
+            controller.tft_destroy_controller()
+        tft.tft_init_controller(RANK, WORLD, False)
+        tft.tft_start_controller("127.0.0.1", PORT, *tls)
+
+
+def manager_alone() -> None:
+    """As taskd: it is no rank, and lives until it is killed."""
+    start_controller(False)
+    say("serves", all=controller.tft_query_high_availability_switch())
+    time.sleep(10 * PATIENCE_S)
+
+
 def main() -> None:
     tls: tuple[bool, str] = (True, JOB["tls"]) if "tls" in JOB else (False, "")
     if JOB.get("decrypt"):
         tft.tft_register_decrypt_handler(lambda cipher: cipher[::-1])
-    if RANK == 0:
-        if "manage" in JOB:
-            manage()
-        tft.tft_init_controller(RANK, WORLD, False)
-        tft.tft_start_controller("127.0.0.1", PORT, *tls)
+    time.sleep(JOB.get("delay_s", {}).get(str(RANK), 0))
+    if RANK == -1:
+        manager_alone()
+    if RANK == 0 and "MINDX_TASK_ID" not in os.environ:
+        start_controller(*tls)
     tft.tft_init_processor(RANK, WORLD, False, *tls, JOB.get("enable_uce", True))
     tft.tft_start_processor("127.0.0.1", PORT)
     everybody = {"rank_list": list(range(WORLD)), "replica_cnt": JOB["copies"], "replica_shift": 0}

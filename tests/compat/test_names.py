@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,24 +17,41 @@ from ttp.compat.mindio import catching, managing, rank, tls_info, update_times
 from ttp.compat.mindio.handlers import Handlers
 from ttp.core.rounds_messages import RepairWay
 from ttp.errors import ConfigError, UsageError
-from ttp.handlers import Call, HandlerKind
+from ttp.handlers import Ailment, Call, HandlerKind
 
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process that has said nothing yet."""
     for name in ("TTP_PORT", "TTP_MINDIO", "MINDIO_FOR_MINDSPORE", "TTP_FRAMEWORK_TYPE", "TTP_STOP_CLEAN_BEFORE_DUMP"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)  # and what a test sets by itself does not stay
     this = rank.ThisRank()
     from ttp.compat.mindio.framework_ttp import ttp_decorator
 
-    for module in (rank, catching, ttp_decorator):
+    for module in (rank, catching, managing, ttp_decorator):
         monkeypatch.setattr(module, "THIS", this)
     monkeypatch.setattr(managing, "HERE", managing.Managing())
     monkeypatch.setattr(catching, "TABLE", catching.Table())
     monkeypatch.setattr(ttp_decorator, "TABLE", catching.TABLE)
     monkeypatch.setattr(update_times, "_times", {"start": None, "end": None})
     yield
+
+
+class Told:
+    """In the place of a participant: what it was told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reports: list[Ailment] = []
+        self.left: list[bool] = []
+        self.device_index: int | None = None
+        monkeypatch.setattr(rank.THIS, "_participant", self)
+
+    def report_error(self, ailment: Ailment, code: str, text: str) -> None:
+        self.reports.append(ailment)
+
+    def leave(self, *, at_once: bool) -> None:
+        self.left.append(at_once)
 
 
 def test_the_numbers() -> None:
@@ -72,6 +91,76 @@ def test_the_table_of_exceptions(text: str, state: str) -> None:
     tft.tft_set_update_end_time(2000)
     tft.tft_register_exception_handler("PRECISION ERROR", "RS_RETRY", lambda text: "PRECISION ERROR")
     assert catching.TABLE.classify(text).name == state
+
+
+def test_a_programs_own_handler_may_say_any_kind_and_nonsense_is_unknown() -> None:
+    said = {"by its name": "HBM MULTI BIT ECC can't repair", "by another": "OTHER", "nonsense": "weather"}
+    tft.tft_register_exception_handler("ODD", "RS_RETRY", lambda text: said[text.removeprefix("ODD ")])
+    found = [catching.TABLE.classify(f"ODD {text}").name for text in said]
+    assert found == ["RS_UCE_CORRUPTED", "RS_UNKNOWN", "RS_UNKNOWN"]
+
+
+@pytest.mark.parametrize("text", ["ARF FINISH", "STEP FINISH", "out of luck"])
+def test_what_is_said_by_processes_that_join_a_running_job_is_an_error_like_any_other(
+    monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    told = Told(monkeypatch)
+
+    def train() -> None:
+        raise RuntimeError(text)
+
+    with pytest.raises(RuntimeError, match=text):
+        tft.tft_exception_handler(train)()
+    assert told.reports == [Ailment.FATAL]
+
+
+def test_who_presses_control_c_is_not_kept_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = Told(monkeypatch)
+
+    def train() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tft.tft_exception_handler(train)()
+    assert told.left == [True] and told.reports == []
+
+
+def test_arguments_of_none_change_nothing() -> None:
+    tft.tft_set_step_args("args")
+    tft.tft_set_step_args(None)
+    assert rank.THIS.handlers.args == "args"
+    tft.set_mindio_export_version("MindSpeed-LLM")
+    tft.tft_set_step_args("others")
+    assert rank.THIS.handlers.args == "args"
+
+
+def test_the_device_is_that_of_the_training_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert tft.get_device() is None
+    Told(monkeypatch).device_index = 5
+    assert tft.get_device() == 5
+    monkeypatch.setenv("MINDIO_FOR_MINDSPORE", "1")
+    context = SimpleNamespace(get_context=lambda what: {"device_id": 6}[what])
+    monkeypatch.setitem(sys.modules, "mindspore", SimpleNamespace(context=context))
+    assert tft.get_device() == 6
+
+
+def test_a_managers_callback_gets_the_arguments_that_it_takes() -> None:
+    told: list[Any] = []
+
+    def older(faults: Any) -> None:
+        told.append(faults)
+
+    def any_number(*given: Any) -> None:
+        told.append(given)
+
+    for func in (older, any_number):
+        managing._fitting(func)({1: 0}, {1: "12ab"})
+    assert told == [{1: 0}, ({1: 0}, {1: "12ab"})]
+
+
+def test_modules_that_log_beside_the_original() -> None:
+    assert controller.ttp_logger.LOGGER.name == "ttp.compat.mindio"
+    assert tft.get_mindio_export_version() is None
 
 
 def test_what_may_not_be_repaired_is_unknown() -> None:
@@ -192,15 +281,20 @@ def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b", "other")
     made = authority.sign(password="emases nepo")
     (tmp_path / "cipher").write_text("open sesame\n")
-    for name in ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS_KEY_PASSWORD"):
+    for name in ("TTP_TLS_CERT", "TTP_TLS_KEY", "TTP_TLS_CA", "TTP_TLS_KEY_PASSWORD", "TTP_TLS_CRL"):
         monkeypatch.setenv(name, "")
     text = (
         f"tlsCert: {made['TTP_TLS_CERT']}; tlsPk: {made['TTP_TLS_KEY']}; tlsPkPwd: {tmp_path / 'cipher'};"
-        f"tlsCaPath: {tmp_path}; tlsCaFile: a/{authority.certificate.name}, b/{other.certificate.name}; tlsCrlFile: "
+        f"tlsCaPath: {tmp_path}; tlsCaFile: a/{authority.certificate.name}, b/{other.certificate.name}; tlsCrlFile: ;"
     )
     tls_info.use(True, text, tmp_path / "run", lambda cipher: cipher[::-1])
     kept = tmp_path / "run" / "key-password"
     assert kept.read_text() == "emases nepo" and kept.stat().st_mode & 0o777 == 0o600
+    lists = f"tlsCrlPath: {tmp_path}; tlsCrlFile: a/{authority.revoke().name}, b/{other.revoke().name}"
+    tls_info.use(True, f"{text}{lists}", tmp_path / "run", lambda cipher: cipher[::-1])
+    authority.revoke("own")
+    with pytest.raises(ConfigError, match="certificate revoked"):
+        tls_info.use(True, f"{text}{lists}", tmp_path / "run", lambda cipher: cipher[::-1])
 
 
 @pytest.mark.parametrize(
@@ -208,7 +302,7 @@ def test_tls_info_becomes_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     [
         ("tlsCert a.pem", "'tlsCert a.pem' is not understood"),
         ("tlsCert: a.pem", "says no tlsPk, tlsCaFile"),
-        ("tlsCert: a; tlsPk: b; tlsCaFile: c; tlsCrlFile: d", "are not looked at here"),
+        ("tlsCert: a; tlsPk: b; tlsCaFile: c; tlsCrlFile: d, e", "d cannot be read"),
     ],
 )
 def test_tls_info_that_cannot_be_used(tmp_path: Path, text: str, said: str) -> None:

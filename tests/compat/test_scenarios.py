@@ -15,7 +15,9 @@ from ttp.compat.mindio.values import RepairType
 Make = Callable[..., Job]
 
 ARGS, CTX = ["State"], "ctx"
-SAVED = 75
+SAVED, NOT_SAVED, KILLED = 75, 70, -9
+HANDLERS = ("save", "rename", "repair", "rollback", "exit")
+"""Beside those that are called before each of them where the program wants it."""
 
 
 def fault(rank: int, step: int, what: str, **how: Any) -> dict[str, Any]:
@@ -39,7 +41,10 @@ def check_dumped(job: Job, step: int, savers: list[int], codes: list[int]) -> No
     (renamer,) = job.of("rename")
     assert renamer == next((rank for rank in savers if rank), 0)
     assert job.of("rename")[renamer] == [{"what": "rename", "step": step, "given": ARGS}]
-    assert codes == [SAVED if code != -9 else -9 for code in codes], (codes, job.story())
+    for rank in range(job.ranks):
+        wanted = [*(["save"] if rank in savers else []), *(["rename"] if rank == renamer else [])]
+        assert [call for call in job.order(rank) if call in HANDLERS] == wanted, job.story()
+    assert codes == [SAVED if code != KILLED else KILLED for code in codes], (codes, job.story())
 
 
 # ------------------------------------------------------------------------------------------------------------ the dump
@@ -67,7 +72,8 @@ def test_of_worlds_of_all_sizes(job: Make, ranks: int, copies: int, dead: int) -
 
 
 def test_any_other_exception(job: Make) -> None:
-    this = job(ranks=2, faults=[fault(1, 4, "raise", text="out of luck")])
+    """And a program that names a port of its own: that of its launcher is taken."""
+    this = job(ranks=2, faults=[fault(1, 4, "raise", text="out of luck")], options={"port": 8000})
     codes = this.run()
     check_dumped(this, 3, [0], codes)
     assert "ValueError: out of luck" in this.story()
@@ -147,13 +153,20 @@ def test_lost_memory_is_repaired_from_a_replica(job: Make) -> None:
         assert (note["info"]["src"], note["info"]["dst"], note["info"]["type"]) == ([3], [1], [0])
         assert (note["step"], note["errors"], note["args"], note["ctx"]) == (3, [1], ARGS, CTX)
     assert {r: n[0]["uce"] for r, n in this.of("clean").items()} == {0: False, 1: True, 2: False, 3: False}
+    notes = [note for what in ("stop", "clean", "rollback") for given in this.of(what).values() for note in given]
+    assert len(notes) == 12 and all((note["args"], note["ctx"]) == (ARGS, CTX) for note in notes)
+    assert {note["step"] for given in this.of("rollback").values() for note in given} == {3}
 
 
 @pytest.mark.slow
 def test_memory_that_is_not_lost_needs_no_transfer(job: Make) -> None:
     this = job(faults=[fault(1, 4, "memory_low")])
     check_repaired(this, this.run())
-    assert all(note["info"]["src"] == [] for notes in this.of("repair").values() for note in notes)
+    (note,) = this.of("repair")[1]
+    assert note["info"] == {"type": [], "repair_type": RepairType.RT_UCE_LOWLEVEL.value, "src": [], "dst": [],
+                            "rank_list": []}  # fmt: skip
+    assert this.order(1) == ["stop", "clean", "repair", "rollback"]
+    assert all(this.order(rank) == ["stop", "clean", "rollback"] for rank in (0, 2, 3))
 
 
 @pytest.mark.slow
@@ -176,7 +189,9 @@ def test_a_wrong_loss_goes_back_to_a_checkpoint(job: Make) -> None:
     this = job(faults=[fault(1, 4, "error", text="PRECISION ERROR load ckpt step=1")])
     check_repaired(this, this.run())
     kinds = {note["info"]["repair_type"] for notes in this.of("repair").values() for note in notes}
-    assert kinds <= {RepairType.RT_LOAD_CKPT.value, RepairType.RT_LOAD_REBUILD.value} and len(this.of("repair")) == 4
+    assert kinds == {RepairType.RT_LOAD_CKPT.value}
+    assert all(this.order(rank) == ["stop", "clean", "repair", "rollback"] for rank in range(4))
+    assert {note["step"] for notes in this.of("rollback").values() for note in notes} == {1}
 
 
 @pytest.mark.slow
@@ -217,7 +232,20 @@ def test_a_dump_on_demand_ends_nothing(job: Make) -> None:
     this = job(ranks=2, faults=[fault(0, 4, "dump")])
     codes = this.run()
     check_repaired(this, codes)
-    assert this.of("dumped")[0][0]["result"] == 0 and len(this.of("save")) == 1
+    assert this.of("dumped")[0][0]["result"] == 0
+    assert (this.order(0), this.order(1)) == (["save", "rename", "dumped"], [])
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_asked_to_end(job: Make) -> None:
+    """Its training is saved by the other one, and both end."""
+    this = job(ranks=2, steps=100_000, options={"step_s": 0.02}).start()
+    this.until((this.directory / "meet-0-20-1").exists)
+    this.processes[0].terminate()
+    assert this.wait() == [SAVED, SAVED], this.story()
+    (note,) = this.of("save")[1]
+    assert this.part(note["step"], 1)["value"] == after(note["step"])
+    assert (this.order(0), this.order(1)) == ([], ["save", "rename"])
 
 
 @pytest.mark.slow

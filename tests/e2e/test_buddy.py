@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from tests.e2e.harness import free_port
+from tests.wire.certificates import Authority
 from ttp.processor.page_dir import SHARED_MEMORY
 
 JOB = Path(__file__).with_name("buddy_job.py")
@@ -29,6 +30,7 @@ class Buddies:
     directory: Path
     hosts: tuple[str, ...]
     fault: str
+    env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
@@ -38,23 +40,27 @@ class Buddies:
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))}
         with (self.directory / f"life{life}.log").open("w") as log:
             for rank, host in enumerate(self.hosts):
-                env = clean | {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(len(self.hosts)),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": master,
-                    "TORCHELASTIC_RESTART_COUNT": str(life),
-                    "TTP_PORT": str(self.port),
-                    "TTP_RUN_DIR": str(self.directory / "run" / host),
-                    "TTP_HOST": host,
-                    "TTP_BUDDY_EVERY": str(EVERY),
-                    "TTP_STANDBYS": "0",
-                    "TTP_TOKEN": "a secret",
-                    "JOB_DIR": str(self.directory),
-                    "JOB_STEPS": str(STEPS),
-                    "JOB_FAULT": self.fault,
-                }
+                env = (
+                    clean
+                    | {
+                        "RANK": str(rank),
+                        "LOCAL_RANK": str(rank),
+                        "WORLD_SIZE": str(len(self.hosts)),
+                        "MASTER_ADDR": "127.0.0.1",
+                        "MASTER_PORT": master,
+                        "TORCHELASTIC_RESTART_COUNT": str(life),
+                        "TTP_PORT": str(self.port),
+                        "TTP_RUN_DIR": str(self.directory / "run" / host),
+                        "TTP_HOST": host,
+                        "TTP_BUDDY_EVERY": str(EVERY),
+                        "TTP_STANDBYS": "0",
+                        "TTP_TOKEN": "a secret",
+                        "JOB_DIR": str(self.directory),
+                        "JOB_STEPS": str(STEPS),
+                        "JOB_FAULT": self.fault,
+                    }
+                    | self.env
+                )
                 self.ranks.append(subprocess.Popen([sys.executable, str(JOB)], env=env, stdout=log, stderr=log))
         codes = [rank.wait(150) for rank in self.ranks]
         self.ranks = []
@@ -86,8 +92,8 @@ class Buddies:
 def job(tmp_path: Path) -> Iterator[Callable[..., Buddies]]:
     made: list[Buddies] = []
 
-    def make(hosts: str, fault: str) -> Buddies:
-        made.append(Buddies(tmp_path, tuple(hosts), fault))
+    def make(hosts: str, fault: str, **env: str) -> Buddies:
+        made.append(Buddies(tmp_path, tuple(hosts), fault, env))
         return made[-1]
 
     yield make
@@ -121,6 +127,16 @@ def check(job: Buddies, victims: set[int]) -> None:
 @pytest.mark.timeout(320)
 def test_a_whole_host_is_lost(job: Callable[..., Buddies]) -> None:
     check(job("ab", "1:10:host"), {1})
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(320)
+def test_copies_are_sent_over_tls(job: Callable[..., Buddies], tmp_path: Path) -> None:
+    """With a list of what was revoked, that of nobody here."""
+    authority = Authority(tmp_path / "authority")
+    own = authority.sign()
+    authority.sign(file="stolen")
+    check(job("ab", "1:10:host", **own, TTP_TLS_CRL=str(authority.revoke("stolen"))), {1})
 
 
 @pytest.mark.slow

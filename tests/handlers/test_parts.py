@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
+from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
 from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
-from ttp.handlers import Call, Halted, HandlerKind, NextAction
+from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant
 from ttp.handlers.actor import Actor
 from ttp.handlers.loop import Loop
 from ttp.handlers.pause import PausePoint
@@ -105,7 +107,7 @@ def test_who_stands_still_can_be_told_to_leave() -> None:
     assert point.stand_at(7, PATIENCE_S)
     point.halt()
     thread.join(PATIENCE_S)
-    assert isinstance(came[0], Halted) and "FORCE STOP" in str(came[0])
+    assert isinstance(came[0], ForcedStop) and "FORCE STOP" in str(came[0])
 
 
 # ---------------------------------------------------------------------------------------------------------------- loop
@@ -139,9 +141,15 @@ class Rank0:
         self.halted: list[bool] = []
         self.activity = ""
         self.say = lambda: None
+        self.placed: list[HandlerKind] = []
         self.acted = self.answers.append
         known = {HandlerKind(kind): func for kind, func in handlers.items()}
-        self.actor = Actor(Rank(0), self, known, self.loop, self.pause, self.halted.append)  # type: ignore[arg-type]  # a stand-in for the processor
+        self.actor = Actor(Rank(0), self, known, self.loop, self.pause, self.halted.append, self.on_device)  # type: ignore[arg-type]  # a stand-in for the processor
+
+    @contextlib.contextmanager
+    def on_device(self, kind: HandlerKind) -> Iterator[None]:
+        self.placed.append(kind)
+        yield
 
     def act(self, kind: RoundKind, limit_ms: int = 60_000, **more: Any) -> Acted:
         number = len(self.answers)
@@ -181,6 +189,24 @@ def test_a_handler_that_raises_or_takes_too_long_or_is_not_there_is_a_failure_in
     assert rank.act(RoundKind.ROLLBACK).ok
 
 
+def _only(wait: Callable[[], Any]) -> Callable[[Call], Any]:
+    return lambda call: wait()
+
+
+def test_what_belongs_to_the_training_thread_is_refused_in_a_handler_instead_of_waiting_for_itself() -> None:
+    part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}), Config(port=1))
+    waits: list[Callable[[], Any]] = [
+        part.begin_update, lambda: part.pause_train(1), lambda: part.report_error(Ailment.FATAL),
+        part.wait_next_action, part.wait_repair_action, part.leave,
+    ]  # fmt: skip
+    for wait in waits:
+        rank = Rank0(save=_only(wait))
+        part._actor, part._processor = rank.actor, rank  # type: ignore[assignment]  # a stand-in for the processor
+        answer = rank.act(RoundKind.SAVE)
+        assert not answer.ok and "is for the training thread to report" in answer.text, answer
+    assert rank.placed == [HandlerKind.SAVE]
+
+
 def test_a_stop_waits_for_the_training_thread_and_is_made_once() -> None:
     calls: list[Call] = []
     rank = Rank0(stop=calls.append)
@@ -205,6 +231,19 @@ def test_what_clean_returns_matters(returned: Any, ok: bool) -> None:
     assert (answer.ok, answer.result) == (ok, (returned or 0) if ok else 0)
     rank.act(RoundKind.CLEAN)
     assert len(calls) == (1 if ok else 2) and calls[0].memory_error
+
+
+@pytest.mark.parametrize(
+    ("way", "spoilt"),
+    [(RepairWay.SEND, False), (RepairWay.MEMORY_LOW, False), (RepairWay.MEMORY_HIGH, True), (RepairWay.RECEIVE, True)],
+)
+def test_a_copy_that_is_written_over_is_of_no_version_until_training_goes_on(way: RepairWay, spoilt: bool) -> None:
+    seen: list[Phase] = []
+    rank = Rank0(repair=lambda call: seen.append(rank.gate.state().phase))
+    rank.loop.leave()
+    answer = rank.act(RoundKind.REPAIR, way=way)
+    assert answer.ok and answer.torn is spoilt and seen == [Phase.TORN if spoilt else Phase.IDLE]
+    assert rank.act(RoundKind.RESUME).torn is False
 
 
 def test_a_repair_that_loads_says_which_step() -> None:

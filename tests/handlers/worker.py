@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import Config, RankEnv
-from ttp.handlers import Ailment, Call, Halted, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
+from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
 
 DIR = Path(os.environ["JOB_DIR"])
 ENV = RankEnv.from_env()
@@ -55,6 +55,8 @@ def until(condition: Callable[[], bool]) -> None:
 class State:
     step = 0
     value: int | None = 1
+    first = 0
+    """Where the loop was entered."""
     life = 0
     """How often the loop was entered; equal on all ranks."""
     cursor = 0
@@ -78,6 +80,8 @@ def hurt(step: int, place: str) -> None:
     for number, fault in enumerate(FAULTS):
         if (fault["rank"], fault["step"], fault.get("at", "before")) != (RANK, step, place) or number in fired:
             continue
+        if place == "before" and step - 1 > state.first:  # who is left behind by one step is another story
+            until(lambda: all((DIR / f"made-{state.life}-{step - 1}-{r}").exists() for r in range(ENV.world_size)))
         fired.add(number)
         say("fault", kind=fault["what"], step=step)
         match fault["what"]:
@@ -99,7 +103,7 @@ def hurt(step: int, place: str) -> None:
 
 
 def train() -> None:
-    state.cursor = state.step
+    state.cursor = state.first = state.step
     while state.step < STEPS:
         step = state.step + 1
         hurt(step, "before")
@@ -110,6 +114,7 @@ def train() -> None:
         assert state.value is not None and state.cursor == state.step
         state.value, state.step, state.cursor = after(state.value, step), step, step
         part.end_update(step)
+        put(f"made-{state.life}-{step}-{RANK}", 1)
         say("step", step=step)
         part.pause_train(step)
         if "step_s" in OPTIONS:
@@ -185,7 +190,7 @@ def leave(call: Call) -> None:
 
 def ailment_of(problem: RuntimeError) -> Ailment:
     text = str(problem)
-    if isinstance(problem, Halted) or "FORCE STOP" in text:
+    if isinstance(problem, ForcedStop) or "FORCE STOP" in text:
         return Ailment.STOPPED
     table = {"UCE": Ailment.MEMORY, "HCCL": Ailment.NETWORK, "PRECISION": Ailment.RETRY}
     return next((ailment for word, ailment in table.items() if word in text), Ailment.FATAL)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.processor.fake_source import FakeSource
+from tests.wire.certificates import Authority
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core import processor_events as pe
@@ -30,6 +31,7 @@ from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled
 from ttp.store.digest import digest_bytes
 from ttp.testing.scenario import grid
+from ttp.wire import tls
 from ttp.wire.v1 import buddy_pb2 as pb
 
 LAYOUT = grid(2, 1)
@@ -211,6 +213,35 @@ def test_what_is_not_right_is_refused(sender: Sender, receiver: Receiver, store:
     assert receiver.store is not None
     assert held(receiver.store) == []
     assert list(receiver.store.begin(ME, Version(1)).parent.iterdir()) == [receiver.store.begin(ME, Version(1))]
+
+
+def test_copies_travel_encrypted_from_who_is_not_revoked(
+    tmp_path: Path, store: CopyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thief has no list of what was revoked."""
+    authority = Authority(tmp_path / "authority")
+    own, stolen = authority.sign(), authority.sign(file="stolen")
+    for name, value in {**own, "TTP_TLS_CRL": str(authority.revoke("stolen"))}.items():
+        monkeypatch.setenv(name, value)
+    receiver = Receiver("127.0.0.1", "secret", "job")
+    receiver.store = CopyStore(tmp_path / "there", 3)
+    address = f"127.0.0.1:{receiver.port}"
+    sender = Sender(address, "secret", "job")
+    monkeypatch.delenv("TTP_TLS_CRL")
+    for name, value in stolen.items():
+        monkeypatch.setenv(name, value)
+    thief = Sender(address, "secret", "job")
+    try:
+        assert tls.speaks_tls("127.0.0.1", receiver.port)
+        with pytest.raises(SendError, match="certificate revoked"):
+            send(thief, kept(store))
+        assert held(receiver.store) == []
+        send(sender, kept(store))
+        assert held(receiver.store) == [(0, 10)]
+    finally:
+        thief.close()
+        sender.close()
+        receiver.close()
 
 
 def test_a_copy_that_is_given_up_leaves_nothing(sender: Sender, receiver: Receiver, store: CopyStore) -> None:

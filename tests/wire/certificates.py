@@ -12,6 +12,16 @@ def _openssl(*arguments: object) -> None:
     subprocess.run(["openssl", *map(str, arguments)], check=True, capture_output=True, timeout=60)
 
 
+CRL = """
+[ca]
+default_ca = own
+[own]
+database = {0}/index.txt
+crlnumber = {0}/crlnumber
+default_md = sha256
+"""
+
+
 class Authority:
     """Signs certificates; all files are in ``directory``."""
 
@@ -34,3 +44,23 @@ class Authority:
         _openssl("x509", "-req", "-in", request, "-CA", self.certificate, "-CAkey", self._key, "-CAcreateserial",
                  "-extfile", extension, "-out", cert, "-days", days)  # fmt: skip
         return {"TTP_TLS_CERT": str(cert), "TTP_TLS_KEY": str(key), "TTP_TLS_CA": str(self.certificate)}
+
+    def revoke(self, *files: str, days: int = 30) -> Path:
+        """The list of what was revoked, once these were too. ``days`` below zero: the list is out of date."""
+        config, listed = self.directory / "ca.cnf", self.directory / f"{self.name}.crl"
+        if not config.exists():
+            config.write_text(CRL.format(self.directory))
+            (self.directory / "index.txt").touch()
+            (self.directory / "crlnumber").write_text("01\n")
+        signing = ("ca", "-config", config, "-keyfile", self._key, "-cert", self.certificate)
+        for file in files:
+            _openssl(*signing, "-revoke", self.directory / f"{file}.pem")
+        draft = listed.with_suffix(".new")
+        dates = (
+            ("-crldays", days)
+            if days > 0
+            else ("-crl_lastupdate", "20200101000000Z", "-crl_nextupdate", "20200102000000Z")
+        )
+        _openssl(*signing, "-gencrl", *dates, "-out", draft)
+        draft.replace(listed)
+        return listed

@@ -99,6 +99,42 @@ def test_one_that_is_out_of_date_is_refused(monkeypatch: pytest.MonkeyPatch, aut
         _identity(monkeypatch, authority.sign(days=-1, file="old"))
 
 
+@pytest.fixture(scope="module")
+def listed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, str]]:
+    """Two processes' settings: one is welcome, the other's certificate was revoked."""
+    authority = Authority(tmp_path_factory.mktemp("listed"))
+    made = {name: authority.sign(file=name) for name in ("welcome", "stolen")}
+    lists = {"TTP_TLS_CRL": str(authority.revoke("stolen"))}
+    return {name: settings | lists for name, settings in made.items()}
+
+
+def test_a_certificate_that_was_revoked_is_refused(
+    monkeypatch: pytest.MonkeyPatch, listed: dict[str, dict[str, str]]
+) -> None:
+    assert _identity(monkeypatch, listed["welcome"]) is not None
+    with pytest.raises(ConfigError, match=r"stolen.pem will be .* certificate revoked \(by the list TTP_TLS_CRL="):
+        _identity(monkeypatch, listed["stolen"])
+
+
+def test_a_list_that_cannot_be_used_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    authority, other = Authority(tmp_path / "a"), Authority(tmp_path / "b")
+    own = authority.sign()
+    old = authority.revoke(days=-1)
+    for path, text in (
+        ("/nowhere.pem", "TTP_TLS_CRL=/nowhere.pem cannot be read: No such file"),
+        (os.devnull, "TTP_TLS_CRL=/dev/null"),
+        (other.revoke(), "CRL signature failure"),
+        (old, "CRL has expired"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            _identity(monkeypatch, own | {"TTP_TLS_CRL": str(path)})
+    fresh = authority.revoke()
+    assert fresh == old and _identity(monkeypatch, own | {"TTP_TLS_CRL": str(fresh)}) is not None
+    authority.revoke("own")
+    with pytest.raises(ConfigError, match="certificate revoked"):
+        tls.identity()
+
+
 # ------------------------------------------------------------------------------------------------------ real processes
 
 
@@ -174,3 +210,37 @@ def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Control
     done = _life(tmp_path, guarded.port, {})
     assert done.returncode != 75 and not list(tmp_path.glob("step_*"))
     assert "speaks TLS, and this process does not" in done.stderr
+
+
+def test_a_controller_refuses_a_certificate_that_was_revoked(
+    listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The thief has no list. Whoever is welcome is served, by streams too: a rank lives its whole life."""
+    stolen = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
+    for name, value in stolen.items():
+        monkeypatch.setenv(name, value)
+    controller = Controller(tmp_path, wait=False, **listed["welcome"])
+    try:
+        _life(tmp_path / "welcome", controller.port, listed["welcome"])
+        assert (tmp_path / "welcome" / "step_5").exists()
+        done = _status(controller.port, stolen)
+        assert done.returncode == 64, done.stderr
+        assert "refuses this process: the certificate of this request: certificate revoked" in done.stderr
+        assert _status(controller.port, listed["welcome"]).returncode == 0
+    finally:
+        controller.close()
+
+
+def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
+    listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    stolen = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
+    for name, value in stolen.items():
+        monkeypatch.setenv(name, value)
+    controller = Controller(tmp_path, **stolen)  # type: ignore[arg-type]  # settings, and none else
+    try:
+        assert _status(controller.port, stolen).returncode == 0
+        done = _status(controller.port, listed["welcome"])
+    finally:
+        controller.close()
+    assert done.returncode == 64 and "was revoked (TTP_TLS_CRL)" in done.stderr, done.stderr

@@ -151,16 +151,22 @@ def connected(where: Where) -> Iterator[Client]:
         yield Client(where, stub(channel))
 
 
+def _about_refusal(where: Where, details: str) -> str:
+    if "certificate" in details:
+        return f"the controller at {where} refuses this process: {details}"
+    return (
+        f"the controller at {where} belongs to a job with another secret: set TTP_TOKEN (or --token) to the job's, or "
+        "run this as the job's user on its first host"
+    )
+
+
 def _explain(problem: grpc.RpcError, where: Where, timeout_s: float) -> TtpError:
     from grpc import StatusCode
 
     code, details = problem.code(), problem.details() or ""
     match code:
         case StatusCode.UNAUTHENTICATED | StatusCode.PERMISSION_DENIED:
-            return ConfigError(
-                f"the controller at {where} belongs to a job with another secret: set TTP_TOKEN (or --token) to the "
-                "job's, or run this as the job's user on its first host"
-            )
+            return ConfigError(_about_refusal(where, details))
         case StatusCode.DEADLINE_EXCEEDED:
             return UnreachableError(f"the controller at {where} did not answer within {timeout_s:g} s")
         case StatusCode.UNIMPLEMENTED:

@@ -2,14 +2,14 @@
 
 from ttp.core.rounds_messages import Ailment, RepairWay, ReplicaSet, TypeRanks
 from ttp.handlers.call import Call, HandlerKind
-from ttp.handlers.loop import Halted, NextAction
+from ttp.handlers.loop import ForcedStop, NextAction
 from ttp.handlers.manager import Manager
 from ttp.handlers.participant import Participant
 
 __all__ = [
     "Ailment",
     "Call",
-    "Halted",
+    "ForcedStop",
     "HandlerKind",
     "Manager",
     "NextAction",

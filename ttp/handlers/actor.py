@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
@@ -21,6 +22,7 @@ log = logging.getLogger("ttp.handlers")
 CLEANED = (0, 2)
 """What a clean handler returns where the device is usable again; see ``ttp.core.curing``."""
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
+WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR)
 """Rounds that nobody can do without a handler."""
 
@@ -39,6 +41,7 @@ class Actor:
         loop: where the training thread is.
         pause: where it stands still when told to.
         on_halted: says to the controller whether the training thread is stopped.
+        on_device: handlers of this kind run inside, on the device of the training thread.
     """
 
     def __init__(
@@ -49,6 +52,7 @@ class Actor:
         loop: Loop,
         pause: PausePoint,
         on_halted: Callable[[bool], None],
+        on_device: Callable[[HandlerKind], AbstractContextManager[None]],
     ) -> None:
         self.repair_step = 0
         self.repair_type = ""
@@ -56,7 +60,8 @@ class Actor:
         """Step of the checkpoint that the running repair has loaded."""
         self._rank, self._processor, self._handlers = rank, processor, handlers
         self._gate: Gate = processor.gate
-        self._loop, self._pause, self._on_halted = loop, pause, on_halted
+        self._loop, self._pause, self._on_halted, self._on_device = loop, pause, on_halted, on_device
+        self._here = threading.local()
         self._stopped = False
         self._cleaned: int | None = None
         self._updated = threading.Event()
@@ -64,6 +69,11 @@ class Actor:
     def start(self, act: Act) -> None:
         """Carry out ``act``; returns at once."""
         threading.Thread(target=self._oversee, args=(act,), name=f"ttp-{act.kind.value}", daemon=True).start()
+
+    @property
+    def calls_here(self) -> bool:
+        """Whether the calling thread is in a handler."""
+        return getattr(self._here, "calls", False)
 
     def updated(self) -> None:
         """The training thread has ended an update, with the gate closed."""
@@ -117,7 +127,9 @@ class Actor:
                 raise CannotAct(f"no {kind.value} handler is registered")
             return 0
         log.info("rank %s: %s of step %s", self._rank, kind.value, act.version)
-        returned = handler(Call.of(kind, act))
+        self._here.calls = True  # for as long as this thread lives
+        with self._on_device(kind):
+            returned = handler(Call.of(kind, act))
         return int(returned or 0) if kind is HandlerKind.CLEAN else 0  # what others return means nothing
 
     # ---------------------------------------------------------------------------------------------------------- kinds
@@ -159,6 +171,8 @@ class Actor:
 
     def _repair(self, act: Act) -> int:
         self.loaded = None
+        if act.way in WRITES:
+            self._gate.mark_overwritten()  # a controller that takes over in the middle of it has to know
         self._call(act)
         if act.way not in LOADS:
             return 0

@@ -18,7 +18,7 @@ class NextAction(enum.IntEnum):
     EXIT = 1
 
 
-class Halted(RuntimeError):  # noqa: N818 - it is not an error of whoever gets it
+class ForcedStop(RuntimeError):  # noqa: N818 - it is not an error of whoever gets it
     """The training thread is to leave its loop, report that it was stopped, and wait for what comes next."""
 
 

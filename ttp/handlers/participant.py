@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ttp import session
@@ -14,9 +15,10 @@ from ttp.core.messages import FaultKind
 from ttp.core.replica_lists import check_set
 from ttp.core.rounds_messages import Act, Ailing, Ailment, Handlers, ReplicaSet
 from ttp.errors import UsageError
+from ttp.handlers import device
 from ttp.handlers.actor import Actor
 from ttp.handlers.call import Call, Handler, HandlerKind
-from ttp.handlers.loop import Halted, Loop, NextAction
+from ttp.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.handlers.pause import PausePoint
 from ttp.handlers.source import HandlerSource
 from ttp.processor import gate
@@ -27,6 +29,8 @@ log = logging.getLogger("ttp.handlers")
 ACTION_S = 180.0
 """How long a handler may take, unless it is told otherwise."""
 LIMIT_MS_MAX = 2**31 - 1
+ANOTHER_S = 60.0
+"""What is left of ``TTP_OT`` for others when a save handler hangs; half of it, if it is short."""
 HALTED = "FORCE STOP. By mindio-ttp BeginUpdating"
 """What programs written for MindIO look for in the text of an exception."""
 
@@ -38,11 +42,12 @@ class Participant:
         env: who this rank is.
         config: the job's settings.
         exit_code: of this process after a release; None: 75 saved, 70 not saved.
-        action_s: how long a handler may take, in seconds; saving may take ``TTP_OT``.
+        action_s: how long a handler may take, in seconds; at most half of ``TTP_OT``. Saving may take all of that but
+            ``ANOTHER_S``: a handler that hangs leaves time for others to save what they hold too.
         retry: lost device memory and broken links may be repaired in this process.
         load_repair: the repair handler can load a checkpoint.
         halt_before_dump: stop and clean before the handlers save.
-        raise_when_halted: ``begin_update`` raises ``Halted``; else it returns False.
+        raise_when_halted: ``begin_update`` raises ``ForcedStop``; else it returns False.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class Participant:
         self._session: session.Session | None = None
         self._processor: Processor | None = None
         self._actor: Actor | None = None
+        self._device: device.Device | None = None
 
     # --------------------------------------------------------------------------------------------------------- begin
 
@@ -78,7 +84,7 @@ class Participant:
         self._handlers[kind] = func
 
     def start(self) -> None:
-        """Join the job. Without a controller for a minute it begins unprotected, and says so.
+        """Join the job; for the training thread. Without a controller for a minute it begins unprotected, and says so.
 
         Raises:
             ConfigError: the port belongs to something else, or the environment does not fit.
@@ -87,6 +93,7 @@ class Participant:
         """
         if self._processor is not None:
             raise UsageError("this rank has joined the job already: start() was called twice")
+        self._device = device.of_this_thread()
         current = session.begin(self._config)
         save_dir = Path(self._config.save_dir or ".").absolute()
         layout = Layout.data_parallel(self._env.world_size)  # what it is like, the replica sets say
@@ -96,10 +103,20 @@ class Participant:
 
     def _prepare(self, processor: Processor) -> None:
         """Before anything can be ordered."""
-        self._actor = Actor(Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._say_halted)
+        self._actor = Actor(
+            Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._say_halted, self._on_device
+        )
         processor.exit_with(self._exit_code)
         processor.on_act, processor.before_exit = self._act, self._before_exit
         self._processor = processor
+
+    def _on_device(self, kind: HandlerKind) -> AbstractContextManager[None]:
+        return nullcontext() if self._device is None else self._device.borrowed(aside=kind is HandlerKind.SAVE)
+
+    @property
+    def device_index(self) -> int | None:
+        """The accelerator that the training thread uses; None: it uses none yet."""
+        return None if self._device is None else self._device.index
 
     @property
     def started(self) -> bool:
@@ -129,6 +146,7 @@ class Participant:
         with self._said:
             if self._processor is None:
                 return
+            rescue_s = self._config.rescue_patience_s
             self._processor.handlers_known(
                 Handlers(
                     rank=Rank(self._env.rank),
@@ -136,8 +154,8 @@ class Participant:
                     retry=self._retry,
                     load_repair=self._load_repair,
                     halt_before_dump=self._halt_before_dump,
-                    action_ms=min(int(self._action_s * 1000), LIMIT_MS_MAX),
-                    save_ms=min(int(self._config.rescue_patience_s * 1000), LIMIT_MS_MAX),
+                    action_ms=_ms(min(self._action_s, rescue_s / 2)),
+                    save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
                     halted=self._halted,
                 )
             )
@@ -153,15 +171,19 @@ class Participant:
         """Just before the first write of an update; waits while the world stands still. True: write.
 
         Raises:
-            Halted: leave the loop.
+            ForcedStop: leave the loop.
+            UsageError: a handler calls it.
         """
         if self._processor is None:
             return True
+        self._not_in_a_handler("the beginning of an update")
+        if self._device is None:
+            self._device = device.of_this_thread()
         try:
             self._processor.begin_update()
         except gate.Halted:
             if self._raises:
-                raise Halted(HALTED) from None
+                raise ForcedStop(HALTED) from None
             return False
         return True
 
@@ -170,6 +192,8 @@ class Participant:
         processor = self._processor
         if processor is None or not processor.gate.updating:
             return
+        if self._device is not None:
+            self._device.updated()
         processor.end_update_at(Version(step))
         if processor.gate.closed and self._actor is not None:
             self._actor.updated()
@@ -178,8 +202,10 @@ class Participant:
         """The end of ``step``: where all ranks can be made to stand still.
 
         Raises:
-            Halted: leave the loop.
+            ForcedStop: leave the loop.
+            UsageError: a handler calls it.
         """
+        self._not_in_a_handler("the end of a step")
         self._pause.pass_by(step)
 
     def report_error(self, ailment: Ailment, code: str = "", text: str = "") -> None:
@@ -187,10 +213,14 @@ class Participant:
 
         ``FATAL``, and whatever may not be repaired in this process, waits for the rescue; the process ends in here. It
         returns only if nobody comes.
+
+        Raises:
+            UsageError: a handler calls it.
         """
         processor = self._processor
         if processor is None:
             return
+        self._not_in_a_handler("an error")
         words = text or f"the training loop has ended: {ailment.value}"
         self._loop_left()
         if ailment is Ailment.FATAL or not (self._retry or ailment is Ailment.STOPPED):
@@ -208,11 +238,21 @@ class Participant:
         self._loop.leave()
 
     def wait_next_action(self) -> NextAction:
-        """After ``report_error``: until the device is usable again, or until it is clear that it will not be."""
+        """After ``report_error``: until the device is usable again, or until it is clear that it will not be.
+
+        Raises:
+            UsageError: a handler calls it.
+        """
+        self._not_in_a_handler("waiting for a repair")
         return self._loop.wait_cleaned(self._gone)
 
     def wait_repair_action(self) -> NextAction:
-        """After that: until the loop can be entered again with ``repair_step() + 1``, or not at all."""
+        """After that: until the loop can be entered again with ``repair_step() + 1``, or not at all.
+
+        Raises:
+            UsageError: a handler calls it.
+        """
+        self._not_in_a_handler("waiting for a repair")
         return self._loop.wait_resumed(self._gone)
 
     def _gone(self) -> bool:
@@ -239,12 +279,23 @@ class Participant:
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def leave(self) -> None:
-        """Training is over: wait until it is over for every rank, or nobody can tell, then leave the job."""
+    def leave(self, *, at_once: bool = False) -> None:
+        """Training is over: wait until it is over for every rank, or nobody can tell, then leave the job.
+
+        Args:
+            at_once: the user has ended it here, and is not kept waiting.
+
+        Raises:
+            UsageError: a handler calls it.
+        """
+        self._not_in_a_handler("the end of training")
         current, self._session = self._session, None
         if current is not None:
             self._loop.leave()
-            current.returned()
+            if at_once:
+                current.left()
+            else:
+                current.returned()
             self._processor = None
 
     def close(self) -> None:
@@ -253,6 +304,15 @@ class Participant:
         if processor is not None:
             processor.close()
 
+    @property
+    def in_handler(self) -> bool:
+        """Whether the calling thread is in a handler: what waits for the job then waits for itself."""
+        return self._actor is not None and self._actor.calls_here
+
+    def _not_in_a_handler(self, what: str) -> None:
+        if self.in_handler:
+            raise UsageError(f"{what} is for the training thread to report, and a handler has done so: leave it out")
+
     def _act(self, act: Act) -> None:
         assert self._actor is not None
         self._actor.start(act)
@@ -260,4 +320,9 @@ class Participant:
     def _before_exit(self) -> None:
         handler = self._handlers.get(HandlerKind.EXIT)
         if handler is not None:
-            handler(Call(HandlerKind.EXIT, step=self.step, repair_type=self.repair_type()))
+            with self._on_device(HandlerKind.EXIT):
+                handler(Call(HandlerKind.EXIT, step=self.step, repair_type=self.repair_type()))
+
+
+def _ms(seconds: float) -> int:
+    return min(int(seconds * 1000), LIMIT_MS_MAX)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from ttp.handlers.loop import Halted
+from ttp.handlers.loop import ForcedStop
 
 HALTED = "FORCE STOP. By ttp pause_train"
 
@@ -24,7 +24,7 @@ class PausePoint:
         """The end of ``step``: go on, or stand still while it is held.
 
         Raises:
-            Halted: the training thread is to leave its loop.
+            ForcedStop: the training thread is to leave its loop.
         """
         with self._changed:
             if self._held:
@@ -39,7 +39,7 @@ class PausePoint:
         self._standing = None
         if self._halted:
             self._halted = False
-            raise Halted(HALTED)
+            raise ForcedStop(HALTED)
 
     # --------------------------------------------------------------------------------------------------------- rounds
 

@@ -145,6 +145,8 @@ class Receiver(rpc.BuddyServicer):
             options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
         )
         rpc.add_BuddyServicer_to_server(self, self._server)
+        mine = tls.identity()
+        self._guard = mine.guard if mine is not None else None
         self.port = tls.add_port(self._server, f"[{bind}]:0" if ":" in bind else f"{bind or '[::]'}:0")
         if self.port == 0:
             raise RuntimeError(f"no port can be had at {bind or 'this host'}")
@@ -161,6 +163,8 @@ class Receiver(rpc.BuddyServicer):
         given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
         if not hmac.compare_digest(str(given).encode(), self._token):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the request does not carry this job's token")
+        if self._guard is not None and (problem := self._guard.caller_problem(context.auth_context())):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the certificate of this request: {problem}")
         try:
             self._take(request_iterator)
         except NoRoomError as problem:

@@ -160,6 +160,11 @@ class Gate:
                 self._torn = True
         self._on_quiet()
 
+    def mark_overwritten(self) -> None:
+        """Something is being written over the copy: until ``revive`` it is of no version."""
+        with self._lock:
+            self._torn = True
+
     def mark_done(self) -> None:
         """train() has returned: no update will follow."""
         with self._lock:

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
 from ttp.errors import ConfigError
+from ttp.wire.revocation import Guard
 
 if TYPE_CHECKING:
     import grpc
@@ -43,12 +44,14 @@ class Identity:
         key: PEM, not encrypted.
         authority: PEM.
         name: that a peer's certificate has to bear.
+        guard: judges certificates by revocation lists; None: there are none.
     """
 
     certificate: bytes
     key: bytes
     authority: bytes
     name: str
+    guard: Guard | None = None
 
 
 def identity() -> Identity | None:
@@ -68,7 +71,9 @@ def identity() -> Identity | None:
         )
     paths = tuple(Path(path) for path in files.values() if path)
     password = Path(config.tls_key_password) if config.tls_key_password else None
-    return _loaded(*((path, _changed(name, path)) for name, path in zip(files, paths, strict=True)), password)
+    lists = Path(config.tls_crl) if config.tls_crl else None
+    revoked = None if lists is None else (lists, _changed("TTP_TLS_CRL", lists))
+    return _loaded(*((path, _changed(name, path)) for name, path in zip(files, paths, strict=True)), password, revoked)
 
 
 def secured() -> bool:
@@ -88,7 +93,8 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
     mine = identity()
     if mine is None:
         return grpc.insecure_channel(where, options=options)
-    credentials = grpc.ssl_channel_credentials(mine.authority, mine.key, mine.certificate)
+    believed = mine.authority if mine.guard is None else mine.guard.believed(where)
+    credentials = grpc.ssl_channel_credentials(believed, mine.key, mine.certificate)
     return grpc.secure_channel(
         where, credentials, options=[*options, ("grpc.ssl_target_name_override", mine.name)]
     )  # fmt: skip
@@ -122,8 +128,8 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     if mine and ("CERTIFICATE_VERIFY_FAILED" in details or "Hostname Verification" in details):
         return (
             f"the certificate of the controller at {where} is not signed by the authority in TTP_TLS_CA, is out of "
-            "date, or bears another name than this process' own: give all processes of the job certificates of one "
-            "authority and one name"
+            "date, was revoked (TTP_TLS_CRL), or bears another name than this process' own: give all processes of the "
+            "job certificates of one authority and one name"
         )
     theirs = speaks_tls(address, port)
     if theirs is None:
@@ -175,7 +181,7 @@ _File = tuple[Path, int]
 
 
 @functools.lru_cache(maxsize=4)
-def _loaded(certificate: _File, key: _File, authority: _File, password: Path | None) -> Identity:
+def _loaded(certificate: _File, key: _File, authority: _File, password: Path | None, revoked: _File | None) -> Identity:
     """By time of last change: what was renewed is read anew."""
     (cert, _), (own, _), (ca, _) = certificate, key, authority
     secret = _password(password)
@@ -186,7 +192,10 @@ def _loaded(certificate: _File, key: _File, authority: _File, password: Path | N
     left_days = (ssl.cert_time_to_seconds(str(shown["notAfter"])) - time.time()) / DAY_S
     if left_days < WARN_DAYS:
         log.warning("TTP_TLS_CERT=%s ends in %d days, on %s: renew it", cert, left_days, shown["notAfter"])
-    return Identity(_read(cert), _plain_key(own, secret), _read(ca), name)
+    guard = None if revoked is None else Guard(revoked[0], ca, cert, own, secret)
+    if guard is not None and (problem := guard.problem(_read(cert))):
+        raise ConfigError(f"TTP_TLS_CERT={cert} will be refused by the other processes of the job: {problem}")
+    return Identity(_read(cert), _plain_key(own, secret), _read(ca), name, guard)
 
 
 def _password(path: Path | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import logging
 import os
 import re
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 from ttp.compat.mindio.rank import THIS
 from ttp.compat.mindio.update_times import tft_can_do_uce_repair
-from ttp.compat.mindio.values import ERROR_CODE_MAX, RET_EXIT, ReportState
+from ttp.compat.mindio.values import AILMENTS, ERROR_CODE_MAX, RET_EXIT, ReportState
 from ttp.errors import ConfigError
 from ttp.handlers import NextAction
 from ttp.processor.faults import describe
@@ -23,6 +24,8 @@ from ttp.session import write_error_file
 log = logging.getLogger("ttp.compat.mindio")
 
 OTHER = "OTHER"
+MEMORY = "HBM MULTI BIT ECC"
+WHOLE, TORN = f"{MEMORY} can repair", f"{MEMORY} can't repair"
 EXIT_DELAY_S = 10.0
 """How long the release of a rank that is to leave is waited for."""
 
@@ -38,8 +41,9 @@ class Table:
     def __init__(self) -> None:
         self.states: dict[str, ReportState] = {
             "UCE ERROR": ReportState.RS_UCE,
-            "HBM MULTI BIT ECC": ReportState.RS_UCE,
-            "HBM MULTI BIT ECC CORRUPTED": ReportState.RS_UCE_CORRUPTED,
+            MEMORY: ReportState.RS_UNKNOWN,
+            WHOLE: ReportState.RS_UCE,
+            TORN: ReportState.RS_UCE_CORRUPTED,
             "FORCE STOP": ReportState.RS_NORMAL,
             "ARF FINISH": ReportState.RS_PREREPAIR_FINISH,
             "STEP FINISH": ReportState.RS_STEP_FINISH,
@@ -49,9 +53,9 @@ class Table:
             "HCCS LINK ERROR": ReportState.RS_HCCL_FAILED,
             OTHER: ReportState.RS_UNKNOWN,
         }
-        patterns = [key for key in self.states if key not in (OTHER, "HBM MULTI BIT ECC CORRUPTED")]
+        patterns = [key for key in self.states if key not in (OTHER, WHOLE, TORN)]
         self.patterns: dict[str, Classify] = {key: _itself(key) for key in patterns}
-        self.patterns["HBM MULTI BIT ECC"] = _memory
+        self.patterns[MEMORY] = _memory
 
     def add(self, pattern: str, fault_type: str, handle: Classify) -> None:
         """See ``tft_register_exception_handler``.
@@ -82,7 +86,6 @@ class Table:
 
 
 _REPAIRABLE = (ReportState.RS_UCE, ReportState.RS_UCE_CORRUPTED, ReportState.RS_HCCL_FAILED, ReportState.RS_RETRY)
-_AT_ONCE = (ReportState.RS_PREREPAIR_FINISH, ReportState.RS_STEP_FINISH)
 
 
 def _itself(key: str) -> Classify:
@@ -93,7 +96,7 @@ def _memory(text: str) -> str:
     """Whether replicas are whole depends on when the error came."""
     when = _HBM_TIME.search(text)
     whole = when is not None and tft_can_do_uce_repair(int(when[1]))
-    return "HBM MULTI BIT ECC" if whole else "HBM MULTI BIT ECC CORRUPTED"
+    return WHOLE if whole else TORN
 
 
 TABLE = Table()
@@ -127,6 +130,7 @@ def _train(func: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) ->
         except RuntimeError as problem:
             _mend(problem)
         except KeyboardInterrupt:
+            THIS.leave(at_once=True)
             raise
         except SystemExit as leaving:
             if leaving.code in (None, 0):
@@ -147,15 +151,14 @@ def _mend(problem: RuntimeError) -> None:
     text = str(problem)
     state = TABLE.classify(text)
     log.warning("the training function raised %s: %s", state.name, text.splitlines()[0] if text else "")
-    if state is ReportState.RS_UNKNOWN:
+    if state not in AILMENTS or state is ReportState.RS_UNKNOWN:  # the others: of processes that join a running job
         _report_unknown(problem)
         raise problem
     code = _ERROR_CODE.search(text)
     THIS.report(state.value, code[1][:ERROR_CODE_MAX] if code else "", describe(problem))
-    if state not in _AT_ONCE:
-        if THIS.joined.wait_next_action() is NextAction.EXIT:
-            _leave(problem)
-        _empty_cache()
+    if THIS.joined.wait_next_action() is NextAction.EXIT:
+        _leave(problem)
+    _empty_cache()
     if THIS.joined.wait_repair_action() is NextAction.EXIT:
         _leave(problem)
 
@@ -175,6 +178,8 @@ def _leave(problem: RuntimeError) -> NoReturn:
 
 
 def _empty_cache() -> None:
+    """What the ended loop held is of use to the repair."""
+    gc.collect()
     torch: Any = sys.modules.get("torch")
     for name in ("npu", "cuda"):
         device = getattr(torch, name, None)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
-from ttp.compat.mindio.rank import check_rank, job_port, resolve
+from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
@@ -110,6 +110,9 @@ def notify(what: str, ask: Callable[[Manager], int]) -> int:
 
 def dump() -> int:
     """A checkpoint now; also where nobody manages the cluster."""
+    if THIS.in_handler:
+        log.error("tft_notify_controller_dump: called in a handler, for which a checkpoint would have to wait")
+        return RET_ERROR
     if HERE.manager is not None:
         return notify("tft_notify_controller_dump", lambda manager: manager.dump())
     if HERE.place is None:

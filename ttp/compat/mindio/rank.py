@@ -126,6 +126,16 @@ class ThisRank:
         return self._participant
 
     @property
+    def device_index(self) -> int | None:
+        """The accelerator that the training thread uses, whoever asks; None: it uses none yet."""
+        return self._participant.device_index if self._participant is not None else None
+
+    @property
+    def in_handler(self) -> bool:
+        """Whether the calling thread is in a handler."""
+        return self._participant is not None and self._participant.in_handler
+
+    @property
     def running(self) -> bool:
         """Whether there is one."""
         return self._participant is not None
@@ -161,11 +171,14 @@ class ThisRank:
         self._updating = False
         self.joined.report_error(ailment, code, text)
 
-    def leave(self) -> None:
-        """Say goodbye; a second time does nothing. Until all ranks do, handlers may still be called."""
+    def leave(self, *, at_once: bool = False) -> None:
+        """Say goodbye; a second time does nothing. Until all ranks do, unless ``at_once``, handlers may be called."""
         if self._participant is not None and not self._leaving:
             self._leaving = True
-            self._participant.leave()
+            try:
+                self._participant.leave(at_once=at_once)
+            finally:
+                self._leaving = False
             self._participant = None
 
 

@@ -24,7 +24,8 @@ def use(enable_tls: bool, tls_info: str, run_dir: Path, decrypt: Decrypt | None)
 
     Args:
         enable_tls: whether the program asks for it.
-        tls_info: ``"tlsCert: a.pem; tlsPk: a.key; tlsPkPwd: a.pwd; tlsCaPath: dir; tlsCaFile: x.pem, y.pem"``.
+        tls_info: ``"tlsCert: a.pem; tlsPk: a.key; tlsPkPwd: a.pwd; tlsCaPath: dir; tlsCaFile: x.pem, y.pem;
+            tlsCrlPath: dir; tlsCrlFile: z.pem"``.
         run_dir: where what has to be made of it is put; private to the user.
         decrypt: makes the password of what ``tlsPkPwd`` holds; None: that is the password.
 
@@ -60,26 +61,24 @@ def parse(text: str) -> dict[str, str]:
 
 
 def _settings(given: dict[str, str], run_dir: Path, decrypt: Decrypt | None) -> dict[str, str]:
-    if given.get("tlsCrlFile"):
-        raise ConfigError(
-            "tls_info names a revocation list (tlsCrlFile), and those are not looked at here: renew the authority "
-            "instead, and leave tlsCrlPath and tlsCrlFile out"
-        )
     missing = [key for key in ("tlsCert", "tlsPk", "tlsCaFile") if not given.get(key)]
     if missing:
         raise ConfigError(f"tls_info says no {', '.join(missing)}")
     settings = {"TTP_TLS_CERT": given["tlsCert"], "TTP_TLS_KEY": given["tlsPk"]}
-    folder = Path(given.get("tlsCaPath") or ".")
-    authorities = [folder / name.strip() for name in given["tlsCaFile"].split(",") if name.strip()]
     private = prepare_run_dir(run_dir)
-    settings["TTP_TLS_CA"] = str(authorities[0] if len(authorities) == 1 else _bundle(authorities, private))
+    settings["TTP_TLS_CA"] = _one(given, "tlsCaPath", "tlsCaFile", private / "authorities.pem")
+    if given.get("tlsCrlFile"):
+        settings["TTP_TLS_CRL"] = _one(given, "tlsCrlPath", "tlsCrlFile", private / "revoked.pem")
     if given.get("tlsPkPwd"):
         settings["TTP_TLS_KEY_PASSWORD"] = str(_password(Path(given["tlsPkPwd"]), private, decrypt))
     return settings
 
 
-def _bundle(authorities: list[Path], private: Path) -> Path:
-    return _keep(private / "authorities.pem", "\n".join(_text(path) for path in authorities))
+def _one(given: dict[str, str], folder: str, files: str, bundle: Path) -> str:
+    """The file of that name; where there are several, one with all that they hold."""
+    where = Path(given.get(folder) or ".")
+    named = [where / name.strip() for name in given[files].split(",") if name.strip()]
+    return str(named[0] if len(named) == 1 else _keep(bundle, "\n".join(_text(path) for path in named)))
 
 
 def _password(path: Path, private: Path, decrypt: Decrypt | None) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ttp.compat.mindio import managing
+from ttp.compat.mindio.controller_ttp import ttp_logger
 from ttp.compat.mindio.framework_ttp.ttp_decorator import (
     tft_destroy_controller,
     tft_init_controller,
@@ -25,6 +26,7 @@ __all__ = [
     "tft_register_decrypt_handler",
     "tft_register_mindx_callback",
     "tft_start_controller",
+    "ttp_logger",
 ]
 
 STOP_TYPES = ("stop", "pause")

@@ -191,8 +191,8 @@ def tft_set_dp_group_info(rank: int, dp_rank_list: Sequence[int]) -> None:
 
 
 def tft_set_step_args(args: Any) -> None:
-    """What handlers get; ignored where ``tft_exception_handler`` has the arguments of the training function."""
-    if THIS.handlers.version not in EXPORT_VERSIONS:
+    """What handlers get, None for no change; ignored where ``tft_exception_handler`` has the training's arguments."""
+    if args is not None and THIS.handlers.version not in EXPORT_VERSIONS:
         THIS.handlers.args = args
 
 
@@ -276,19 +276,17 @@ def set_mindio_export_version(version: str) -> None:
     THIS.halt_before_dump()
 
 
-def get_mindio_export_version() -> str:
-    """What ``set_mindio_export_version`` was told."""
-    return THIS.handlers.version
+def get_mindio_export_version() -> str | None:
+    """What ``set_mindio_export_version`` was told; None: nothing."""
+    return THIS.handlers.version or None
 
 
-def get_device() -> Any:
-    """The device of this process."""
-    torch: Any = sys.modules.get("torch")
-    for name in ("npu", "cuda"):
-        device = getattr(torch, name, None)
-        if device is not None and device.is_available():
-            return device.current_device()
-    raise UsageError("this process has no accelerator")
+def get_device() -> int | None:
+    """The device that training uses, also for the thread of a handler; None: it uses none."""
+    if for_mindspore():
+        mindspore: Any = sys.modules.get("mindspore")
+        return None if mindspore is None else int(mindspore.context.get_context("device_id"))
+    return THIS.device_index
 
 
 # --------------------------------------------------------------------------------------------------------- the handlers

@@ -1,0 +1,106 @@
+"""Revocation lists: a certificate of the job's authority that was stolen is not believed until it ends by itself.
+
+gRPC's Python takes no such lists, so they are looked at around it. A server has openssl judge the certificate of
+whoever calls, before anything is done for them. Who connects meets the server first in a handshake of its own, which
+judges its certificate, and then has gRPC believe that very certificate and no other: what comes between the two cannot
+be used.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import socket
+import ssl
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+log = logging.getLogger("ttp.tls")
+
+REACH_S = 1.0
+"""How long a server may take to answer a greeting; whoever waits has others to try."""
+OPENSSL_S = 30.0
+AGAIN_S = 600.0
+"""How long a judgement holds: lists and certificates have dates. A list that was renewed counts at once."""
+
+_WHY = re.compile(r"lookup: ?(.+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Guard:
+    """Judges certificates.
+
+    Args:
+        lists: PEM, a list of each authority that has signed something.
+        authority: PEM.
+        own: PEM, the certificate of this process, then those in between.
+        key: PEM, of that.
+        password: of the key; empty: it is not encrypted.
+    """
+
+    lists: Path
+    authority: Path
+    own: Path
+    key: Path
+    password: str
+
+    def problem(self, certificate: bytes) -> str:
+        """Why a certificate (PEM) is not to be believed; empty: it is. Takes some 20 ms when it is asked first."""
+        return _judged(certificate, self, _changed(self.lists), int(time.time() // AGAIN_S))
+
+    def caller_problem(self, auth_context: Mapping[str, list[bytes]]) -> str:
+        """The same of whoever calls a gRPC server, by what the call's context says."""
+        shown = auth_context.get("x509_pem_cert", [])
+        return self.problem(shown[0]) if shown else "no certificate was shown"
+
+    def believed(self, where: str) -> bytes:
+        """The certificate (PEM) that the server at ``host:port`` shows. Where nobody answers, or shows one that is not
+        to be believed, it is that of this process: a channel then is made to a server with the same one, or to none.
+        """
+        host, _, port = where.rpartition(":")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False  # gRPC sees to that
+        context.set_alpn_protocols(["h2"])
+        try:
+            context.load_verify_locations(cafile=str(self.authority))
+            context.load_verify_locations(cafile=str(self.lists))
+            context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
+            context.load_cert_chain(self.own, self.key, password=lambda: self.password)
+            with socket.create_connection((host.strip("[]"), int(port)), REACH_S) as plain:
+                with context.wrap_socket(plain) as secure:
+                    shown = secure.getpeercert(binary_form=True)
+        except ssl.SSLCertVerificationError as problem:
+            log.error("the certificate of the server at %s is not believed: %s", where, problem.verify_message)
+        except OSError as problem:  # ssl.SSLError is one
+            log.debug("nobody at %s shows a certificate: %s", where, problem)
+        else:
+            return ssl.DER_cert_to_PEM_cert(shown or b"").encode()
+        return self.own.read_bytes()
+
+
+def _changed(path: Path) -> int:
+    try:
+        return path.stat().st_mtime_ns
+    except OSError:
+        return 0  # openssl says what is wrong
+
+
+@functools.lru_cache(maxsize=10_000)  # every rank may have one of its own
+def _judged(certificate: bytes, guard: Guard, _changed: int, _time: int) -> str:
+    command = ["openssl", "verify", "-crl_check_all", "-CAfile", str(guard.authority), "-CRLfile", str(guard.lists)]
+    try:
+        done = subprocess.run(
+            [*command, "-untrusted", str(guard.own)], input=certificate, capture_output=True, timeout=OPENSSL_S,
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.SubprocessError) as problem:
+        return f"TTP_TLS_CRL is set, and openssl cannot judge certificates: {problem}"
+    if done.returncode == 0:
+        return ""
+    said = done.stderr.decode(errors="replace").strip() or "openssl does not believe it"
+    why = _WHY.search(said)
+    return f"{why[1] if why else said.splitlines()[0]} (by the list TTP_TLS_CRL={guard.lists})"
