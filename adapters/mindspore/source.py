@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttp.adapters.mindspore.ckpt_file import Entry, number, write_entries
+from ttp.adapters.mindspore.ckpt_writer import Entry, number, write_entries
 from ttp.adapters.mindspore.group_info import NAME, encode_group_info
 from ttp.adapters.mindspore.inspection import Inspector
 from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
