@@ -265,7 +265,8 @@ class MindSporeSource:
         self, save: SaveFunction, order: SaverOrder, version: Version, position: Position
     ) -> list[Piece]:
         if order.shards:
-            save(self.cb_params, append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale})
+            found = append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale}
+            save(self.cb_params, {name: value for name, value in found.items() if name not in self._memory.held})
         return []
 
     def _wrote(self, count: int) -> None:

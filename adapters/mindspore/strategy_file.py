@@ -73,11 +73,11 @@ def read_stages(path: Path) -> list[Stage]:
         for found in _read_file(file):
             if stages.setdefault(found.number, found) != found:
                 raise CheckpointError(f"{file} describes stage {found.number} otherwise than another file of {path}")
-    found = [stages[number] for number in sorted(stages)]
-    counts = sorted({stage.devices for stage in found})
+    ordered = [stages[number] for number in sorted(stages)]
+    counts = sorted({stage.devices for stage in ordered})
     if len(counts) > 1:
         raise CheckpointError(f"{path} counts {counts[0]} devices in one stage, but {counts[1]} in another")
-    return found
+    return ordered
 
 
 def parse_strategy(data: bytes) -> list[Stage]:

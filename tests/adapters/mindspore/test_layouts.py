@@ -9,7 +9,7 @@ import pytest
 from tests.adapters.mindspore.reshard_worlds import STRATEGIES
 from ttp.adapters.mindspore import layouts
 from ttp.adapters.mindspore.group_info import write_group_info
-from ttp.core.layout import REPLICATED
+from ttp.core.layout import REPLICATED, Rank, Shard
 from ttp.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
@@ -71,7 +71,7 @@ def test_group_infos_of_all_ranks_are_a_layout(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_strategy_file_is_a_layout_and_a_directory_is_that_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
-    def groups(name: str) -> dict[str, tuple[int, ...]]:
+    def groups(name: str) -> dict[Shard, tuple[Rank, ...]]:
         monkeypatch.setattr(layouts, "parallel_mode", lambda: "semi_auto_parallel")
         return dict(layouts.layout_of(None, [], 8, replicas=None, strategy=STRATEGIES / name).groups)
 
