@@ -138,6 +138,9 @@ def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size:
     same: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, slices in held.items():
         if not slices:
-            raise ConfigError(f"the strategy says nothing of rank {rank}: is it of another job?")
+            raise ConfigError(
+                f"the strategy says nothing of rank {rank}: is it of another job, or of one stage of a pipeline? Then "
+                "give strategy=, the directory with the files of all stages"
+            )
         same.setdefault(tuple(slices), []).append(rank)
     return of_groups(list(same.values()), world_size)

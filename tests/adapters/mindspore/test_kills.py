@@ -145,14 +145,20 @@ def test_a_program_saves_and_loads_by_functions_of_its_own(tmp_path: Path, unbro
 @pytest.mark.slow
 @pytest.mark.timeout(2000)
 def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> None:
-    """As docs/mindspore.md says: msrun ends at once, the survivor saves and ends; by hand it goes on."""
+    """As docs/mindspore-launch.md says: msrun ends at once, the survivor saves and ends; by hand it goes on.
+
+    MNIST's files are those of a directory that somebody gives.
+    """
     arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
-    hurt = Job(tmp_path, 2, [(1, 11, "gate")], arguments).run_with_msrun(RUN_S)
+    reference = unbroken("graph", 2, "momentum")
+    env = {"DATA_PATH": str(reference.directory / "MNIST_Data" / "train")}
+    hurt = Job(tmp_path, 2, [(1, 11, "gate")], arguments, env=env).run_with_msrun(RUN_S)
     (checkpoint,) = hurt.checkpoints
     check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 16, dead={1})
-    again = Job(tmp_path, 2, arguments=[*arguments, "--is_recover=1"]).run_with_msrun(RUN_S)
+    again = Job(tmp_path, 2, arguments=[*arguments, "--is_recover=1"], env=env).run_with_msrun(RUN_S)
     assert step in (10, 11) and again.begun == [step], again.output[-6000:]
-    for rank, steps in unbroken("graph", 2, "momentum").steps.items():
+    for rank, steps in reference.steps.items():
         later = {number: seen for number, seen in steps.items() if number > step}
         assert later and later == again.steps[rank]
         assert again.output.count(f"rank {rank} trained") == 1
+    assert not (tmp_path / "MNIST_Data").exists()
