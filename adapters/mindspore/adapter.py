@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import mindspore as ms
 from mindspore import context, nn
 
-from ttp.adapters.mindspore.constraints import check_world
+from ttp.adapters.mindspore.barrier import UpdateBarrier
+from ttp.adapters.mindspore.constraints import check_world, gather
 from ttp.adapters.mindspore.layouts import Groups, layout_of
 from ttp.adapters.mindspore.local_state import LocalCapture, Position
 from ttp.adapters.mindspore.memory import Memory
@@ -22,6 +23,7 @@ from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
 from ttp.errors import UsageError
+from ttp.launch.standby import own_address
 from ttp.store.manifest import Manifest
 
 if TYPE_CHECKING:
@@ -70,6 +72,7 @@ class MindSporeAdapter:
         self._source.preimage = self._preimage
         self._by_python = context.get_context("mode") == context.PYNATIVE_MODE
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._driven = False
         self._updated = False
         self.position = Position()
@@ -103,9 +106,16 @@ class MindSporeAdapter:
         self.optimizer.reporter = self
         self._capture.read_stream()
         self._capture.capture(processor.gate.version, self.position, final=True)
+        if len(set(processor.layout.groups.values())) > 1 and self._preimage is None:
+            env = processor.env
+            host = own_address(processor.config, env.master_addr)
+            self._barrier = UpdateBarrier(env.rank, env.world_size, host, processor, gather)
 
     def detach(self) -> None:
         """Report nothing any more."""
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
         self.optimizer.reporter = self._processor = None
 
     def step_done(self) -> None:
@@ -123,6 +133,8 @@ class MindSporeAdapter:
         if self._preimage is not None:
             self._preimage.take(version)
         processor.mark += 1
+        if self._barrier is not None:
+            self._barrier.wait()
         processor.begin_update()
 
     def end_update(self) -> None:

@@ -191,9 +191,13 @@ class TrainFaultTolerance(Protection):
     Args:
         ckpt_save_path: see ``TFTRegister``; may be None where ``ckpt_save_fn`` is given.
         ckpt_save_fn: ``save(cb_params, append_dict)`` writes the checkpoint itself, on a thread beside training, and
-            is preferred. The files are its own then: nothing is verified, there is no manifest. In PyNative mode
-            reading a Parameter there waits for the collective that hangs.
-        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved; for ``restore(..., ckpt_load_fn=)``.
+            is preferred. One rank of each slice is asked to. ``append_dict`` has ``epoch_num``, ``step_num``,
+            ``batch_num``, ``cur_rank`` and ``loss_scale``, but for those that are parameters of the network, as
+            ``global_step`` is: it is made for ``save_checkpoint(cb_params.train_network, ..., append_dict=)``. The
+            files are its own: nothing is verified, there is no manifest. In PyNative mode reading a Parameter there
+            waits for the collective that hangs.
+        ckpt_load_fn: ``load()`` returns what ``ckpt_save_fn`` saved, and ``remove_redundancy``, as MindSpore's does;
+            for ``restore(..., ckpt_load_fn=)``.
         initial_step: steps made before, where ``restore`` does not tell.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mindspore import context
+import numpy as np
+from mindspore import Tensor, context, ops
 from mindspore.communication import GlobalComm, get_group_size
 
 from ttp.errors import ConfigError
@@ -18,14 +19,16 @@ def parallel_mode() -> str:
     return str(context.get_auto_parallel_context("parallel_mode"))
 
 
-def is_sliced() -> bool:
-    """Whether ranks may hold different parts of the state."""
-    return parallel_mode() not in ("stand_alone", "data_parallel")
-
-
 def world_size() -> int:
     """Ranks of this job, as MindSpore sees it; 1 before ``init()``."""
     return int(get_group_size()) if GlobalComm.INITED else 1
+
+
+def gather(record: bytes) -> list[bytes]:
+    """What every rank gives, as long everywhere, in the order of the ranks; a collective: all of them call it."""
+    mine = Tensor(np.frombuffer(record, np.uint8).astype(np.float32))  # few types are for collectives everywhere
+    found = ops.AllGather()(mine).asnumpy().reshape(world_size(), -1)
+    return [row.astype(np.uint8).tobytes() for row in found]
 
 
 def check_world(ranks: int) -> None:

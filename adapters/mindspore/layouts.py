@@ -12,6 +12,8 @@ from typing import Any
 
 from ttp.adapters.mindspore.constraints import parallel_mode
 from ttp.adapters.mindspore.group_info import read_group_info
+from ttp.adapters.mindspore.redundancy import groups_of_stages
+from ttp.adapters.mindspore.strategy_file import read_stages
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import CheckpointError, ConfigError
 
@@ -31,8 +33,9 @@ def layout_of(
         parameters: of it.
         world_size: ranks of the job.
         replicas: as the user says them; None: found.
-        strategy: a strategy file (``strategy_ckpt_config``), where the network does not know its layout; or, with
-            ``{rank}`` in it, the ``group_info.pb`` of each rank (``GROUP_INFO_FILE``).
+        strategy: a strategy file (``strategy_ckpt_config``), or a directory of those of all stages, where the network
+            does not know the layout of all ranks; or, with ``{rank}`` in it, the ``group_info.pb`` of each rank
+            (``GROUP_INFO_FILE``).
 
     Raises:
         ConfigError: it cannot be told, or does not fit the job; the text says what to give.
@@ -53,15 +56,31 @@ def layout_of(
             "own, and MindSpore does not tell which ranks hold the same ones. Say it: TFTRegister(..., "
             "replicas=[[0, 2], [1, 3]]), one list for each distinct slice"
         )
-    known = getattr(network, "parameter_layout_dict", None) or (str(strategy) if strategy else None)
+    if strategy is not None:
+        return of_strategy(Path(strategy), world_size)
+    known = getattr(network, "parameter_layout_dict", None)
     if not known:
         raise ConfigError(
             f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE), the "
-            "file of set_auto_parallel_context(strategy_ckpt_config={'save_file': FILE}), or replicas="
+            "file of set_auto_parallel_context(strategy_ckpt_config={'save_file': FILE}) (of a pipeline the directory "
+            "of those of all stages), or replicas="
         )
     from mindspore.train._utils import get_parameter_redundancy
 
     return of_redundancy(get_parameter_redundancy(known), world_size)
+
+
+def of_strategy(path: Path, world_size: int) -> Layout:
+    """From the strategy file, or from a directory of the files of all stages of a pipeline.
+
+    Raises:
+        ConfigError: it cannot be read, or is of a job of another size.
+    """
+    try:
+        stages = read_stages(path)
+    except CheckpointError as problem:
+        raise ConfigError(f"strategy={str(path)!r}: {problem}") from None
+    return of_redundancy(groups_of_stages(stages)[1], world_size)
 
 
 def of_group_infos(pattern: str, world_size: int) -> Layout:
@@ -119,6 +138,9 @@ def of_redundancy(redundancy: Mapping[str, Iterable[Iterable[int]]], world_size:
     same: dict[tuple[tuple[str, int], ...], list[int]] = {}
     for rank, slices in held.items():
         if not slices:
-            raise ConfigError(f"the strategy says nothing of rank {rank}: is it of another job?")
+            raise ConfigError(
+                f"the strategy says nothing of rank {rank}: is it of another job, or of one stage of a pipeline? Then "
+                "give strategy=, the directory with the files of all stages"
+            )
         same.setdefault(tuple(slices), []).append(rank)
     return of_groups(list(same.values()), world_size)

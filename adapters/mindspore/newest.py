@@ -10,7 +10,7 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from ttp.adapters.mindspore.file_contents import read_contents
+from ttp.adapters.mindspore.ckpt_reader import read_contents
 from ttp.adapters.mindspore.rank_folders import groups_of_manifest
 from ttp.adapters.mindspore.recover import step_of
 from ttp.config import RankEnv

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.adapters.mindspore.group_info import read_group_info
-from ttp.adapters.mindspore.redundancy import Groups, groups_of_strategies, same
-from ttp.adapters.mindspore.strategy_file import read_strategies
+from ttp.adapters.mindspore.redundancy import Groups, groups_of_stages, same
+from ttp.adapters.mindspore.strategy_file import read_stages
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -77,7 +77,7 @@ def known_replicas(
     folders = rank_folders(directory)
     size = ranks or max(folders, default=-1) + 1
     if strategy is not None:
-        groups, _ = groups_of_strategies(read_strategies(strategy))
+        groups, _ = groups_of_stages(read_stages(strategy))
         return Known(groups, f"the strategy {strategy}")
     if data_parallel:
         return Known((tuple(range(size)),) if size else (), "data parallelism")

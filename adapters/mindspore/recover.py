@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ttp.adapters.mindspore.file_contents import Contents
+from ttp.adapters.mindspore.ckpt_reader import Contents
 from ttp.adapters.mindspore.redundancy import Groups
 
 OWN = frozenset({"cur_rank"})

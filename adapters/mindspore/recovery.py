@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.adapters.mindspore.file_contents import read_contents
+from ttp.adapters.mindspore.ckpt_reader import read_contents
 from ttp.adapters.mindspore.rank_folders import Known, checkpoint_names, rank_folders
 from ttp.adapters.mindspore.recover import Outcome, Seen, by_template, choose_step, for_rank, recover
 from ttp.core.messages import Piece

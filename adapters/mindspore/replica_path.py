@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from ttp.adapters.mindspore.redundancy import groups_of_strategies, replicas_of
-from ttp.adapters.mindspore.strategy_file import Strategy, read_strategies
+from ttp.adapters.mindspore.redundancy import groups_of_stages, replicas_of
+from ttp.adapters.mindspore.strategy_file import Stage, read_stages
 from ttp.config import RankEnv
 
 _RANK = re.compile(r"rank_\d+")
@@ -32,10 +32,10 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
     rank = RankEnv.from_env().rank
     if f"rank_{rank}" in cur_ckpt_path and Path(cur_ckpt_path).is_file():
         return cur_ckpt_path
-    strategies = read_strategies(Path(cur_strategy_path))
-    if len(strategies) == 1:  # as MindSpore does: the file is taken for that of the rank's own stage
-        strategies = [Strategy(rank // strategies[0].devices, strategies[0].cuts)]
-    for replica in replicas_of(rank, groups_of_strategies(strategies)[1]):
+    stages = read_stages(Path(cur_strategy_path))
+    if len(stages) == 1:  # as MindSpore does: the file is taken for that of the rank's own stage
+        stages = [Stage(rank // stages[0].devices, stages[0].layouts)]
+    for replica in replicas_of(rank, groups_of_stages(stages)[1]):
         path = _RANK.sub(f"rank_{replica}", cur_ckpt_path)
         if Path(path).is_file():
             return path

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ttp.adapters.mindspore.reshard_ckpt import Tensor, digest, read_bytes
+from ttp.adapters.mindspore.ckpt_reader import Tensor
 from ttp.adapters.mindspore.reshard_fit import OPTIMIZER_SCALARS, Entry, Plan, undecided
-from ttp.adapters.mindspore.reshard_layout import Cell
 from ttp.adapters.mindspore.reshard_source import ranks_text
+from ttp.adapters.mindspore.tensor_bytes import digest, read_bytes
+from ttp.adapters.mindspore.tensor_layout import Cell
 from ttp.errors import CheckpointError
 from ttp.store.digest import Progress
 

@@ -6,10 +6,10 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from ttp.adapters.mindspore.reshard_ckpt import Tensor
-from ttp.adapters.mindspore.reshard_layout import Cell, Layout, Shape, uncut
+from ttp.adapters.mindspore.ckpt_reader import Tensor
 from ttp.adapters.mindspore.reshard_source import Source, ranks_text
 from ttp.adapters.mindspore.reshard_strategy import Strategy
+from ttp.adapters.mindspore.tensor_layout import Cell, Layout, Shape, uncut
 from ttp.errors import CheckpointError
 
 OPTIMIZER_PREFIXES = frozenset({

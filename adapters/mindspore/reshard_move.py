@@ -13,9 +13,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ttp.adapters.mindspore.reshard_ckpt import Tensor, bits, read_rows
+from ttp.adapters.mindspore.ckpt_reader import Tensor
 from ttp.adapters.mindspore.reshard_fit import Entry
-from ttp.adapters.mindspore.reshard_layout import Cell, Shape
+from ttp.adapters.mindspore.tensor_bytes import bits, read_rows
+from ttp.adapters.mindspore.tensor_layout import Cell, Shape
 from ttp.store.digest import Progress
 
 BLOCK = 8 << 20

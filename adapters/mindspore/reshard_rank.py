@@ -15,11 +15,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.adapters.mindspore.reshard_ckpt import CkptWriter, Tensor, index, read_bytes
+from ttp.adapters.mindspore.ckpt_reader import Tensor, index
+from ttp.adapters.mindspore.ckpt_writer import CkptWriter
 from ttp.adapters.mindspore.reshard_fit import Entry, Plan
-from ttp.adapters.mindspore.reshard_layout import Layout
 from ttp.adapters.mindspore.reshard_move import BLOCK, blocks, difference, touched
 from ttp.adapters.mindspore.reshard_strategy import Strategy, mindspore, write_for_mindspore
+from ttp.adapters.mindspore.tensor_bytes import read_bytes
+from ttp.adapters.mindspore.tensor_layout import Layout
 from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile, Progress
 

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ttp.adapters.mindspore.reshard_ckpt import Tensor, crc_problem, index, read_bytes
+from ttp.adapters.mindspore.ckpt_reader import Tensor, crc_problem, index
+from ttp.adapters.mindspore.tensor_bytes import read_bytes
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.catalog import find_whole, scan
 from ttp.store.digest import Progress
@@ -93,8 +94,6 @@ def find(directory: Path, watch: Watch) -> Source:
             held[rank] = index(file)
         except CheckpointError as problem:
             damaged[rank] = str(problem)
-        except OSError as problem:
-            damaged[rank] = f"{file} cannot be read: {problem.strerror or problem}"
     if not held:
         raise CheckpointError(f"no file in {directory} is whole: {'; '.join(damaged.values())}")
     check_steps(held)

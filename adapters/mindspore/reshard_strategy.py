@@ -1,22 +1,16 @@
-"""Parallel strategies as MindSpore saves them: one file, one file per pipeline stage, or merged; protobuf or JSON."""
+"""The strategy of a whole job, for resharding: all stages of its pipeline; and how MindSpore is told of it."""
 
 from __future__ import annotations
 
-import json
 import os
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttp.adapters.mindspore.reshard_layout import Layout, Shape, problems, readable
+from ttp.adapters.mindspore.strategy_file import read_stages
+from ttp.adapters.mindspore.tensor_layout import Layout, Shape, readable
 from ttp.errors import ConfigError, UsageError
-from ttp.store.plain_file import read_plain
-
-_SIZE_MAX = 1 << 30
-_MERGED = re.compile(r"(\d{1,6})-(.+)", re.DOTALL)
-"""How ``merge_pipeline_strategys`` writes the stage into a parameter's name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +51,27 @@ def read_strategy(path: Path) -> Strategy:
     """Read a strategy file, or a directory that holds one per stage of a pipeline.
 
     Raises:
-        UsageError: it is none, lacks a stage, contradicts itself, or uses what cannot be resharded.
+        UsageError: it lacks a stage, or uses what cannot be resharded.
+        CheckpointError: it cannot be read, is no strategy file, or contradicts itself.
     """
-    files = _files(path)
-    stages: dict[int, dict[str, Layout]] = {}
-    shapes: dict[str, Shape] = {}
-    for file in files:
-        for number, layouts, told in _read_file(file):
-            if stages.setdefault(number, layouts) != layouts:
-                raise UsageError(f"{path}: two files describe stage {number} of the pipeline, and differently")
-            shapes.update(told)
-    numbers = sorted(stages)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist: give a strategy file, or the directory of a pipeline's")
+    stages = read_stages(path)
+    numbers = [stage.number for stage in stages]
     if numbers != list(range(len(numbers))):
         raise UsageError(
             f"{path} describes only {_stages_text(numbers)} of a pipeline: give the directory with the strategy files "
             "of all stages"
         )
-    strategy = Strategy(str(path), tuple(stages[number] for number in numbers), shapes)
-    _check(strategy)
-    return strategy
+    shapes: dict[str, Shape] = {}
+    for stage in stages:
+        for name in sorted(stage.uneven):
+            raise UsageError(f"{path}: {name} is cut into parts of unequal size, which cannot be resharded")
+        for name, shape in stage.shapes.items():
+            if len(shape) != len(stage.layouts[name].axes):
+                raise UsageError(f"{path}: {name} has the shape {shape} and the map {readable(stage.layouts[name])}")
+        shapes.update(stage.shapes)
+    return Strategy(str(path), tuple(stage.layouts for stage in stages), shapes)
 
 
 def write_for_mindspore(path: Path, strategy: Strategy, names: Iterable[str]) -> None:
@@ -101,105 +97,6 @@ def write_for_mindspore(path: Path, strategy: Strategy, names: Iterable[str]) ->
             cut.field = 0
             cut.opt_weight_shard_step, cut.opt_weight_shard_size = layout.opt_step, layout.opt_size
     path.write_bytes(document.SerializeToString())
-
-
-def _files(path: Path) -> list[Path]:
-    if not path.exists():
-        raise UsageError(f"{path} does not exist: give a strategy file, or the directory of a pipeline's")
-    if not path.is_dir():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.suffix in (".ckpt", ".json", ".pb") and file.is_file())
-    if not files:
-        raise UsageError(f"{path} holds no strategy file (.ckpt, .pb or .json)")
-    return files
-
-
-_Stage = tuple[int, dict[str, Layout], dict[str, Shape]]
-
-
-def _read_file(path: Path) -> list[_Stage]:
-    """Stages, their parameters, and the shapes of whole tensors if they are told."""
-    try:
-        data = read_plain(path, _SIZE_MAX)
-    except OSError as problem:
-        raise UsageError(f"{path} cannot be read: {problem.strerror or problem}") from problem
-    try:
-        stage, items = _from_json(data) if path.suffix == ".json" else _from_protobuf(data)
-    except (AttributeError, KeyError, TypeError, ValueError, IndexError) as problem:
-        raise UsageError(f"{path} is no strategy file of MindSpore: {problem}") from None
-    if not items:
-        raise UsageError(f"{path} holds no layout of a parameter: it is no strategy file of MindSpore")
-    made: dict[int, _Stage] = {}
-    merged = all(_MERGED.fullmatch(name) for name, _, _ in items)
-    for name, layout, shape in items:
-        match = _MERGED.fullmatch(name) if merged else None
-        number, plain = (int(match[1]), match[2]) if match else (stage, name)
-        _, layouts, shapes = made.setdefault(number, (number, {}, {}))
-        layouts[plain] = layout
-        if shape is not None:
-            shapes[plain] = shape
-    return list(made.values())
-
-
-_Items = list[tuple[str, Layout, "Shape | None"]]
-
-
-def _from_protobuf(data: bytes) -> tuple[int, _Items]:
-    document = _pb2().ParallelStrategyMap()
-    try:
-        document.ParseFromString(data)
-    except Exception as problem:  # protobuf's own class; its import path differs between versions
-        raise ValueError(f"{type(problem).__name__} while its protobuf was read") from None
-    items: _Items = []
-    for item in document.parallel_layout_item:
-        cut = item.parallel_layouts
-        if cut.field or any(split.dim for split in cut.param_split_shape):
-            raise ValueError(f"{item.param_name} is cut into parts of unequal size, which cannot be resharded")
-        maps = [list(one.dim) for one in cut.tensor_map]
-        tensor_map: list[Any] = maps if len(maps) > 1 else maps[0] if maps else []
-        devices = list(cut.dev_matrix[0].dim)
-        layout = _layout(devices, tensor_map, cut.opt_weight_shard_size, cut.opt_weight_shard_step)
-        items.append((item.param_name, layout, None))
-    named = document.parallel_strategy_item
-    return (named[0].parallel_strategys.stage if named else 0), items
-
-
-def _from_json(data: bytes) -> tuple[int, _Items]:
-    document = json.loads(data)
-    items: _Items = []
-    for name, cut in document["parallel_layout_item"].items():
-        if cut.get("field") or cut.get("param_split_shape"):
-            raise ValueError(f"{name} is cut into parts of unequal size, which cannot be resharded")
-        layout = _layout(
-            cut["dev_matrix"], cut["tensor_map"], cut["opt_weight_shard_size"], cut["opt_weight_shard_step"]
-        )
-        shape = cut.get("tensor_shape")
-        items.append((name, layout, None if shape is None else tuple(int(size) for size in shape)))
-    named = document.get("parallel_strategy_item") or {}
-    return int(next((item["stage"] for item in named.values()), 0)), items
-
-
-def _layout(devices: list[int], tensor_map: list[Any], opt_size: int, opt_step: int) -> Layout:
-    axes = (axis if isinstance(axis, list) else [axis] for axis in tensor_map)
-    cuts = tuple(tuple(int(device) for device in axis if device != -1) for axis in axes)
-    return Layout(tuple(int(size) for size in devices), cuts, int(opt_size), int(opt_step))
-
-
-def _check(strategy: Strategy) -> None:
-    for stage in strategy.stages:
-        for name, layout in stage.items():
-            for problem in problems(layout):
-                raise UsageError(
-                    f"{strategy.origin}: {name}: {problem}. MindSpore would convert it without a word, wrongly"
-                )
-            if layout.device_count != strategy.devices:
-                raise UsageError(
-                    f"{strategy.origin} counts {strategy.devices} devices, but {layout.device_count} for {name}: "
-                    "all parameters of all stages must be laid out over as many"
-                )
-            told = strategy.shapes.get(name)
-            if told is not None and len(told) != len(layout.axes):
-                raise UsageError(f"{strategy.origin}: {name} has the shape {told} and the map {readable(layout)}")
 
 
 def _stages_text(numbers: list[int]) -> str:

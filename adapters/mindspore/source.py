@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttp.adapters.mindspore.ckpt_file import Entry, number, write_entries
+from ttp.adapters.mindspore.ckpt_writer import Entry, number, write_entries
 from ttp.adapters.mindspore.group_info import NAME, encode_group_info
 from ttp.adapters.mindspore.inspection import Inspector
 from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
@@ -265,7 +265,8 @@ class MindSporeSource:
         self, save: SaveFunction, order: SaverOrder, version: Version, position: Position
     ) -> list[Piece]:
         if order.shards:
-            save(self.cb_params, append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale})
+            found = append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale}
+            save(self.cb_params, {name: value for name, value in found.items() if name not in self._memory.held})
         return []
 
     def _wrote(self, count: int) -> None:

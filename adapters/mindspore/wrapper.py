@@ -14,8 +14,8 @@ and the step's result depends on the second one's. ``side_effect_mem`` keeps the
 **PyNative** runs ``construct`` as Python. Kernels are launched asynchronously there; reading ``global_step`` to the
 host waits for what was launched before it.
 
-With a sliced layout an update may only begin when every rank can make it (docs/concepts.md): one AllReduce of one
-number stands between the gradients and the first report then, which is what MindSpore's own ``OptTFTWrapper`` does.
+With a sliced layout an update may only begin when every rank can make it (docs/concepts.md). MindSpore's own
+``OptTFTWrapper`` has an AllReduce there; here the first report waits for all ranks (``barrier.py``).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, context, nn, ops
 
-from ttp.adapters.mindspore.constraints import check_optimizer_parallel, is_sliced, world_size
+from ttp.adapters.mindspore.constraints import check_optimizer_parallel
 from ttp.adapters.mindspore.switch import may_be_protected
 from ttp.errors import UsageError
 
@@ -82,12 +82,9 @@ class OptTTPWrapper(nn.Optimizer):
                 setattr(self, name, getattr(opt, name))
         self.reporter: Reporter | None = None
         self.ttp_reports = may_be_protected()
-        self.ttp_meets = self.ttp_reports and undo is None and is_sliced() and world_size() > 1
         self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
-        self.ttp_one = Tensor([1], ms.float32)  # AllReduce on CPU takes no integers
+        self.ttp_one = Tensor([1], ms.float32)
         self.ttp_depend = ops.Depend()
-        if self.ttp_meets:
-            self.ttp_meet = ops.AllReduce()
         if self.ttp_reports and not self.ttp_by_python:
             self.ttp_begin, self.ttp_end = _operator(self._begins), _operator(self._ends)
 
@@ -97,15 +94,11 @@ class OptTTPWrapper(nn.Optimizer):
             return self.opt(gradients)
         if self.ttp_by_python:
             return self._update_by_python(gradients)
-        one = self.ttp_depend(self.ttp_one, gradients)
-        if self.ttp_meets:
-            one = self.ttp_meet(one)
-        result = self.opt(self.ttp_depend(gradients, self.ttp_begin(one)))
+        begun = self.ttp_begin(self.ttp_depend(self.ttp_one, gradients))
+        result = self.opt(self.ttp_depend(gradients, begun))
         return self.ttp_depend(result, self.ttp_end(self.ttp_depend(self.ttp_one, result)))
 
     def _update_by_python(self, gradients: Any) -> Any:
-        if self.ttp_meets:
-            self.ttp_meet(self.ttp_one).asnumpy()
         self.global_step.asnumpy()
         self._tell_begin()
         result = self.opt(gradients)

@@ -65,8 +65,8 @@ def read(source: Path) -> Told:
     """
     from ttp.adapters.mindspore.group_info import read_group_info
     from ttp.adapters.mindspore.rank_folders import groups_of_manifest
-    from ttp.adapters.mindspore.redundancy import groups_of_strategies
-    from ttp.adapters.mindspore.strategy_file import read_strategies
+    from ttp.adapters.mindspore.redundancy import groups_of_stages
+    from ttp.adapters.mindspore.strategy_file import read_stages
 
     if not source.exists():
         raise UsageError(f"{source} does not exist: give a group_info.pb, a strategy file or a manifest")
@@ -78,7 +78,7 @@ def read(source: Path) -> Told:
         }
         return Told("manifest", groups_of_manifest(manifest), shards)
     try:
-        return Told("strategy", *groups_of_strategies(read_strategies(source)))
+        return Told("strategy", *groups_of_stages(read_stages(source)))
     except CheckpointError as no_strategy:
         if source.is_dir() or source.suffix == ".json":
             raise

@@ -10,6 +10,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from typing import Any
 import psutil
 
 HERE = Path(__file__).parent
-TTP = Path(sys.executable).parent / "ttp"
+TTP, MSRUN = Path(sys.executable).parent / "ttp", Path(sys.executable).parent / "msrun"
 SMALL = ["--hidden", "32", "--images", "256", "--batch", "8", "--epochs", "2"]
 """For the example: epochs of 16 steps with 2 workers, of 8 with 4."""
 
@@ -26,7 +28,7 @@ BEGUN = re.compile(r"rank 0 begins after step (\d+)")
 """What workers print; ends of lines come late when several of them do at the same time."""
 
 Kill = tuple[int, int, str]
-"""Rank, step of its launch, place; see ``mnist_job``."""
+"""Rank, step, place; see ``mnist_job``."""
 
 
 def free_port() -> int:
@@ -39,7 +41,8 @@ def free_port() -> int:
 class Job:
     """A job directory and how it is launched.
 
-    ``steps[rank][step]`` is what ``rank`` printed last of a step: the bits of its loss and a digest of its state.
+    ``kills`` hurt the first launch, ``later`` those after it. ``steps[rank][step]`` is what ``rank`` printed last of a
+    step: the bits of its loss and a digest of its state.
     """
 
     directory: Path
@@ -49,6 +52,7 @@ class Job:
     max_restarts: int = 1
     script: Path = HERE / "mnist_job.py"
     env: dict[str, str] = field(default_factory=dict)
+    later: list[list[Kill]] = field(default_factory=list)
     output: str = ""
     code: int = -1
 
@@ -70,22 +74,48 @@ class Job:
         self.output = log.read_text()
         return self
 
+    def run_with_msrun(self, timeout_s: float) -> Job:
+        """Until the last worker has ended; msrun itself ends before the first has begun."""
+        logs = self.directory / f"msrun-{len(list(self.directory.glob('msrun-*')))}"
+        command = [str(MSRUN), f"--worker_num={self.workers}", f"--local_worker_num={self.workers}", "--join=False"]
+        command += [f"--master_port={free_port()}", f"--log_dir={logs}", str(self.script), *self.arguments]
+        env = self.environ() | {"MS_NODE_TIMEOUT": "600", "MS_CPU_COMM_OP_TIMEOUT": "600"}
+        subprocess.run(command, cwd=self.directory, env=env, check=True, timeout=timeout_s, start_new_session=True)
+        deadline = time.monotonic() + timeout_s
+        try:
+            while self._training():
+                assert time.monotonic() < deadline, f"workers of {logs} do not end"
+                time.sleep(0.2)
+        finally:
+            self._clean(None)
+        self.output = "".join(log.read_text() for log in sorted(logs.glob("worker_*.log")))
+        return self
+
+    def _mine(self) -> Iterator[psutil.Process]:
+        """Processes of this job."""
+        for process in psutil.process_iter(["environ"]):
+            if (process.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
+                yield process
+
+    def _training(self) -> list[psutil.Process]:
+        return [one for one in self._mine() if one.info["environ"].get("MS_ROLE") == "MS_WORKER"]
+
     def environ(self) -> dict[str, str]:
         foreign = ("TTP_", "MS_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "TORCHELASTIC", "DATA_PATH")
         base = {k: v for k, v in os.environ.items() if not k.startswith(foreign)}
-        base |= {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1", "JOB_KILLS": json.dumps(self.kills)}
+        kills = json.dumps([self.kills, *self.later])
+        base |= {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1", "JOB_KILLS": kills, "TTP_KEEP": "5"}
         base |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "90"}
         base |= {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "PYTHONUNBUFFERED": "1", "JOB_DIR": str(self.directory)}
         return base | self.env
 
-    def _clean(self, process: subprocess.Popen[Any]) -> None:
-        if process.poll() is None:
+    def _clean(self, process: subprocess.Popen[Any] | None) -> None:
+        if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        for orphan in psutil.process_iter(["environ"]):
-            if (orphan.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    orphan.kill()
+        for orphan in self._mine():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                orphan.kill()
 
     @property
     def steps(self) -> dict[int, dict[int, tuple[str, str]]]:

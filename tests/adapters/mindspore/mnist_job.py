@@ -1,6 +1,6 @@
 """The example, with a worker that dies where a test wants it. Run by the launcher.
 
-``JOB_KILLS``: JSON list of ``[rank, step, place]``; places are those of ``Killer``. Only the first launch is hurt.
+``JOB_KILLS``: for each launch a list of ``[rank, step, place]``, as JSON; places are those of ``Killer``.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import json
 import os
 import signal
 import sys
+import time
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,40 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "mindspore_mnist
 
 import train_mnist  # noqa: E402
 
-from ttp.adapters.mindspore import adapter  # noqa: E402
+from ttp import session  # noqa: E402
+from ttp.adapters.mindspore import adapter, barrier  # noqa: E402
+
+
+def replace(owner: type, name: str, function: Any) -> None:
+    setattr(owner, name, function)
 
 
 class Killer(Callback):
-    """Ends this process without a word: ``begin`` of the step, at the ``gate``, in the ``update``, at the ``end``."""
+    """Ends this process without a word: ``begin`` of the step, at the ``gate``, in the ``update``, at the ``end``.
+
+    Steps are counted from the first launch on. In the ``meeting`` before an update it ends when it has told its coming
+    to one rank, and those that could make the update without more of it have made it.
+    """
 
     def __init__(self, step: int, place: str) -> None:
         super().__init__()
         self._step, self._place, self._now = step, place, 0
         self._wrap("begin_update", "gate", "update")
         self._wrap("end_update", "updated", "told")
+        if place == "meeting":
+            self._in_meeting()
+
+    def _in_meeting(self) -> None:
+        real = barrier.UpdateBarrier._hears
+
+        def hears(found: Any, source: Any, gate: Any) -> bool:
+            while (self._now, self._place) == (self._step, "meeting"):
+                if len(list(TRACES.glob(f"made-*-{self._step}"))) == AHEAD:
+                    self._at("meeting")
+                time.sleep(0.01)
+            return real(found, source, gate)
+
+        replace(barrier.UpdateBarrier, "_hears", hears)
 
     def _wrap(self, method: str, before: str, after: str) -> None:
         real = getattr(adapter.MindSporeAdapter, method)
@@ -50,11 +74,15 @@ class Killer(Callback):
             real(found)
             self._at(after)
 
-        setattr(adapter.MindSporeAdapter, method, wrapped)
+        replace(adapter.MindSporeAdapter, method, wrapped)
 
     def _at(self, place: str) -> None:
         if (self._now, self._place) == (self._step, place):
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_train_begin(self, run_context: Any) -> None:
+        resumed = session.current().adapter
+        self._now = resumed.position.step if isinstance(resumed, adapter.MindSporeAdapter) else 0
 
     def on_train_step_begin(self, run_context: Any) -> None:
         self._now += 1
@@ -64,11 +92,33 @@ class Killer(Callback):
         self._at("end")
 
 
+TRACES = Path(os.environ.get("JOB_DIR", "."))
+AHEAD = 2
+"""Of four ranks those that need no more than the first message of one that dies in the meeting."""
+
+
+def leave_traces() -> None:
+    """A file for each update that this rank has made."""
+    real = adapter.MindSporeAdapter.end_update
+
+    def traced(found: Any) -> None:
+        real(found)
+        processor = session.current().processor
+        assert processor is not None
+        (TRACES / f"made-{processor.env.rank}-{processor.gate.version}").touch()
+
+    replace(adapter.MindSporeAdapter, "end_update", traced)
+
+
 def kills() -> list[Callback]:
-    if os.environ.get("MS_ROLE") == "MS_SCHED" or int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")):
+    launches = json.loads(os.environ.get("JOB_KILLS", "[]"))
+    launch = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    if os.environ.get("MS_ROLE") == "MS_SCHED" or launch >= len(launches):
         return []
-    mine = [k for k in json.loads(os.environ.get("JOB_KILLS", "[]")) if k[0] == int(os.environ["RANK"])]
-    return [Killer(step, place) for _, step, place in mine]
+    if any(place == "meeting" for _, _, place in launches[launch]):
+        leave_traces()
+    me = int(os.environ["RANK_ID"])  # as msrun says it too
+    return [Killer(step, place) for rank, step, place in launches[launch] if rank == me]
 
 
 if __name__ == "__main__":

@@ -12,9 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.adapters.mindspore.layouts import S8, S8_SHARDED, Layout, write_json, write_strategy
+from tests.adapters.mindspore.reshard_worlds import STRATEGIES
 from ttp.adapters.mindspore.group_info import GroupInfo, parse_group_info, read_group_info, write_group_info
-from ttp.adapters.mindspore.redundancy import groups_of_strategies, parameter_groups, replicas_of, whole_groups
-from ttp.adapters.mindspore.strategy_file import Cut, Strategy, parse_strategy, read_strategies, read_strategy
+from ttp.adapters.mindspore.redundancy import groups_of_stages, parameter_groups, replicas_of, whole_groups
+from ttp.adapters.mindspore.strategy_file import Stage, parse_strategy, read_stages
 from ttp.errors import CheckpointError, UsageError
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")  # importing MindSpore takes seconds: once
@@ -55,11 +56,11 @@ def test_what_is_none_is_refused(text: bytes, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=str(path)):
         read_group_info(path)
     with pytest.raises(CheckpointError, match=str(path)):
-        read_strategy(path)
+        read_stages(path)
 
 
 def test_absent_files_are_refused(tmp_path: Path) -> None:
-    for read in (read_group_info, read_strategy, read_strategies):
+    for read in (read_group_info, read_stages):
         with pytest.raises(CheckpointError, match="No such file"):
             read(tmp_path / "no")
 
@@ -97,8 +98,8 @@ def test_thousands_of_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
         data, parse = whole[seed % 3]
         try:
             found = parse(damaged(data, seed))
-            if isinstance(found, Strategy):
-                groups_of_strategies([found])
+            if isinstance(found, list):
+                groups_of_stages(found)
         except (ValueError, CheckpointError) as problem:
             assert not isinstance(problem, UnicodeError), problem
             refused += 1
@@ -115,8 +116,8 @@ def mindspores(path: Path, first: int) -> dict[str, set[tuple[int, ...]]]:
     return {name: {tuple(ranks) for ranks in groups} for name, groups in found.items()}
 
 
-def ours(strategy: Strategy) -> dict[str, set[tuple[int, ...]]]:
-    return {name: set(groups) for name, groups in parameter_groups(strategy).items()}
+def ours(stage: Stage) -> dict[str, set[tuple[int, ...]]]:
+    return {name: set(groups) for name, groups in parameter_groups(stage).items()}
 
 
 CASES = {
@@ -134,9 +135,9 @@ CASES = {
 def test_the_same_groups_as_mindspore(name: str, tmp_path: Path) -> None:
     layouts, stage = CASES[name]
     path = write_strategy(tmp_path / "s.ckpt", layouts, stage)
-    strategy = read_strategy(path)
-    assert strategy.stage == stage
-    assert ours(strategy) == mindspores(path, strategy.first_rank)
+    (found,) = read_stages(path)
+    assert found.number == stage
+    assert ours(found) == mindspores(path, found.first_rank)
 
 
 @settings(max_examples=60)
@@ -149,40 +150,48 @@ def test_the_same_groups_as_mindspore_for_any_cut(data: st.DataObject) -> None:
     axes = [axis if data.draw(st.booleans()) else -1 for axis in free[: data.draw(st.integers(1, len(devices)))]]
     with tempfile.TemporaryDirectory() as folder:
         path = write_strategy(Path(folder) / "s.ckpt", {"w": Layout(devices, axes)}, data.draw(st.integers(0, 3)))
-        strategy = read_strategy(path)
-        assert ours(strategy) == mindspores(path, strategy.first_rank)
+        (found,) = read_stages(path)
+        assert ours(found) == mindspores(path, found.first_rank)
 
 
 def test_whole_checkpoints_that_can_stand_for_each_other(tmp_path: Path) -> None:
-    s8 = read_strategy(write_strategy(tmp_path / "a.ckpt", S8))
+    (s8,) = read_stages(write_strategy(tmp_path / "a.ckpt", S8))
     assert whole_groups(parameter_groups(s8)) == ((0, 4), (1, 5), (2, 6), (3, 7))
-    assert read_strategy(write_json(tmp_path / "a.json", S8)).first_rank == 0
-    sharded = read_strategy(write_strategy(tmp_path / "b.ckpt", S8_SHARDED))
+    assert [stage.first_rank for stage in read_stages(write_json(tmp_path / "a.json", S8))] == [0]
+    (sharded,) = read_stages(write_strategy(tmp_path / "b.ckpt", S8_SHARDED))
     assert whole_groups(parameter_groups(sharded)) == tuple((rank,) for rank in range(8))
 
 
 def test_stages_of_a_pipeline_in_a_directory(tmp_path: Path) -> None:
     for stage in (0, 1):
         write_strategy(tmp_path / f"strategy_{4 * stage}.ckpt", {f"l{stage}": Layout((2, 2), (-1, 0))}, stage)
-    whole, parameters = groups_of_strategies(read_strategies(tmp_path))
+    whole, parameters = groups_of_stages(read_stages(tmp_path))
     assert whole == ((0, 2), (1, 3), (4, 6), (5, 7))
     assert parameters["l1"] == ((4, 6), (5, 7))
     write_strategy(tmp_path / "strategy_5.ckpt", {"l1": Layout((4,), (0,))}, 1)
     with pytest.raises(CheckpointError, match="stage 1 otherwise"):
-        read_strategies(tmp_path)
+        read_stages(tmp_path)
+
+
+def test_merged_stages_are_the_stages_of_the_directory(tmp_path: Path) -> None:
+    import mindspore
+
+    mindspore.merge_pipeline_strategys(str(STRATEGIES / "pp"), str(tmp_path / "merged.ckpt"))
+    assert read_stages(tmp_path / "merged.ckpt") == read_stages(STRATEGIES / "pp")
+    assert [stage.first_rank for stage in read_stages(tmp_path / "merged.ckpt")] == [0, 4]
 
 
 @pytest.mark.parametrize(
-    "cut",
+    "layout",
     [
-        Cut((2, 4), ((-1,), (0,)), 3, 4),  # two ranks cannot share in three parts
-        Cut((2, 4), ((-1,), (0,)), 2, 1),  # neighbours of a step hold other slices
-        Cut((2, 2), ((-1,), (-1,)), 2, 2),
+        Layout((2, 4), (-1, 0), 3, 4),  # two ranks cannot share in three parts
+        Layout((2, 4), (-1, 0), 2, 1),  # neighbours of a step hold other slices
+        Layout((2, 2), (-1, -1), 2, 2),
     ],
 )
-def test_a_strategy_that_contradicts_itself_is_refused(cut: Cut) -> None:
+def test_a_strategy_that_contradicts_itself_is_refused(layout: Layout, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="contradicts itself"):
-        parameter_groups(Strategy(0, {"w": cut}))
+        read_stages(write_strategy(tmp_path / "s.ckpt", {"w": layout}))
 
 
 def test_whom_a_rank_may_load_from() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import mindspore as ms
 import pytest
 
-from tests.adapters.mindspore.job import SMALL, Job, Kill
+from tests.adapters.mindspore.job import HERE, SMALL, STEP, Job, Kill
 
 pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(900)]
 
@@ -73,12 +73,6 @@ CASES: list[tuple[str, int, str, list[Kill], int]] = [
     ("graph", 2, "momentum", [(1, 6, "update")], 6),
     ("graph", 2, "adam", [(1, 16, "told")], 16),
     ("pynative", 2, "adam", [(0, 5, "updated")], 5),
-    ("graph", 4, "sgd", [(2, 5, "update")], 5),
-    ("graph", 4, "sgd", [(0, 9, "begin")], 8),
-    ("graph", 4, "sgd", [(0, 6, "gate"), (3, 6, "gate")], 6),
-    ("graph", 4, "sgd", [(1, 9, "begin"), (2, 9, "begin")], 8),
-    ("pynative", 4, "sgd", [(3, 5, "gate")], 5),
-    ("pynative", 4, "sgd", [(0, 9, "begin"), (2, 9, "begin")], 8),
 ]
 QUICK = 1
 
@@ -97,3 +91,74 @@ def test_the_job_ends_as_if_nobody_had_died(
     (story,) = (tmp_path / "ttp_checkpoints" / "incidents").glob("*.jsonl")
     events = [json.loads(line) for line in story.read_text().splitlines()]
     assert [event["version"] for event in events if event["kind"] == "committed"] == [step]
+
+
+TOUR: list[tuple[list[Kill], int]] = [
+    # what hurts each launch of a job of four workers, eight steps an epoch, and the newest step that can be saved
+    ([(0, 5, "gate")], 5),
+    ([(1, 9, "begin")], 8),
+    ([(2, 13, "update"), (3, 13, "update")], 13),
+    ([(0, 17, "begin"), (3, 17, "begin")], 16),
+]
+"""Each of the workers, one and two of them, in mid-epoch and at the end of one."""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4000)
+@pytest.mark.parametrize("mode", ["graph", "pynative"])
+def test_whoever_is_killed_and_started_again_by_hand(mode: str, tmp_path: Path) -> None:
+    """Every step that any launch makes is that of the unbroken job, in the bits of the loss and of the state."""
+    arguments = [*SMALL, "--epochs", "3", "--mode", mode]
+    unbroken = Job(tmp_path / "unbroken", 4, arguments=arguments, max_restarts=0).run(RUN_S)
+    assert unbroken.code == 0, unbroken.output[-6000:]
+    kills = [kill for kill, _ in TOUR]
+    job = Job(tmp_path / "job", 4, kills[0], arguments, max_restarts=len(TOUR) - 1, later=kills[1:]).run(4 * RUN_S)
+    assert job.code == 75, job.output[-6000:]
+    by_hand = Job(tmp_path / "job", 4, arguments=[*arguments, "--is_recover=1"], max_restarts=0).run(RUN_S)
+    assert by_hand.code == 0, by_hand.output[-6000:]
+    begun = [*job.begun, *by_hand.begun]
+    assert begun[0] == 0 and len(begun) == len(TOUR) + 1, begun
+    for step, (kill, newest) in zip(begun[1:], TOUR, strict=True):
+        assert step == newest or (step == newest - 1 and kill[0][2] != "begin"), begun
+    for made in (job, by_hand):
+        for rank, number, *seen in STEP.findall(made.output):
+            assert tuple(seen) == unbroken.steps[int(rank)][int(number)], (rank, number)
+    assert all(max(steps) == 24 for steps in by_hand.steps.values())
+    assert {path.name for path in job.checkpoints} == {f"tft_saved_checkpoints-step_{step}" for step in begun[1:]}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_a_program_saves_and_loads_by_functions_of_its_own(tmp_path: Path, unbroken: Unbroken) -> None:
+    arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
+    job = Job(tmp_path, 2, [(0, 11, "gate")], arguments, script=HERE / "own_files_job.py").run(RUN_S)
+    assert job.code == 0, job.output[-6000:]
+    (file,) = (tmp_path / "own").iterdir()
+    step = job.begun[1]
+    assert file.name == f"{step}-1.ckpt" and step in (10, 11)
+    assert "saved ['batch_num', 'cur_rank', 'epoch_num', 'loss_scale', 'step_num']" in job.output
+    for rank, steps in unbroken("graph", 2, "momentum").steps.items():
+        assert {number: seen for number, seen in steps.items() if number > step}.items() <= job.steps[rank].items()
+    assert not job.checkpoints
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(2000)
+def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> None:
+    """As docs/mindspore-launch.md says: msrun ends at once, the survivor saves and ends; by hand it goes on.
+
+    MNIST's files are those of a directory that somebody gives.
+    """
+    arguments = [*SMALL, "--optimizer", "momentum", "--mode", "graph"]
+    reference = unbroken("graph", 2, "momentum")
+    env = {"DATA_PATH": str(reference.directory / "MNIST_Data" / "train")}
+    hurt = Job(tmp_path, 2, [(1, 11, "gate")], arguments, env=env).run_with_msrun(RUN_S)
+    (checkpoint,) = hurt.checkpoints
+    check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 16, dead={1})
+    again = Job(tmp_path, 2, arguments=[*arguments, "--is_recover=1"], env=env).run_with_msrun(RUN_S)
+    assert step in (10, 11) and again.begun == [step], again.output[-6000:]
+    for rank, steps in reference.steps.items():
+        later = {number: seen for number, seen in steps.items() if number > step}
+        assert later and later == again.steps[rank]
+        assert again.output.count(f"rank {rank} trained") == 1
+    assert not (tmp_path / "MNIST_Data").exists()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.adapters.mindspore.reshard_worlds import STRATEGIES
 from ttp.adapters.mindspore import layouts
 from ttp.adapters.mindspore.group_info import write_group_info
-from ttp.core.layout import REPLICATED
+from ttp.core.layout import REPLICATED, Rank, Shard
 from ttp.errors import ConfigError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
@@ -67,6 +69,42 @@ def test_group_infos_of_all_ranks_are_a_layout(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "rank_2" / "group_info.pb").unlink()
     with pytest.raises(ConfigError, match=r"rank_2/group_info.pb cannot be read"):
         found("semi_auto_parallel", monkeypatch, strategy=pattern)
+
+
+def test_a_compiled_network_knows_its_layout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As MindSpore keeps it: device matrix, tensor map, shape of the slice, field, even, group of optimizer shards."""
+    monkeypatch.setattr("mindspore.train._utils.get_rank", lambda: 0)
+    monkeypatch.setattr(layouts, "parallel_mode", lambda: "semi_auto_parallel")
+    network = SimpleNamespace(
+        parameter_layout_dict={
+            "l1.w": [[2, 4], [-1, 0], [784, 16], 0, True, ""],
+            "l2.w": [[2, 4], [0, -1], [16, 64], 0, True, ""],
+            "l3.w": [[2, 4], [-1, -1], [64, 16], 0, True, ""],
+        }
+    )
+    groups = layouts.layout_of(network, [], 8, replicas=None, strategy=None).groups
+    assert dict(groups) == {f"slice_{r}": (r, r + 4) for r in range(4)}
+    with pytest.raises(ConfigError, match=r"says nothing of rank 8: .* one stage of a pipeline"):
+        layouts.layout_of(network, [], 16, replicas=None, strategy=None)
+    network.parameter_layout_dict = None
+    with pytest.raises(ConfigError, match=r"the network is not compiled yet: give TFTRegister\(..., strategy=FILE\)"):
+        layouts.layout_of(network, [], 8, replicas=None, strategy=None)
+
+
+def test_a_strategy_file_is_a_layout_and_a_directory_is_that_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def groups(name: str) -> dict[Shard, tuple[Rank, ...]]:
+        monkeypatch.setattr(layouts, "parallel_mode", lambda: "semi_auto_parallel")
+        return dict(layouts.layout_of(None, [], 8, replicas=None, strategy=STRATEGIES / name).groups)
+
+    assert groups("s8.ckpt") == groups("s8.json") == {f"slice_{r}": (r, r + 4) for r in range(4)}
+    with pytest.raises(ConfigError, match=r"\[0\] has no replica"):
+        groups("s8o.ckpt")
+    with pytest.raises(ConfigError, match=r"\[0\] has no replica"):
+        groups("pp")  # its two stages of four ranks have none, and all eight ranks are spoken of
+    with pytest.raises(ConfigError, match="says nothing of rank 4"):
+        groups("s4.ckpt")
+    with pytest.raises(ConfigError, match=r"strategy=.*is no strategy file of MindSpore"):
+        groups("group_info.pb")
 
 
 def test_ranks_that_hold_the_same_slices_of_everything_are_replicas() -> None:

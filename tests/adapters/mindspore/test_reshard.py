@@ -25,6 +25,10 @@ from tests.adapters.mindspore.reshard_worlds import (
     write_strategy,
 )
 from ttp.adapters.mindspore.reshard import Resharded, Wish, reshard
+from ttp.adapters.mindspore.reshard_fit import Entry, make_plan
+from ttp.adapters.mindspore.reshard_source import find
+from ttp.adapters.mindspore.reshard_strategy import read_strategy
+from ttp.adapters.mindspore.tensor_layout import Cell
 from ttp.errors import CheckpointError
 from ttp.store.verify import verify_checkpoint
 
@@ -102,18 +106,69 @@ def test_into_a_pipeline(s8: Path, tmp_path: Path) -> None:
     assert not {"l3.w", "moments.l3.w"} & set(load(tmp_path / "made", 0))
 
 
-def test_stock_transform_checkpoints_makes_the_same(s8: Path, tmp_path: Path) -> None:
+STOCK = [
+    ("s8", "s8.ckpt", "s4.ckpt"),
+    ("s8", "s8.json", "s4.ckpt"),
+    ("s8o", "s8o.ckpt", "s4.ckpt"),
+    ("s4", "s4.ckpt", "s8o.ckpt"),
+    ("s8o", "s8o.ckpt", None),
+    ("pp", "pp", "s4.ckpt"),
+    ("pp", "pp", None),
+]
+
+
+def stock_strategy(name: str | None, path: Path) -> str | None:
+    """As MindSpore's functions want it: that of a pipeline is merged first."""
+    if name is None or not (STRATEGIES / name).is_dir():
+        return None if name is None else str(STRATEGIES / name)
+    ms.merge_pipeline_strategys(str(STRATEGIES / name), str(path / "merged.ckpt"))
+    return str(path / "merged.ckpt")
+
+
+@pytest.mark.parametrize(("source", "src", "dst"), STOCK)
+def test_stock_transform_checkpoints_makes_the_same(
+    source: str, src: str, dst: str | None, tmp_path: Path, request: Any
+) -> None:
     plain = tmp_path / "plain"  # texts make the stock function fail
-    for rank in range(8):
-        kept = {name: value for name, value in load(s8, rank).items() if name in TENSORS}
+    saved: Path = request.getfixturevalue(source)
+    for rank in range(len(list(saved.iterdir()))):
+        kept = {name: value for name, value in load(saved, rank).items() if name in TENSORS}
         (plain / f"rank_{rank}").mkdir(parents=True)
         listed = [{"name": name, "data": ms.Tensor(value)} for name, value in kept.items()]
         ms.save_checkpoint(listed, str(plain / f"rank_{rank}" / "net.ckpt"), integrated_save=False)
-    strategies = str(STRATEGIES / "s8.ckpt"), str(STRATEGIES / "s4.ckpt")
+    strategies = stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)
     ms.transform_checkpoints(str(plain), str(tmp_path / "stock"), "stock", *strategies)
-    run(plain, tmp_path / "made", *map(Path, strategies))
-    for rank in range(4):
+    done = run(plain, tmp_path / "made", STRATEGIES / src, STRATEGIES / dst if dst else None)
+    assert done.own == {}
+    for rank in range(done.world_size):
         assert_same(load(tmp_path / "made", rank), load(tmp_path / "stock", rank))
+
+
+@pytest.mark.parametrize(("source", "src", "dst"), STOCK)
+def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
+    source: str, src: str, dst: str | None, tmp_path: Path, request: Any
+) -> None:
+    read = [None if name is None else read_strategy(STRATEGIES / name) for name in (src, dst)]
+    plan = make_plan(find(request.getfixturevalue(source), quiet), *read, inference=False)
+    for rank in range(plan.world_size):
+        listed = set(ms.rank_list_for_transform(rank, stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)))
+        for name, entry in plan.of_rank(rank).items():
+            needed = needed_cells(entry, rank % plan.devices)
+            held = {cell for cell, ranks in entry.copies.items() if listed & set(ranks)}
+            assert needed <= held, (rank, name)
+
+
+def needed_cells(entry: Entry, rank: int) -> set[Cell]:
+    """Parts of the source in which an element lies that a target rank holds, element by element."""
+    owner = np.zeros((*entry.full, len(entry.full)), np.int64)
+    for axis, (size, parts) in enumerate(zip(entry.full, entry.source.grid, strict=True)):
+        shape = [1] * len(entry.full)
+        shape[axis] = size
+        owner[..., axis] = (np.arange(size) // (size // parts)).reshape(shape)
+    mine = tuple(
+        slice(cell * size, (cell + 1) * size) for cell, size in zip(entry.target.cell(rank), entry.piece, strict=True)
+    )
+    return {tuple(cell) for cell in np.unique(owner[mine].reshape(-1, len(entry.full)), axis=0).tolist()}
 
 
 def test_a_full_file_is_cut_again(s8: Path, tmp_path: Path) -> None:

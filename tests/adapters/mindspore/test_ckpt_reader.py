@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from ttp.adapters.mindspore.file_contents import Contents, read_contents
+from ttp.adapters.mindspore.ckpt_reader import Contents, read_contents
 from ttp.errors import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")

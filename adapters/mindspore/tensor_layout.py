@@ -102,7 +102,7 @@ def problems(layout: Layout) -> Iterator[str]:
 
 def _opt_problems(layout: Layout) -> Iterator[str]:
     parts = layout.opt_parts
-    if layout.opt_size < -1 or layout.opt_step < 0:
+    if layout.opt_size < -1 or layout.opt_step < -1:
         yield f"opt_weight_shard_size {layout.opt_size} and opt_weight_shard_step {layout.opt_step} are none"
     elif parts > 1 and not layout.axes:
         yield "a scalar cannot be cut by optimizer parallelism"
@@ -120,9 +120,8 @@ def _opt_problems(layout: Layout) -> Iterator[str]:
 
 def opt_steps(layout: Layout) -> list[int]:
     """By how much the ranks differ that hold neighbouring parts of a slice: between the first two, and on average."""
-    first = _base(layout, 0)
-    run = [rank for rank in range(layout.device_count) if _base(layout, rank) == first][: layout.opt_parts]
-    return [run[1] - run[0], (run[-1] - run[0]) // (len(run) - 1)]
+    parts = layout.opt_parts
+    return [_copy(layout, 1), _copy(layout, parts - 1) // (parts - 1)]
 
 
 def readable(layout: Layout) -> str:
@@ -157,6 +156,15 @@ def _mixed(layout: Layout, rank: int, axes: tuple[int, ...]) -> int:
         inner = math.prod(layout.devices[len(layout.devices) - axis :])
         number = number * size + rank // inner % size
     return number
+
+
+def _copy(layout: Layout, number: int) -> int:
+    """The rank that is the ``number``-th, from 0, of those that hold what rank 0 holds."""
+    rank = 0
+    for axis in reversed(_unused(layout)):
+        number, at = divmod(number, layout.devices[len(layout.devices) - 1 - axis])
+        rank += at * math.prod(layout.devices[len(layout.devices) - axis :])
+    return rank
 
 
 def _unused(layout: Layout) -> tuple[int, ...]:

@@ -9,8 +9,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from ttp.adapters.mindspore import ckpt_file
-from ttp.adapters.mindspore.ckpt_file import Entry, number, write_entries
+from ttp.adapters.mindspore import ckpt_writer
+from ttp.adapters.mindspore.ckpt_writer import Entry, number, write_entries
 from ttp.processor.source import Cancelled
 from ttp.store.piece_file import piece_file
 
@@ -63,7 +63,7 @@ def test_the_bytes_are_those_of_save_checkpoint(tmp_path: Path) -> None:
 
 
 def test_a_large_tensor_is_cut_and_comes_back_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ckpt_file, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ckpt_writer, "CHUNK_BYTES", 1000)
     array = np.random.default_rng(0).standard_normal((30, 100)).astype(np.float32)
     path = write(tmp_path / "a.ckpt", [entry("before", ARRAYS["weight"], "Float32"), entry("large", array, "Float32")])
     found = ms.load_checkpoint(str(path), crc_check=True)
