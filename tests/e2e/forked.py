@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.harness import Job, free_port
+from tests.e2e.harness import Job
+from tests.ports import free_port
 
 PRELOAD = [
     "torch",

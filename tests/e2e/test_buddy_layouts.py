@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, free_port, newest_of_survivors
+from tests.e2e.harness import Job, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
+from tests.ports import free_port
 
 MakeJob = Callable[..., Job]
 
