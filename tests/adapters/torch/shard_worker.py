@@ -302,12 +302,17 @@ def save_all(directory: Path, rank: int) -> None:
     for kind in SAVED:
         job = Job(directory / kind, kind, rank)
         job.train()
-        job.optimizer.param_groups[1]["lr"] = 3e-3
-        tail: Any = job.adapter._tail
-        tail._snapshot = tail._take(2, 0, 0)  # as if a scheduler had done it
+        scheduled(job, 2)
         job.save(2)
         remember(job, directory / kind)
         job.close()
+
+
+def scheduled(job: Job, version: int) -> None:
+    """Another learning rate, as if a scheduler had done it after this version."""
+    job.optimizer.param_groups[1]["lr"] = 3e-3
+    tail: Any = job.adapter._tail
+    tail._snapshot = tail._take(version, 0, 0)
 
 
 def restore_all(directory: Path, rank: int) -> list[Any]:
@@ -346,12 +351,14 @@ def link(directory: Path, rank: int) -> dict[str, Any]:
     told: dict[str, Any] = {}
     if before:
         found = directory / str(before)
-        job.adapter.load(found / f"tft_saved_checkpoints-step_{before}", rank, dist.get_world_size(), protected=False)
+        job.adapter.load(found / f"tft_saved_checkpoints-step_{before}", rank, dist.get_world_size(), protected=True)
+        job.processor.gate.set_version(Version(before))
         told = compared(job, found)
     job.train()
     if before:
         told["moved"] = len(compared(job, found)["wrong"])
-    job.optimizer.param_groups[1]["lr"] = 3e-3
+    else:
+        scheduled(job, version)
     job.save(version)
     remember(job, directory / str(version))
     job.close()
