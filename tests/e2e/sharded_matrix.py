@@ -56,7 +56,8 @@ def asked(names: list[str]) -> list[tuple[str, str, str, str]]:
 
 def longest(kind: str) -> int:
     """Steps of the longest row of a kind."""
-    return max(faults_of(kind, who, mode)[-1]["step"] + 3 for one, mode, who in rows() if one == kind)
+    last: list[int] = [faults_of(kind, who, mode)[-1]["step"] for one, mode, who in rows() if one == kind]
+    return max(last) + 3
 
 
 def shown(seen: Counter[str]) -> str:

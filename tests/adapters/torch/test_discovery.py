@@ -74,12 +74,10 @@ class TestGroups:
         """Some objects warn when they are, as torch's own do, or load a library."""
         from torch.distributed.pipelining import PipelineStage
 
-        class Shy:
-            @property
-            def __class__(self) -> Any:
-                raise AssertionError("asked")
+        def ask(_: object) -> None:
+            raise AssertionError("asked")
 
-        bystander, model = Shy(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        bystander, model = type("Shy", (), {"__class__": property(ask)})(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         stage = PipelineStage.__new__(PipelineStage)
         stage.submod, stage.stage_index = model[1], 3
         assert announce._stages(model) == (3,)
