@@ -77,7 +77,8 @@ class TestGroups:
         def ask(_: object) -> None:
             raise AssertionError("asked")
 
-        bystander, model = type("Shy", (), {"__class__": property(ask)})(), nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        bystander = type("Shy", (), {"__class__": property(ask)})()
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         stage = PipelineStage.__new__(PipelineStage)
         stage.submod, stage.stage_index = model[1], 3
         assert announce._stages(model) == (3,)
