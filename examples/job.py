@@ -6,7 +6,6 @@ import json
 import os
 import queue
 import secrets
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 
 import grpc
 
+from ttp.launch.ports import hold_port
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
@@ -58,7 +58,8 @@ class Job:
     """
 
     def __init__(self, folder: Path, arguments: Sequence[str]) -> None:
-        self.port = free_port()
+        self._holding = hold_port()
+        self.port = int(self._holding.getsockname()[1])
         self.token = secrets.token_hex(16)
         self.log = folder / "job.log"
         self.news: queue.Queue[Output | Event | Ended] = queue.Queue()
@@ -108,6 +109,7 @@ class Job:
                 self._process.wait(20)
             except subprocess.TimeoutExpired:
                 self._process.kill()
+        self._holding.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
@@ -137,10 +139,3 @@ def clean_environment() -> dict[str, str]:
     """This process's environment without what is meant for another job."""
     foreign = ("RANK", "STEP", "SEED", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     return {k: v for k, v in os.environ.items() if k not in foreign and not k.startswith(("TTP_", "TORCHELASTIC_"))}
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probing:
-        probing.bind(("", 0))
-        return int(probing.getsockname()[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from ttp.core.replica_lists import Replicas
 from ttp.legacy import replica_set
 

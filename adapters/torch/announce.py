@@ -187,12 +187,16 @@ def _scopes(model: nn.Module) -> Iterator[Ranks]:
 
 
 def _stages(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it."""
+    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it.
+
+    ``isinstance`` would ask every object in the process for its ``__class__``: some warn, load what is lazy, or raise.
+    """
     library = sys.modules.get("torch.distributed.pipelining.stage")
     if library is None:
         return ()
     own = set(map(id, model.modules()))
-    stages = [thing for thing in gc.get_objects() if isinstance(thing, library._PipelineStageBase)]
+    base = library._PipelineStageBase
+    stages = [thing for thing in gc.get_objects() if base in type(thing).__mro__]
     return tuple(sorted({stage.stage_index for stage in stages if id(stage.submod) in own}))
 
 

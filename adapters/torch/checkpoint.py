@@ -152,7 +152,9 @@ class _ShardWriter:
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        self._blobs.write(whole((tensor if tensor.device.type == "cpu" else self._to_host(tensor)).to(dtype)))
+        blob = whole((tensor if tensor.device.type == "cpu" else self._to_host(tensor)).to(dtype))
+        self._blobs.write(blob)
+        _give_back(blob, tensor)
         item = replace(
             name,
             offset=at,
@@ -186,6 +188,13 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
     if not of_tensor:
         return None
     return [chunk for chunk in value if chunk.tensor.numel() or not prod(chunk.shape)]
+
+
+def _give_back(copy: Tensor, of: Tensor) -> None:
+    """Its memory, where ``copy`` is one: ``torch.save`` leaves it in a cycle, which is found some tensors later."""
+    storage = copy.untyped_storage()
+    if copy.numel() and copy.data_ptr() != of.data_ptr() and storage.resizable():
+        storage.resize_(0)
 
 
 def _check_storable(key: str, tensor: Tensor) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 from ttp.adapters.torch.table import Path
 
 ToHost = Callable[[Tensor], Tensor]
+"""Brings a tensor of an accelerator to the host. The copy is the caller's, who may empty it."""
 _PLAIN = (bool, int, float, str, type(None))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import queue
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.ports import free_port
 from ttp.cli.main import main
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -134,12 +134,6 @@ def flip(file: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------ a running job
-
-
-def free_port() -> int:
-    with socket.socket() as probing:
-        probing.bind(("127.0.0.1", 0))
-        return int(probing.getsockname()[1])
 
 
 class Controller:

@@ -13,8 +13,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from tests.cli.conftest import REPOSITORY, Controller, Ttp, free_port
+from tests.cli.conftest import REPOSITORY, Controller, Ttp
 from tests.cli.test_saved import keys_in_help
+from tests.ports import free_port
 from ttp.cli import connection
 from ttp.cli.connection import UnreachableError, Where
 from ttp.cli.status import picture

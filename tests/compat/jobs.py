@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import psutil
 
-from tests.e2e.harness import free_port
 from tests.handlers.jobs import after
+from tests.ports import free_port
 from ttp.compat.mindio.placing import tell_children
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb

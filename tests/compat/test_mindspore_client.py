@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from ttp.compat.mindio.placing import tell_children
 
 CLIENT = Path(__file__).with_name("mindspore_client.py")

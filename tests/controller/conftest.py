@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.ports import free_port
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
 from ttp.wire.channel import metadata, open_channel, stub
@@ -23,9 +23,7 @@ class Controller:
     """A real controller process."""
 
     def __init__(self, run_dir: Path, *args: str, token: str = "", wait: bool = True, **env: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.token = token
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         self.log = (run_dir / "controller.out").open("w+")

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import Job, free_port
+from tests.e2e.harness import Job
+from tests.ports import free_port
 from ttp.testing.bad_disk import BadDisk, why_not
 
 SOLO = Path(__file__).with_name("solo.py")

@@ -20,7 +20,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.e2e.harness import Job, free_port
+from tests.e2e.harness import Job
+from tests.ports import free_port
 
 PRELOAD = [
     "torch",
@@ -32,6 +33,9 @@ PRELOAD = [
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.replicated_optimizer",
 ]
+
+LOST = 255
+"""Exit code that multiprocessing gives ranks whose server is gone."""
 
 _server = multiprocessing.get_context("forkserver")
 
@@ -106,7 +110,10 @@ def _ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
             process.terminate()
             process.kill()
             process.join()
-    return [-1 if process.exitcode is None else process.exitcode for process in ranks]
+    codes = [-1 if process.exitcode is None else process.exitcode for process in ranks]
+    if LOST in codes:
+        raise RuntimeError("the process that ranks are forked from was killed: what became of them is not known")
+    return codes
 
 
 def _stop_controllers(run_dir: Path) -> None:

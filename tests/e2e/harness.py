@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -19,18 +18,13 @@ from typing import Any
 import grpc
 import psutil
 
+from tests.ports import free_port
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 
 JOB = Path(__file__).with_name("job.py")
 SCRIPTS = Path(sysconfig.get_path("scripts"))
 PYTHON_BIN = Path(sys.executable).parent
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """The matrix of jobs with several shards: who is killed and when, what has to come of it, and what came of it.
 
-Four ranks, two shards of two copies each (``zero``: four of one). One job for each row is hurt in one phase after the
+Four ranks, two shards of two copies each (``zero``: four of one). Jobs have the barrier before the update ("redo"),
+pre-images instead ("undo"), or keep second copies ("buddy"). One job for each row is hurt in one phase after the
 other, life after life, and goes on to its end. After every version of every life the weights, moments and random
 streams of each rank are compared with those of an unbroken run.
 """
@@ -29,20 +30,25 @@ KINDS = {
 }
 """The replica groups of each kind."""
 
+MODES = {"redo": {}, "undo": {"JOB_UNDO": "preimage"}, "buddy": {"JOB_BUDDY": "1", "JOB_STEP_S": "0.4"}}
+"""And their environment; steps are long enough for a copy."""
+EVERY = 2
+"""How many versions one second copy is begun after the other."""
+
 PHASES = ("data", "backward", "allreduced", "barrier", "passed", "in_step", "gather", "stepped", "scheduled")
 LIFE_S = 240.0
 
 
-def phases(kind: str, undo: bool) -> list[str]:
+def phases(kind: str, mode: str) -> list[str]:
     """The points of a step at which a job of this kind can be killed, but for ``halfway``."""
-    left_out = {"barrier"} if undo else set()
+    left_out = {"barrier"} if mode == "undo" else set()
     return [p for p in PHASES if p not in left_out and (p != "gather" or kind == "replicated")]
 
 
-def victims(kind: str) -> dict[str, tuple[int, ...]]:
+def victims(kind: str, mode: str) -> dict[str, tuple[int, ...]]:
     """Who is killed: what survives is a copy of each shard, or none of the first one."""
     if kind == "zero":
-        return {"one rank": (2,), "rank 0": (0,)}
+        return {"one rank": (2,), "rank 0": (0,)} | ({"a host": (2, 3)} if mode == "buddy" else {})
     one, two = KINDS[kind]
     return {
         "one rank": (one[1],),
@@ -51,6 +57,14 @@ def victims(kind: str) -> dict[str, tuple[int, ...]]:
         "one of each shard": (one[0], two[1]),
         "all of a shard": one,
     }
+
+
+def rows() -> Iterator[tuple[str, str, str]]:
+    """All rows of the matrix: kind, mode, who is killed. Second copies are for shards of one copy."""
+    for kind in KINDS:
+        for mode in MODES:
+            if mode != "buddy" or kind == "zero":
+                yield from ((kind, mode, who) for who in victims(kind, mode))
 
 
 def fault(name: str, phase: str, ranks: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -71,17 +85,20 @@ def halfways(dead: tuple[int, ...]) -> Iterator[dict[str, Any]]:
             yield fault(name, "halfway", dead, out=list(out), broken=broken)
 
 
-def faults_of(kind: str, who: str, undo: bool) -> list[dict[str, Any]]:
-    """A row of the matrix, one fault for each life, two versions apart.
+def faults_of(kind: str, who: str, mode: str) -> list[dict[str, Any]]:
+    """A row of the matrix, one fault for each life, two versions apart, or as many as second copies need.
 
     The stages of one pipeline are never in their backward passes at once.
     """
-    dead = victims(kind)[who]
+    dead = victims(kind, mode)[who]
     never = {"backward"} if (kind, who) == ("pp", "a column") else set()
-    faults = [fault(phase, phase, dead) for phase in phases(kind, undo) if phase not in never]
+    action = "lose host" if who == "a host" else "kill"
+    faults = [fault(phase, phase, dead, action=action) for phase in phases(kind, mode) if phase not in never]
     if kind != "zero":
         faults += halfways(dead)
-    return [{**f, "step": 1 + 2 * number} for number, f in enumerate(faults)]
+    refused = not allowed(kind, {**faults[0], "step": 0}, mode)  # then nothing goes on: each in a job of its own
+    first, apart = (2 * EVERY + 1, 2 * EVERY) if mode == "buddy" else (1, 0 if refused else 2)
+    return [{**f, "step": first + apart * number} for number, f in enumerate(faults)]
 
 
 # ---------------------------------------------------------------------------------------------------------- expected
@@ -92,21 +109,22 @@ def lost_shards(kind: str, dead: set[int]) -> list[tuple[int, ...]]:
     return [group for group in KINDS[kind] if set(group) <= dead]
 
 
-def allowed(kind: str, hurt: dict[str, Any], undo: bool) -> set[int]:
-    """Versions that may be saved, by Statement 1; none: it has to be refused.
+def allowed(kind: str, hurt: dict[str, Any], mode: str) -> set[int]:
+    """Versions that may be saved, by Statement 1, or from second copies; none: it has to be refused.
 
     Before the last gradient has left the dead nobody can have updated. From then on it is open how far the survivors
     came; in ``halfway`` it is known.
     """
     dead, before = set(hurt["ranks"]), hurt["step"]
     if lost_shards(kind, dead):
-        return set()
+        oldest = before - (2 * EVERY - 1)
+        return {v for v in range(oldest, before + 2) if v % EVERY == 0} if mode == "buddy" else set()
     if hurt["phase"] in ("data", "backward"):
         return {before}
     if hurt["phase"] != "halfway":
         return {before, before + 1}
     ahead = set(hurt["out"])
-    if undo and not all(set(group) & ahead for group in KINDS[kind]):
+    if mode == "undo" and not all(set(group) & ahead for group in KINDS[kind]):
         return {before}
     return {before + 1}
 
@@ -121,28 +139,28 @@ class Row:
     Args:
         kind: of layout.
         who: is killed.
-        undo: with pre-images instead of the barrier.
+        mode: one of ``MODES``.
         outcomes: by phase.
         problems: all that is not as it should be.
     """
 
     kind: str
     who: str
-    undo: bool
+    mode: str
     outcomes: dict[str, Counter[str]] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
 
     def run(self, directory: Path, bits: Bits, hurts: list[dict[str, Any]]) -> Row:
         """Hurt it, life after life."""
-        lost = bool(lost_shards(self.kind, set(victims(self.kind)[self.who])))
-        chains = [[hurt] for hurt in hurts] if lost else [hurts]
+        chains = [hurts] if allowed(self.kind, hurts[0], self.mode) else [[hurt] for hurt in hurts]
         for number, chain in enumerate(chains):
             self._chain(self._job(directory / f"{number}", chain), bits)
         return self
 
     def _job(self, directory: Path, chain: list[dict[str, Any]]) -> ForkedJob:
-        env = {"JOB_KIND": self.kind} | ({"JOB_UNDO": "preimage"} if self.undo else {})
-        return ForkedJob(directory, steps=chain[-1]["step"] + 3, faults=chain, env=env)
+        env = {"JOB_KIND": self.kind, "TTP_BUDDY_EVERY": str(EVERY), **MODES[self.mode]}
+        hosts = [*"aabb"] if self.mode == "buddy" else []
+        return ForkedJob(directory, steps=chain[-1]["step"] + 3, faults=chain, env=env, hosts=hosts)
 
     def _chain(self, job: ForkedJob, bits: Bits) -> None:
         for hurt in job.faults:
@@ -168,7 +186,7 @@ class Row:
         """
         incidents = len(job.incidents())
         codes = job.live(LIFE_S)
-        versions = allowed(self.kind, hurt, self.undo)
+        versions = allowed(self.kind, hurt, self.mode)
         survivors = 75 if versions else 70
         assert codes == [-9 if rank in hurt["ranks"] else survivors for rank in range(4)], f"exit codes {codes}"
         events = job.incidents()[incidents:]
@@ -178,8 +196,10 @@ class Row:
         committed = [e["version"] for e in events[0] if e["kind"] == "committed"]
         assert len(committed) == 1 and committed[0] in versions, f"saved {committed}, not one of {versions}"
         newest = max(_newest(job, rank) for rank in range(4) if rank not in hurt["ranks"])
-        assert self.undo or committed[0] >= newest, f"saved {committed[0]}, a survivor had {newest}"
         hows = {how for e in events[0] if e["kind"] == "plan" for how in e.get("how", {}).values()}
+        if self.mode == "buddy":
+            assert hows == {"kept"} and newest - committed[0] < 2 * EVERY, f"saved {committed[0]} of {newest} as {hows}"
+        assert self.mode != "redo" or committed[0] >= newest, f"saved {committed[0]}, a survivor had {newest}"
         return " + ".join(["saved", *sorted(hows)])
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.conftest import SOLO, Run
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from tests.wire.certificates import Authority
 from ttp.processor.page_dir import SHARED_MEMORY
 

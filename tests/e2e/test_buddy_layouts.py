@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from tests.e2e.forked import ForkedJob
-from tests.e2e.harness import Job, free_port, newest_of_survivors
+from tests.e2e.harness import Job, newest_of_survivors
 from tests.e2e.shards import bits_of, unbroken
+from tests.ports import free_port
 
 MakeJob = Callable[..., Job]
 
@@ -103,7 +104,7 @@ def test_a_host_is_lost_under_a_launcher(
     job = make_job(script=SCRIPT, steps=STEPS, max_restarts=0, nodes=nodes, hosts=["one", "two"])
     job.faults, job.env = [fault(2, 3, action="lose host")], env(kind) | {"TTP_TOKEN": "a secret", "TTP_MIRROR": "1"}
     job.start()
-    assert job.processes[0].wait(TIMEOUT_S / 3) == 75, job.story()
+    assert [launcher.wait(TIMEOUT_S / 3) for launcher in job.processes] == [75, -9], job.story()
     assert job.run(TIMEOUT_S / 3) == 0, job.story()
     check(job, {2, 3})
     assert_same_bits(job, kind, tmp_path)

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import PYTHON_BIN, free_port
+from tests.e2e.harness import PYTHON_BIN
+from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

@@ -20,7 +20,8 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.harness import JOB, Job, free_port, newest_of_survivors, watch_events
+from tests.e2e.harness import JOB, Job, newest_of_survivors, watch_events
+from tests.ports import free_port
 
 MakeJob = Callable[..., Job]
 Unbroken = Callable[[Job], list[dict[str, Any]]]

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from tests.e2e.conftest import SOLO, Run, solo_env
-from tests.e2e.harness import Job, free_port, newest_of_survivors, watch_events
+from tests.e2e.harness import Job, newest_of_survivors, watch_events
+from tests.ports import free_port
 from ttp.cli.incident_reader import incident_files, read_incident
 from ttp.cli.main import main
 from ttp.testing.bad_disk import BadDisk, Rule

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from ttp.wire.channel import open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
 

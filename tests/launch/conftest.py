@@ -6,7 +6,6 @@ import importlib.metadata
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ports import free_port
+
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 PATIENCE_S = 60.0
@@ -24,12 +25,6 @@ PATIENCE_S = 60.0
 
 LAUNCHERS = {"ttp-run": ["-m", "ttp.launch.run"], "torchrun": ["-m", "torch.distributed.run"]}
 OF_MINDSPORE = "ttp-run-mindspore"
-
-
-def free_port() -> int:
-    with socket.socket() as probing:
-        probing.bind(("", 0))
-        return int(probing.getsockname()[1])
 
 
 class Job:

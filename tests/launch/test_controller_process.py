@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.ports import taken
 from ttp.config import Config
 from ttp.errors import ConfigError
 from ttp.launch import controller_process as subject
@@ -63,6 +64,7 @@ def wait_until(condition: object) -> None:
 def stranger(unused_port: int) -> Iterator[int]:
     """A port where something listens that is no controller."""
     with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", unused_port))
         listening.listen()
         yield unused_port
@@ -193,14 +195,6 @@ def test_one_that_was_too_slow_does_not_stay(run_dir: Path, unused_port: int, mo
     subject.stop_controller(serving)
 
 
-@contextlib.contextmanager
-def bound(port: int) -> Iterator[socket.socket]:
-    """A port that is taken, though nobody can be reached there: as by a controller that is just starting."""
-    with socket.socket() as holding:
-        holding.bind(("0.0.0.0", port))
-        yield holding
-
-
 def lost_starts(run_dir: Path) -> int:
     log = run_dir / "controller.log"
     return log.read_text().count("is taken") if log.exists() else 0
@@ -211,7 +205,7 @@ def test_losing_the_port_again_and_again_is_no_failure(
 ) -> None:
     monkeypatch.setattr(subject, "RETRY_MAX_S", 0.05)
     children: list[subprocess.Popen[bytes] | None] = []
-    with bound(unused_port):
+    with taken(unused_port):
         starter = threading.Thread(target=lambda: children.append(ensure(run_dir, unused_port, patience_s=LONG_S)))
         starter.start()
         wait_until(lambda: lost_starts(run_dir) >= 4 or not starter.is_alive())
@@ -224,7 +218,7 @@ def test_losing_the_port_again_and_again_is_no_failure(
 
 def test_a_port_that_is_never_given_up_is_said_when_patience_is_over(run_dir: Path, unused_port: int) -> None:
     with (
-        bound(unused_port),
+        taken(unused_port),
         pytest.raises(ConfigError, match=rf"(?s)was taken \d+ times .*port {unused_port} is taken"),
     ):
         ensure(run_dir, unused_port, patience_s=3.0)
@@ -236,7 +230,7 @@ def test_an_address_that_cannot_be_bound_is_said_at_once(run_dir: Path, unused_p
         ensure(run_dir, unused_port, bind="192.0.2.1", patience_s=10 * LONG_S)  # of no machine
     assert may_be_bound("", unused_port)
     assert not may_be_bound("192.0.2.1", unused_port)
-    with bound(unused_port):
+    with taken(unused_port):
         assert may_be_bound("", unused_port)
 
 

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from ttp.config import Config
+from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
 from ttp.launch.run import _parse, run
 
@@ -171,6 +173,25 @@ def test_port_of_somebody_else(start: Start, environ: dict[str, str]) -> None:
     assert f"(pid {os.getpid()} (" in job.log
     assert "Traceback" not in job.log
     assert not job.has("env-0")
+
+
+def test_a_port_that_was_drawn_is_nobody_elses_until_the_job_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A controller can listen there, and one after it; a program that asks for ports is not given this one."""
+    for name in ("TTP_PORT", "TTP_TOKEN", "TTP_RUN_DIR"):
+        monkeypatch.setenv(name, "")  # what is left there goes with the test
+    with settled(Config(run_dir=str(tmp_path)), several_nodes=False) as job:
+        assert job.port is not None
+        for _ in range(2):
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(("", job.port))
+                server.listen()
+            with socket.socket() as stranger, pytest.raises(OSError, match="in use"):
+                stranger.bind(("", job.port))
+    with socket.socket() as stranger:
+        stranger.bind(("", job.port))
 
 
 def test_controller_that_cannot_start_says_why(start: Start, environ: dict[str, str]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.controller.conftest import Controller
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from tests.test_legacy import PROGRAM
 from tests.wire.certificates import NAME, Authority
 from ttp.errors import ConfigError

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from ttp.chaos.namespaces import Namespaces
 from ttp.chaos.script import Script
 from ttp.chaos.this_machine import ThisMachine, new_tag
 from ttp.errors import ConfigError
+from ttp.launch.ports import hold_port
 
 BYTES_PER_WIDTH = 1_000
 CHECKPOINTS = 6
@@ -49,8 +49,8 @@ class Places:
             ConfigError: this machine cannot offer what the script needs.
         """
         if not world.inside():
-            with contextlib.closing(_this_machine(script)) as machine:
-                yield Place(machine, None, free_port())
+            with contextlib.closing(_this_machine(script)) as machine, hold_port() as holding:
+                yield Place(machine, None, holding.getsockname()[1])
             return
         with self._lock:
             network = self._free.pop()
@@ -85,10 +85,3 @@ def _disk(script: Script, folder: Path) -> Iterator[Disk | None]:
         yield disk
     finally:
         disk.close()
-
-
-def free_port() -> int:
-    """A port that nobody listens on now."""
-    with socket.socket() as probing:
-        probing.bind(("", 0))
-        return int(probing.getsockname()[1])

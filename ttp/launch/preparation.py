@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterator
 
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
+from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
 
 EXIT_FAILED = 1
@@ -42,12 +43,13 @@ def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
     Raises:
         ConfigError: several nodes without a port, or the run directory cannot be used.
     """
-    job = _settle(config, several_nodes)
-    try:
-        yield job
-    finally:
-        if not config.token:
-            (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
+    with _port_kept(config, several_nodes) as placed:
+        job = _settle(placed, several_nodes)
+        try:
+            yield job
+        finally:
+            if not config.token:
+                (job.resolved_run_dir() / TOKEN_FILE).unlink(missing_ok=True)
 
 
 def forget_run_dir(asked: Config, job: Config) -> None:
@@ -56,13 +58,21 @@ def forget_run_dir(asked: Config, job: Config) -> None:
         shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)
 
 
-def _settle(config: Config, several_nodes: bool) -> Config:
-    if several_nodes and config.port is None:
+@contextlib.contextmanager
+def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
+    """With a port; one that was drawn stays ours as long as the job runs, also while its controller is replaced."""
+    if config.port is not None:
+        yield config
+        return
+    if several_nodes:
         raise ConfigError(
             "a job of several nodes needs TTP_PORT, the same on all of them: where the first node's controller listens"
         )
-    if config.port is None:
-        config = dataclasses.replace(config, port=free_port())
+    with hold_port() as holding:
+        yield dataclasses.replace(config, port=holding.getsockname()[1])
+
+
+def _settle(config: Config, several_nodes: bool) -> Config:
     if not config.token and not several_nodes:
         config = dataclasses.replace(config, token=secrets.token_hex(16))
     run_dir = prepare_run_dir(config.resolved_run_dir())

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tests.adapters.megatron.nursery import Nursery
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 STEPS = 5
 KILLED_AT = 3  # updates that are finished by then

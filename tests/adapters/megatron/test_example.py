@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.adapters.megatron.nursery import Nursery
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
 

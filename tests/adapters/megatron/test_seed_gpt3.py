@@ -10,7 +10,7 @@ import pytest
 
 from tests.adapters.megatron.gpt import MICROBATCHES
 from tests.adapters.megatron.nursery import Nursery
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 
 STEPS, KILLED_AT = 5, 3
 

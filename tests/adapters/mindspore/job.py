@@ -7,7 +7,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from tests.ports import free_port
 
 HERE = Path(__file__).parent
 TTP, MSRUN = Path(sys.executable).parent / "ttp", Path(sys.executable).parent / "msrun"
@@ -29,12 +30,6 @@ BEGUN = re.compile(r"rank 0 begins after step (\d+)")
 
 Kill = tuple[int, int, str]
 """Rank, step, place; see ``mnist_job``."""
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass

@@ -139,6 +139,7 @@ def made(name: str, rank: int) -> nn.Module:
         "fsdp": lambda: fsdp(mesh_of(world)),
         "tp": lambda: tensor_parallel(mesh_of(world)),
         "hsdp": lambda: fsdp(mesh_of(world // 2, 2)),
+        "hsdp 1xN": lambda: fsdp(mesh_of(1, world)),
         "mixed": lambda: fsdp(mesh_of(world // 2, 2), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)),
         "tp+dp": lambda: tensor_and_data_parallel(mesh_of(world // 2, 2)),
         "tp+hsdp": lambda: tensor_parallel_and_hsdp(mesh_of(world // 4, 2, 2)),
@@ -173,7 +174,7 @@ def staged(rank: int, mesh: DeviceMesh) -> nn.Module:
     return DistributedDataParallel(stage, process_group=mesh["b"].get_group())
 
 
-KINDS = ["ddp", "fsdp", "tp", "hsdp", "mixed", "tp+dp", "tp+hsdp", "pp+dp", "fsdp1", "by hand"]
+KINDS = ["ddp", "fsdp", "tp", "hsdp", "hsdp 1xN", "mixed", "tp+dp", "tp+hsdp", "pp+dp", "fsdp1", "by hand"]
 
 
 def layouts(directory: Path, rank: int) -> dict[str, Any]:
@@ -301,34 +302,66 @@ def save_all(directory: Path, rank: int) -> None:
     for kind in SAVED:
         job = Job(directory / kind, kind, rank)
         job.train()
-        job.optimizer.param_groups[1]["lr"] = 3e-3
-        tail: Any = job.adapter._tail
-        tail._snapshot = tail._take(2, 0, 0)  # as if a scheduler had done it
+        scheduled(job, 2)
         job.save(2)
-        torch.save(held(job), directory / f"{kind}.{rank}.pt")
+        remember(job, directory / kind)
         job.close()
+
+
+def scheduled(job: Job, version: int) -> None:
+    """Another learning rate, as if a scheduler had done it after this version."""
+    job.optimizer.param_groups[1]["lr"] = 3e-3
+    tail: Any = job.adapter._tail
+    tail._snapshot = tail._take(version, 0, 0)
 
 
 def restore_all(directory: Path, rank: int) -> list[Any]:
     """Each checkpoint into jobs of other kinds: which names come back with other elements."""
-    told = []
+    told, world = [], dist.get_world_size()
     for source, target in json.loads((directory / "pairs.json").read_text()):
-        saved: dict[str, Tensor] = {}
-        for other in range(WORLD):
-            saved |= torch.load(directory / f"{source}.{other}.pt", weights_only=True)
-        world = dist.get_world_size()
         job = Job(directory / f"again{world}" / f"{source} {target}", target, rank)
         job.adapter.load(directory / source / "tft_saved_checkpoints-step_2", rank, world, protected=False)
-        here = held(job)
-        told.append(
-            {
-                "pair": [source, target],
-                "wrong": sorted(name for name, tensor in here.items() if not torch.equal(tensor, saved[name])),
-                "count": len(here),
-                "rates": [group["lr"] for group in job.optimizer.param_groups],
-            }
-        )
+        told.append({"pair": [source, target], **compared(job, directory / source)})
         job.close()
+    return told
+
+
+def remember(job: Job, path: Path) -> None:
+    """What is in the checkpoint that the job at ``path`` has written, as far as this rank knows."""
+    torch.save(held(job), path.with_name(f"{path.name}.{job.rank}.pt"))
+
+
+def compared(job: Job, path: Path) -> dict[str, Any]:
+    """Which elements of this rank are not those that the job at ``path`` had."""
+    saved: dict[str, Tensor] = {}
+    for remembered in path.parent.glob(f"{path.name}.*.pt"):
+        saved |= torch.load(remembered, weights_only=True)
+    here = held(job)
+    return {
+        "wrong": sorted(name for name, tensor in here.items() if not torch.equal(tensor, saved[name])),
+        "count": len(here),
+        "rates": [group["lr"] for group in job.optimizer.param_groups],
+    }
+
+
+def link(directory: Path, rank: int) -> dict[str, Any]:
+    """One job of a chain: compares what the one before has left, if any, makes two updates, and saves."""
+    kind, before, version = json.loads((directory / "link.json").read_text())
+    job = Job(directory / str(version), kind, rank)
+    told: dict[str, Any] = {}
+    if before:
+        found = directory / str(before)
+        job.adapter.load(found / f"tft_saved_checkpoints-step_{before}", rank, dist.get_world_size(), protected=True)
+        job.processor.gate.set_version(Version(before))
+        told = compared(job, found)
+    job.train()
+    if before:
+        told["moved"] = len(compared(job, found)["wrong"])
+    else:
+        scheduled(job, version)
+    job.save(version)
+    remember(job, directory / str(version))
+    job.close()
     return told
 
 

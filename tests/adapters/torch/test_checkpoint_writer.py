@@ -150,6 +150,26 @@ def countdown(count: int) -> Callable[[], bool]:
     return lambda: next(left, True)
 
 
+LARGEST = 4 << 20
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["as it lies", "with gaps"])
+def test_memory_beside_the_state_is_a_buffer_and_one_copy_at_most(tmp_path: Path, gaps: bool) -> None:
+    """Of 16 tensors; one that does not lie in one piece is copied, one at a time. Decision 18 states the bound."""
+    tensors = [torch.ones(LARGEST // 4, 2)[:, 0] if gaps else torch.ones(LARGEST // 4) for _ in range(16)]
+    write(tmp_path, {"warm": torch.ones(9)})
+    Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
+    before = memory("VmRSS")
+    write(tmp_path, {str(number): tensor for number, tensor in enumerate(tensors)})
+    assert memory("VmHWM") - before <= (LARGEST if gaps else 0) + (2 << 20)
+
+
+def memory(what: str) -> int:
+    """Bytes of this process, as the kernel counts them."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith(what))
+
+
 @pytest.mark.parametrize("looks", range(12))
 def test_cancelled_at_any_look_leaves_no_file(tmp_path: Path, looks: int) -> None:
     state = {"a": torch.ones(3), "b": 1, "c": torch.ones(BIG, dtype=torch.uint8)}

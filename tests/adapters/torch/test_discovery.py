@@ -12,7 +12,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
-from ttp.adapters.torch import cuts  # noqa: E402
+from ttp.adapters.torch import announce, cuts  # noqa: E402
 from ttp.adapters.torch.announce import Said, View, label_of  # noqa: E402
 from ttp.adapters.torch.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
 from ttp.adapters.torch.groups import groups_for  # noqa: E402
@@ -69,6 +69,21 @@ class TestGroups:
     def test_stages_of_different_names(self) -> None:
         views = [view("front", scopes=(0,)), view("front", scopes=(0,)), view("back", scopes=(2,))]
         assert groups_of(views) == {"model-0": (0, 1), "model-1": (2,)}
+
+    def test_stages_are_found_and_nothing_else_is_asked_what_it_is(self) -> None:
+        """Some objects warn when they are, as torch's own do, or load a library."""
+        from torch.distributed.pipelining import PipelineStage
+
+        def ask(_: object) -> None:
+            raise AssertionError("asked")
+
+        bystander = type("Shy", (), {"__class__": property(ask)})()
+        model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
+        stage = PipelineStage.__new__(PipelineStage)
+        stage.submod, stage.stage_index = model[1], 3
+        assert announce._stages(model) == (3,)
+        assert announce._stages(nn.Linear(1, 1)) == ()
+        del bystander, stage
 
 
 class TestExplicit:

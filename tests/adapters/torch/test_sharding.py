@@ -55,6 +55,7 @@ def told(world: list[dict[str, Any]]) -> list[dict[str, Any]]:
         ("by hand", {"model": ALL}),
         ("fsdp", {**SINGLE, "common": ALL}),
         ("hsdp", {**COLUMNS, "common": ALL}),
+        ("hsdp 1xN", {**SINGLE, "common": ALL}),
         ("mixed", {**COLUMNS, "common": ALL}),
         ("fsdp1", {**COLUMNS, "common": ALL}),
         ("tp", {**SINGLE, "common": ALL}),
@@ -136,6 +137,28 @@ def test_every_kind_into_every_kind(saved: Path) -> None:
 def test_a_larger_world(saved: Path, size: int, targets: list[str]) -> None:
     """Some shards are empty there."""
     restored(saved, [(source, target) for source in SOURCES for target in targets], world=size)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [("ddp", 4), ("ddp", 2), ("ddp", 6)],
+        [("hsdp", 4), ("hsdp 1xN", 4), ("hsdp", 8)],
+        [("pp+dp", 4), ("tp+dp", 4), ("fsdp1", 2), ("tp+hsdp", 8)],
+    ],
+    ids=str,
+)
+def test_job_after_job(tmp_path: Path, chain: list[tuple[str, int]]) -> None:
+    """Each resumes from what the one before has trained and saved, on other ranks: DDP 4, 2, 6; HSDP 2x2, 1x4, 4x2."""
+    before = 0
+    for number, (kind, size) in enumerate(chain, 1):
+        (tmp_path / "link.json").write_text(json.dumps([kind, before, 2 * number]))
+        for told in run_world(tmp_path, WORKER, "link", size=size):
+            if before:
+                assert told["wrong"] == [] and told["rates"] == [1e-2, 3e-3], (kind, size, told)
+                assert told["count"] > 4 and told["moved"] > 4, (kind, size, told)
+        before = 2 * number
 
 
 @pytest.mark.usefixtures("world")

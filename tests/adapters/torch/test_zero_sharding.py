@@ -72,7 +72,7 @@ def test_torchs_own_is_saved_and_the_missing_copies_are_said_once(told: Told) ->
 
 @pytest.mark.parametrize(
     ("world", "case"),
-    [(4, "plain"), (3, "replicated"), (3, "plain"), (2, "replicated"), (2, "to plain"), (2, "one shard")],
+    [(4, "plain"), (3, "replicated"), (3, "plain"), (2, "replicated"), (2, "torch"), (2, "to plain"), (2, "one shard")],
 )
 def test_other_worlds_and_plain_optimizers_read_each_others_checkpoints(told: Told, world: int, case: str) -> None:
     ranks = told(case, world)

@@ -177,6 +177,8 @@ def save_torch_zero(directory: Path) -> dict[str, Any]:
     logging.getLogger("ttp.adapters.torch").removeHandler(handler)
     job.training.step(STEPS)
     path = job.save(STEPS, {"common": 0, **{f"model-{rank}": rank for rank in range(4)}})
+    if job.rank == 0:
+        torch.save({"path": path, "expected": expected}, directory / "zero.pt")
     found = [
         differences(Job(directory / f"zero {number}", make, mixed=False).restored(path).training, expected)
         for number, make in enumerate((torch_zero, replicated(2), plain))
@@ -259,9 +261,9 @@ def refused(directory: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------------- other worlds
 
 
-def restore(directory: Path, source: str, make: Make) -> dict[str, Any]:
+def restore(directory: Path, source: str, make: Make, mixed: bool = True) -> dict[str, Any]:
     saved = torch.load(directory / f"{source}.pt")
-    job = Job(directory / f"{source} again", make).restored(saved["path"])
+    job = Job(directory / f"{source} again", make, mixed=mixed).restored(saved["path"])
     found = differences(job.training, saved["expected"])
     return {"differences": found, "moments": sorted(facts(job.training)["moments"])}
 
@@ -284,6 +286,7 @@ def worlds(directory: Path) -> dict[int, dict[str, Callable[[], dict[str, Any]]]
         },
         2: {
             "replicated": partial(restore, directory, "replicated", replicated(1)),
+            "torch": partial(restore, directory, "zero", torch_zero, mixed=False),
             "to plain": partial(restore, directory, "replicated", plain),
             "one shard": partial(restore, directory, "replicated", replicated(2)),
         },

@@ -1,0 +1,26 @@
+"""Ports that stay ours from when they are drawn until nobody of the job needs them any more."""
+
+from __future__ import annotations
+
+import socket
+
+
+def hold_port() -> socket.socket:
+    """Bind a socket to a free TCP port of all addresses; its ``getsockname()[1]`` is the port.
+
+    A port that is only looked up may be given away before a server listens there, or while one is replaced: to a
+    program that asks for any port, or to a connection that goes out. Until the socket is closed this one is given to
+    neither. Servers that set ``SO_REUSEADDR``, as gRPC's, torch's and MindSpore's do, can listen there all the time,
+    one at once.
+
+    Raises:
+        OSError: no port is free.
+    """
+    holding = socket.socket()
+    try:
+        holding.bind(("", 0))
+        holding.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # not before: it would accept another's
+    except OSError:
+        holding.close()
+        raise
+    return holding
