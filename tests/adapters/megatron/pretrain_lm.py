@@ -13,7 +13,7 @@ import signal
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 sys.path.append(os.environ["MEGATRON_LM"])
@@ -34,7 +34,9 @@ NOT_USED = (
 class Empty(ModuleType):
     """Any name of it is a function that gives back what it is given, as a decorator would."""
 
-    __path__: ClassVar[list[str]] = []
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.__path__ = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -60,7 +62,7 @@ class Event:
 def _look_like_a_device() -> None:
     properties = {"name": "cpu", "gcnArchName": "", "major": 8, "minor": 0, "total_memory": 1}
     found = SimpleNamespace(multi_processor_count=1, **properties)
-    answers = {
+    answers: dict[str, Any] = {
         "is_available": True, "device_count": 1, "set_device": None, "empty_cache": None, "memory_allocated": 0,
         "max_memory_allocated": 0, "memory_reserved": 0, "max_memory_reserved": 0, "memory_stats": {},
         "reset_peak_memory_stats": None, "get_device_capability": (8, 0), "manual_seed_all": None,
@@ -99,7 +101,7 @@ def _watch(training: Any) -> None:
 
     def note(model: Any, optimizer: Any, scheduler: Any, version: int) -> None:
         args = training.get_args()
-        seen = SimpleNamespace(args=None, chunks=model, optimizer=optimizer, scheduler=scheduler, losses=[])
+        seen: Any = SimpleNamespace(args=None, chunks=model, optimizer=optimizer, scheduler=scheduler, losses=[])
         found = worlds.summary(seen)
         state = worlds.digest(*(found[name].encode() for name in ("weights", "main", "moments", "groups", "schedule")))
         path = Path(os.environ["JOB_DIR"]) / f"rank{RANK}.log"

@@ -31,9 +31,6 @@ PHASES = [
 ]  # fmt: skip
 COLUMNS = [*PHASES, "halfway"]
 STEPS = 2 * (len(PHASES) + 6) + 4
-ATTEMPTS = 5
-PORT_TAKEN = 64
-"""What a rank exits with when another program on this machine was faster to take the controller's port."""
 
 
 def groups_of(layout: str) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -166,12 +163,8 @@ class Row:
         return " + ".join(["saved", *sorted(hows)])
 
     def _live(self, job: Job, **how: Any) -> list[int]:
-        for _ in range(ATTEMPTS):
-            self._life += 1
-            codes = job.live(self._life, steps=STEPS, undo="preimage" if self.undo else None, **how)
-            if PORT_TAKEN not in codes:
-                break
-        return codes
+        self._life += 1
+        return job.live(self._life, steps=STEPS, undo="preimage" if self.undo else None, **how)
 
     def _compare(self, job: Job, reference: Job) -> None:
         codes = self._live(job)

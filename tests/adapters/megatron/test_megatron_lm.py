@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
@@ -87,7 +88,11 @@ def test_it_goes_on_as_if_nothing_had_happened(killed: Pretraining, unhurt: Pret
     ("ckpt_format", "more"), [("torch", []), ("torch_dist", ["--no-load-rng"])], ids=["legacy", "torch-dist"]
 )
 def test_it_reads_what_was_saved_without_ttp(
-    killed: Pretraining, unhurt: Pretraining, tmp_path: Path, ckpt_format: str, more: list[str]
+    killed: Pretraining,
+    unhurt: Pretraining,
+    tmp_path: Path,
+    ckpt_format: Literal["torch", "torch_dist"],
+    more: list[str],
 ) -> None:
     (saved,) = (killed.directory / "checkpoints").glob(f"tft_saved_*step_{KILLED_AT}")
     offer_to_megatron(saved, tmp_path / "load", ckpt_format=ckpt_format)
