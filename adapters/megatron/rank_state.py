@@ -42,8 +42,10 @@ class Progress:
         if args is None:
             return state
         counters = {name: int(getattr(args, name)) for name in COUNTERS if getattr(args, name, None) is not None}
-        if "consumed_train_samples" in counters:
-            counters["consumed_train_samples"] += _batch_size(args)
+        made, left_out = _batch_size(args)
+        for name, more in (("consumed_train_samples", made), ("skipped_train_samples", left_out)):
+            if name in counters:
+                counters[name] += more
         if (iteration := getattr(args, "curr_iteration", getattr(args, "iteration", None))) is not None:
             counters["iteration"] = int(iteration) + 1
         return state | {"counters": counters}
@@ -65,12 +67,16 @@ def _numbers(state: dict[str, Any]) -> dict[str, Any]:
     return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
-def _batch_size(args: Any) -> int:
-    """Samples of one iteration, of all ranks."""
+def _batch_size(args: Any) -> tuple[int, int]:
+    """Samples of one iteration, of all ranks: those that are computed, and those left out as no rank has room for them.
+
+    Megatron leaves some out where a batch cannot be dealt out evenly (``--decrease-batch-size-if-needed``).
+    """
     calculator = _calculator()
     if calculator is not None:
-        return int(calculator.get_current_global_batch_size())
-    return int(getattr(args, "global_batch_size", 0) or 0)
+        running = int(calculator.get_current_running_global_batch_size())
+        return running, int(calculator.get_current_global_batch_size()) - running
+    return int(getattr(args, "global_batch_size", 0) or 0), 0
 
 
 def _resize_batches(args: Any) -> None:

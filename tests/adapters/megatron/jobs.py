@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from tests.adapters.megatron.nursery import Nursery
-from tests.ports import free_port
 
 STEPS = 5
 KILLED_AT = 3  # updates that are finished by then
@@ -48,11 +47,13 @@ class Job:
 
     def live(self, life: int, **how: Any) -> list[int]:
         """Exit codes of a life under ttp, with a controller of its own; see ``worlds.job``."""
-        env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
+        env = {"TTP_TOKEN": "a secret", "MASTER_ADDR": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TORCHELASTIC_RESTART_COUNT": str(life)}
         env |= how.pop("env", {})
         settings = {"steps": STEPS, **how}
-        return self.nursery.run(self.directory, "job", env=env, shape=self.shape, life=life, **settings)
+        return self.nursery.run(
+            self.directory, "job", env=env, controller=True, shape=self.shape, life=life, **settings
+        )
 
     def starts(self) -> list[int]:
         """The version at which each life began."""

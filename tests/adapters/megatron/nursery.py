@@ -1,15 +1,18 @@
 """Worlds of ranks, forked from one process that has imported torch and megatron-core: that takes seconds each time.
 
 As a program: reads one JSON line per world from standard input (``ranks``, ``program``, ``arguments``, ``env``,
-``directory``), runs ``program`` of ``worlds.py`` in that many processes, and answers with their exit codes.
+``directory``, ``controller``), runs ``program`` of ``worlds.py`` in that many processes, and answers with their exit
+codes. A controller that is asked for is forked as well, before the ranks, at a port that nobody else has.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,8 +21,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from tests.e2e.harness import free_port
+from ttp.controller.__main__ import main as controller_main
+
 REPOSITORY = Path(__file__).parents[3]
 PATIENCE_S = 120.0
+LEAVING_S = 20.0
+ATTEMPTS = 5
 
 
 class Nursery:
@@ -33,7 +41,13 @@ class Nursery:
         )
 
     def run(
-        self, directory: Path, program: str, ranks: int = 4, env: dict[str, str] | None = None, **arguments: Any
+        self,
+        directory: Path,
+        program: str,
+        ranks: int = 4,
+        env: dict[str, str] | None = None,
+        controller: bool = False,
+        **arguments: Any,
     ) -> list[int]:
         """Exit codes by rank. What a rank printed or raised is in ``directory/rank<r>.out``."""
         directory.mkdir(parents=True, exist_ok=True)
@@ -43,6 +57,7 @@ class Nursery:
             "arguments": arguments,
             "env": env or {},
             "directory": str(directory),
+            "controller": controller,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps(order) + "\n")
@@ -73,6 +88,59 @@ def main() -> None:
 
 
 def _run(worlds: Any, order: dict[str, Any]) -> list[int]:
+    controller = _serving(order) if order["controller"] else None
+    codes = _lives(worlds, order)
+    if controller is not None:
+        _end(controller)
+    return codes
+
+
+def _serving(order: dict[str, Any]) -> int:
+    """The pid of a controller that listens; the ranks find it by their environment."""
+    for _ in range(ATTEMPTS):
+        order["env"]["TTP_PORT"] = str(port := free_port())
+        pid = _fork_controller(order["env"], port)
+        while not _left(pid):
+            with socket.socket() as knock:
+                if knock.connect_ex(("127.0.0.1", port)) == 0:
+                    return pid
+            time.sleep(0.01)
+    raise RuntimeError("no controller could be started")
+
+
+def _fork_controller(env: dict[str, str], port: int) -> int:
+    if pid := os.fork():
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        os.environ.update(env)
+        run_dir = Path(env["TTP_RUN_DIR"])
+        run_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
+        _say_into(run_dir / "controller.log")
+        code = controller_main(["--port", str(port), "--run-dir", str(run_dir)])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _left(pid: int) -> bool:
+    return os.waitpid(pid, os.WNOHANG)[0] == pid
+
+
+def _end(controller: int) -> None:
+    """It writes what it still has to write, unless it has left by itself."""
+    deadline = time.monotonic() + LEAVING_S
+    with contextlib.suppress(ProcessLookupError, ChildProcessError):
+        os.kill(controller, signal.SIGTERM)
+        while not _left(controller):
+            if time.monotonic() > deadline:
+                os.kill(controller, signal.SIGKILL)
+            time.sleep(0.01)
+
+
+def _lives(worlds: Any, order: dict[str, Any]) -> list[int]:
     world = [_fork(worlds, order, rank) for rank in range(order["ranks"])]
     codes: dict[int, int] = {}
     deadline = time.monotonic() + PATIENCE_S
@@ -92,9 +160,7 @@ def _fork(worlds: Any, order: dict[str, Any], rank: int) -> int:
     code = 1
     try:
         directory = Path(order["directory"])
-        out = os.open(directory / f"rank{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        for stream in (1, 2):
-            os.dup2(out, stream)
+        _say_into(directory / f"rank{rank}.out")
         os.environ.update(order["env"] | {"RANK": str(rank), "LOCAL_RANK": str(rank), "JOB_DIR": str(directory)})
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(order["ranks"])
         module, _, program = order["program"].rpartition(".")
@@ -109,6 +175,12 @@ def _fork(worlds: Any, order: dict[str, Any], rank: int) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def _say_into(file: Path) -> None:
+    out = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (1, 2):
+        os.dup2(out, stream)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ from tests.adapters.megatron.nursery import Nursery
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
 
+PLAIN_EP2 = {"ep": 2, "experts": True, "distributed": False}
+"""All four ranks have the same dense parameters, two of them the same experts."""
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -30,6 +33,8 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
         pytest.param(EP2_DP2, [1], "post_step0", 4, id="experts-between-two-optimizers"),
         pytest.param(EP2_DP2, [1, 2], "post_step0", 4, id="experts-one-per-instance-between"),
         pytest.param(EP2_DP2, [2], "post_step1", 4, id="experts-updated"),
+        pytest.param(PLAIN_EP2, [0, 3], "reduced", 3, id="experts-fp32-optimizer"),
+        pytest.param({**PLAIN_EP2, "bf16": True}, [1], "post_step0", 4, id="experts-float16"),
         pytest.param({"distributed": False}, [1], "reduced", 4, id="fp32-optimizer-needs-no-barrier"),
         pytest.param({"distributed": False, "tp": 2}, [1], "reduced", 3, id="fp32-optimizer-tp2"),
         pytest.param({"distributed": False, "tp": 2, "bf16": True}, [1], "reduced", 3, id="float16-optimizer-tp2"),
@@ -57,6 +62,10 @@ def test_a_world_that_fails_says_so(nursery: Nursery, tmp_path: Path) -> None:
     assert nursery.run(tmp_path, "no_such_program", ranks=1) == [1]
     assert "no_such_program" in (tmp_path / "rank0.out").read_text()
     assert "RANK" not in os.environ
+
+
+def test_samples_are_counted_as_megatron_counts_them(nursery: Nursery, tmp_path: Path) -> None:
+    assert nursery.run(tmp_path, "growing_batches", ranks=1) == [0], (tmp_path / "rank0.out").read_text()
 
 
 @pytest.mark.slow

@@ -1,124 +1,240 @@
 """Layouts of Megatron x who is killed x where in a step: saved, or refused with the reason, and resumed bit for bit.
 
-``python -m tests.adapters.megatron.test_matrix`` runs all of it, or what is named, and prints the table of
-docs/reliability.md.
+``python -m tests.adapters.megatron.test_matrix [LAYOUT[-undo][:WHO[:PHASE]] ...]`` runs all rows, or those whose names
+begin like that, and prints the table of docs/reliability.md.
 """
 
 from __future__ import annotations
 
+import itertools
+import json
 import sys
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.adapters.megatron.jobs import DP4, EP2_DP2, TP2_DP2, Job
+from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, TP2_DP2, Job
 from tests.adapters.megatron.nursery import Nursery
 
-pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.slow, pytest.mark.timeout(1800)]
 
-LAYOUTS = {"TP2 x DP2": TP2_DP2, "DP4": DP4, "EP2 x DP2, experts": EP2_DP2}
-"""In two instances of the distributed optimizer each: ranks 0 and 2 hold one half of the state, 1 and 3 the other."""
+LAYOUTS = {"TP2 x DP2": TP2_DP2, "DP4": DP4, "EP2 x DP2, experts": EP2_DP2, "PP2 x DP2": PP2_DP2}
+"""In two instances of the distributed optimizer each."""
 PHASES = [
     "begin", "forward", "backward", "reduced", "barrier", "passed", "post_step0", "post_step1", "gathered", "stepped",
 ]  # fmt: skip
-WHO = {
-    "one rank": [3],
-    "rank 0": [0],
-    "one of each shard, in different columns": [0, 3],
-    "a whole column": [0, 1],
-    "all copies of a shard": [0, 2],
-}
+COLUMNS = [*PHASES, "halfway"]
+STEPS = 2 * (len(PHASES) + 6) + 4
 
 
-STEPS = 2 * len(PHASES) + 4
-PORT_TAKEN = 64
-"""What a rank exits with when another program on this machine was faster to take the controller's port."""
+def groups_of(layout: str) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Ranks with the same half of the state."""
+    return ((0, 1), (2, 3)) if layout.startswith("PP") else ((0, 2), (1, 3))
 
 
-def phases_of(layout: str) -> list[str]:
-    """Only with experts there is a second optimizer."""
-    return [phase for phase in PHASES if phase != "post_step1" or "experts" in layout]
+def victims(layout: str) -> dict[str, list[int]]:
+    """Who is killed."""
+    one, two = groups_of(layout)
+    return {
+        "one rank": [3],
+        "rank 0": [0],
+        "one of each shard, in different columns": [one[0], two[1]],
+        "a whole column": [one[0], two[0]],
+        "all copies of a shard": list(one),
+    }
 
 
-def unbroken(nursery: Nursery, directory: Path, shape: dict[str, Any], steps: int) -> Job:
-    job = Job(nursery, directory, shape)
-    assert nursery.run(directory, "job", shape=shape, steps=steps) == [0] * 4, job.story()
+def phases_of(layout: str, who: str, undo: bool) -> list[str]:
+    """Only with experts there is a second optimizer. Two stages of one pipeline are never in their passes at once."""
+    never = set() if "experts" in layout else {"post_step1"}
+    never |= {"barrier"} if undo else set()
+    never |= {"forward", "backward"} if (layout, who) == ("PP2 x DP2", "a whole column") else set()
+    return [phase for phase in PHASES if phase not in never]
+
+
+def faults_of(layout: str, who: str, undo: bool) -> Iterator[dict[str, Any]]:
+    """Without their steps: every phase, and every way in which the survivors can be parted half-way; see ``Halfway``.
+
+    Where there are three of them, one way to be left behind for each: to hang, or to see the barrier break.
+    """
+    dead = victims(layout)[who]
+    for phase in phases_of(layout, who, undo):
+        yield {"ranks": dead, "phase": phase}
+    left = [rank for rank in range(4) if rank not in dead]
+    parted = [out for count in range(1, len(left)) for out in itertools.combinations(left, count)]
+    for number, out in enumerate(parted):
+        for broken in [False, True] if len(left) == 2 else [number % 2 == 1]:
+            yield {"ranks": dead, "phase": "halfway", "out": list(out), "broken": broken, "undo": undo}
+
+
+def allowed(layout: str, fault: dict[str, Any], undo: bool) -> set[int]:
+    """Versions that may be saved, by Statement 1; none: it has to be refused.
+
+    Before the last gradient has left the dead nobody can have updated. Once all have left the barrier everybody holds
+    the gradient, so that the update is made. In between it is open how far the survivors came.
+    """
+    dead, before, phase = set(fault["ranks"]), fault["step"], fault["phase"]
+    if any(set(group) <= dead for group in groups_of(layout)):
+        return set()
+    if phase in ("begin", "forward", "backward"):
+        return {before}
+    if phase == "halfway":
+        whole = all(set(group) & set(fault["out"]) for group in groups_of(layout))
+        return {before + 1} if whole or not undo else {before}
+    return {before, before + 1} if undo or phase in ("reduced", "barrier") else {before + 1}
+
+
+# ---------------------------------------------------------------------------------------------------------------- run
+
+
+def unbroken(nursery: Nursery, directory: Path, layout: str) -> Job:
+    """The job that nothing happens to."""
+    job = Job(nursery, directory, LAYOUTS[layout])
+    assert nursery.run(directory, "job", shape=job.shape, steps=STEPS) == [0] * 4, job.story()
     return job
 
 
-def run_case(nursery: Nursery, directory: Path, layout: str, who: str, reference: Job) -> dict[str, str]:
+@dataclass
+class Row:
     """One job that is hurt in one phase after the other, each time in the life that the one before has left.
 
-    Returns:
-        what came of each phase.
+    Args:
+        layout: one of ``LAYOUTS``.
+        who: one of ``victims``.
+        undo: with pre-images instead of the barrier.
+        outcomes: by phase.
+        problems: all that is not as it should be.
     """
-    job, dead, seen = Job(nursery, directory, LAYOUTS[layout]), WHO[who], dict[str, str]()
-    start, life = 0, -1
-    for phase in phases_of(layout):
-        fault, codes = {"ranks": dead, "step": start + 1, "phase": phase}, [PORT_TAKEN]
-        while PORT_TAKEN in codes:
-            life += 1
-            codes = job.live(life, fault=fault, steps=STEPS)
-        seen[phase], start = _judged(job, life, phase, dead, codes, start)
-    if who.startswith("all"):
-        return seen  # every life began anew, with other weights: there is nothing to compare
-    assert job.live(life + 1, steps=STEPS) == [0] * 4, job.story()
-    for rank in range(4):
-        known = reference.seen(rank)
-        assert all(found == known[version] for version, found in job.seen(rank).items()), (layout, who, rank)
-        result, unhurt = (each / f"result{rank}.json" for each in (directory, reference.directory))
-        assert result.read_text() == unhurt.read_text()
-    return seen
+
+    layout: str
+    who: str
+    undo: bool = False
+    outcomes: dict[str, Counter[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    _life: int = -1
+    _start: int = 0
+
+    def run(self, nursery: Nursery, directory: Path, reference: Job, only: str = "") -> Row:
+        """Hurt it, life after life; then it goes on to its end, and has been like ``reference`` all the time."""
+        job = Job(nursery, directory, LAYOUTS[self.layout])
+        for fault in faults_of(self.layout, self.who, self.undo):
+            if only not in ("", fault["phase"]):
+                continue
+            try:
+                outcome = self._hurt(job, fault | {"step": self._start + 1})
+            except AssertionError as problem:
+                outcome = "WRONG"
+                self.problems.append(f"{self.layout}, {self.who}, undo {self.undo}, {fault}: {problem}\n{job.story()}")
+            self.outcomes.setdefault(fault["phase"], Counter())[outcome] += 1
+        if not self.who.startswith("all"):  # else every life began anew, with other weights
+            self._compare(job, reference)
+        return self
+
+    def _hurt(self, job: Job, fault: dict[str, Any]) -> str:
+        """One fault; returns what came of it.
+
+        Raises:
+            AssertionError: something else than what has to.
+        """
+        known = _incidents(job)
+        try:
+            codes = self._live(job, fault=fault)
+        finally:
+            before, self._start = self._start, _committed(job)
+        versions = allowed(self.layout, fault, self.undo)
+        expected = [-9 if rank in fault["ranks"] else 75 if versions else 70 for rank in range(4)]
+        assert codes == expected, f"exit codes {codes}"
+        (incident,) = _incidents(job) - known
+        if not versions:
+            assert "has no whole copy left" in incident.read_text(), "the reason is not said"
+            assert self._start == before, "refused and saved"
+            return "refused"
+        assert self._start in versions, f"saved {self._start}, not one of {versions}"
+        newest = max([0, *(v for rank in range(4) if rank not in fault["ranks"] for v in job.seen(rank, self._life))])
+        assert self.undo or newest <= self._start, f"saved {self._start}, a survivor had {newest}"
+        events = [json.loads(line) for line in incident.read_text().splitlines()]
+        hows = {how for e in events if e["kind"] == "plan" for how in e.get("how", {}).values()}
+        return " + ".join(["saved", *sorted(hows)])
+
+    def _live(self, job: Job, **how: Any) -> list[int]:
+        self._life += 1
+        return job.live(self._life, steps=STEPS, undo="preimage" if self.undo else None, **how)
+
+    def _compare(self, job: Job, reference: Job) -> None:
+        codes = self._live(job)
+        if codes != [0] * 4:
+            self.problems.append(f"{self.layout}, {self.who}: the last life ended with {codes}\n{job.story()}")
+            return
+        for rank in range(4):
+            theirs = reference.seen(rank)
+            other = [version for version, found in job.seen(rank).items() if found != theirs[version]]
+            results = [(each.directory / f"result{rank}.json").read_text() for each in (job, reference)]
+            if other or results[0] != results[1]:
+                self.problems.append(f"{self.layout}, {self.who}: other bits on rank {rank}: {other}, {results}")
+
+    def __str__(self) -> str:
+        cells = (self.outcomes.get(column, Counter()) for column in COLUMNS)
+        shown = (", ".join(f"{n} {what}" if n > 1 else what for what, n in sorted(cell.items())) for cell in cells)
+        return f"| {self.layout} | {'undo' if self.undo else 'redo'} | {self.who} | {' | '.join(shown)} |"
 
 
-def _judged(job: Job, life: int, phase: str, dead: list[int], codes: list[int], start: int) -> tuple[str, int]:
-    """What came of it, and the version at which the next life has to begin."""
-    alive = [rank for rank in range(4) if rank not in dead]
-    assert [codes[rank] for rank in dead] == [-9] * len(dead), (phase, codes, job.story())
-    newest = max([start, *(version for rank in alive for version in job.seen(rank, life))])
-    committed = max((int(name.rpartition("_")[2]) for name in job.versions()), default=0)
-    if codes[alive[0]] == 70:
-        assert [codes[rank] for rank in alive] == [70] * len(alive), job.story()
-        told = max((job.save_dir / "incidents").glob("*.jsonl")).read_text()
-        assert "has no whole copy left" in told, (phase, told)
-        return "refused", committed
-    assert [codes[rank] for rank in alive] == [75] * len(alive), (phase, codes, job.story())
-    assert newest <= committed <= start + 2, (phase, newest, committed)
-    assert committed >= start + 1, (phase, start, committed)
-    return "saved", committed
+def _incidents(job: Job) -> set[Path]:
+    return set((job.save_dir / "incidents").glob("*.jsonl"))
 
 
+def _committed(job: Job) -> int:
+    return max((int(name.rpartition("_")[2]) for name in job.versions()), default=0)
+
+
+@pytest.fixture(scope="module")
+def references(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Job]:
+    return {layout: unbroken(nursery, tmp_path_factory.mktemp("unbroken"), layout) for layout in LAYOUTS}
+
+
+@pytest.mark.parametrize("undo", [False, True], ids=["redo", "undo"])
+@pytest.mark.parametrize("who", victims("DP4"))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_matrix(nursery: Nursery, tmp_path: Path, layout: str) -> None:
-    reference = unbroken(nursery, tmp_path / "unbroken", LAYOUTS[layout], STEPS)
-    for number, who in enumerate(WHO):
-        seen = run_case(nursery, tmp_path / str(number), layout, who, reference)
-        assert seen == dict.fromkeys(phases_of(layout), "refused" if who.startswith("all") else "saved")
+def test_matrix(
+    nursery: Nursery, tmp_path: Path, references: dict[str, Job], layout: str, who: str, undo: bool
+) -> None:
+    row = Row(layout, who, undo).run(nursery, tmp_path, references[layout])
+    assert not row.problems, "\n".join(row.problems)
 
 
 def main(wanted: list[str]) -> None:
-    """Run the cases whose names contain one of these words, or all; print a row of the table for each."""
-    nursery, failed, references = Nursery(), 0, dict[str, Job]()
-    cases = [(layout, who) for layout in LAYOUTS for who in WHO]
-    print(f"| layout | killed | {' | '.join(PHASES)} |\n|---|---|{'---|' * len(PHASES)}", flush=True)
-    with tempfile.TemporaryDirectory() as directory:
-        for layout, who in cases:
-            if wanted and not any(word in f"{layout}: {who}" for word in wanted):
-                continue
-            try:
-                if layout not in references:
-                    references[layout] = unbroken(nursery, Path(directory) / layout, LAYOUTS[layout], STEPS)
-                seen = run_case(nursery, Path(directory) / f"{layout} {who}", layout, who, references[layout])
-                cells = [seen.get(phase, "") for phase in PHASES]
-            except AssertionError as problem:
-                failed += 1
-                cells = ["FAILED"]
-                print(problem, file=sys.stderr, flush=True)
-            print(f"| {layout} | {who} | {' | '.join(cells)} |", flush=True)
+    """Every row is printed when it is done; problems go to standard error."""
+    nursery, wrong = Nursery(), 0
+    print(f"| layout | with | killed | {' | '.join(COLUMNS)} |\n{'|---' * (len(COLUMNS) + 3)}|", flush=True)
+    for layout, undo in itertools.product(LAYOUTS, (False, True)):
+        with tempfile.TemporaryDirectory() as directory:
+            reference = None
+            for who in victims(layout):
+                phase = _phase_wanted(wanted, f"{layout}{'-undo' * undo}", who)
+                if phase is None:
+                    continue
+                began = time.monotonic()
+                reference = reference or unbroken(nursery, Path(directory) / "unbroken", layout)
+                row = Row(layout, who, undo).run(nursery, Path(directory) / who, reference, phase)
+                print(row, flush=True)
+                print(f"{time.monotonic() - began:.0f} s", *row.problems, sep="\n", file=sys.stderr, flush=True)
+                wrong += len(row.problems)
     nursery.close()
-    sys.exit(bool(failed))
+    sys.exit(min(wrong, 100))
+
+
+def _phase_wanted(wanted: list[str], layout: str, who: str) -> str | None:
+    """The only one of this row; empty: all of it is wanted, None: nothing."""
+    for name in wanted:
+        like, only, phase = (*name.split(":"), "", "")[:3]
+        if layout == like and only in ("", who):
+            return phase
+    return None if wanted else ""
 
 
 if __name__ == "__main__":

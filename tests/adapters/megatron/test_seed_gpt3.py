@@ -23,7 +23,7 @@ class Gpt3:
         env = {"TTP_PORT": str(free_port()), "MASTER_ADDR": "127.0.0.1", "XDL_IP": "127.0.0.1", "TTP_OT": "60"}
         env |= {"TTP_RUN_DIR": str(self.directory / f"run{life}"), "TTP_SAVE_DIR": str(self.directory / "checkpoints")}
         env |= {"TORCHELASTIC_RESTART_COUNT": str(life)}
-        arguments = {"shape": self.shape, "steps": steps, "life": life, "fault": fault}
+        arguments: dict[str, Any] = {"shape": self.shape, "steps": steps, "life": life, "fault": fault}
         return self.nursery.run(self.directory, "seed_gpt3.gpt3", ranks=self.ranks, env=env, **arguments)
 
     def results(self, life: int) -> list[dict[str, Any]]:

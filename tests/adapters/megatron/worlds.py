@@ -7,10 +7,8 @@ import json
 import os
 import random
 import runpy
-import shutil
-import signal
 import sys
-import time
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -24,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 import ttp
-import ttp.session
 from tests.adapters.megatron import shims
 from tests.adapters.megatron.gpt import Shape, Training
+from tests.adapters.megatron.hurting import Hurt
 
 
 def _directory() -> Path:
@@ -64,7 +62,7 @@ def job(
         shape: see ``Shape``.
         steps: updates in the life of the job.
         life: how often it was started before.
-        fault: which ranks kill themselves, at which step, and where in it; ``host``: with the memory of their host.
+        fault: see ``Hurt``.
         undo: see ``protect``.
         through: ``protect``, or ``install`` into something like Megatron-LM's training module.
         hosts: for each rank the letter of the host that it believes to be on; then with ``buddy=True``.
@@ -74,7 +72,9 @@ def job(
         os.environ |= {"TTP_HOST": hosts[_rank()], "TTP_RUN_DIR": str(_directory() / "run" / hosts[_rank()])}
     _join("" if launched else f"job{life}", Shape(**shape))
     training = Training(Shape(**shape), seed=123 + life)  # nothing may be right by chance
-    run = partial(_iterate, training, steps, life, _hurt(training, fault or {}, life))
+    hurt = Hurt(fault or {}, life)
+    hurt.watch(training)
+    run = partial(_iterate, training, steps, life, hurt)
     if through == "install":
         _pretrain(training, run)
     else:
@@ -116,15 +116,15 @@ def _pretrain(training: Training, run: Callable[[int], None]) -> None:
     module.train(None, *made)
 
 
-def _iterate(training: Training, steps: int, life: int, hurt: dict[str, Any], start: int) -> None:
+def _iterate(training: Training, steps: int, life: int, hurt: Hurt, start: int) -> None:
     _note(f"{life} start {start}")
     assert training.args.iteration >= start, (training.args, start)
-    training.optimizer.chained_optimizers[0].optimizer.register_step_pre_hook(lambda *_args: hurt["at"]("passed"))
+    hurt.watch_behind(training)
     while start < steps:
-        hurt["step"] = start
-        hurt["at"]("begin")
+        hurt.step = start
+        hurt.at("begin")
         start += training.step()
-        hurt["at"]("stepped")
+        hurt.at("stepped")
         _note(f"{life} version {start} {bits(training)}")
     (_directory() / f"result{_rank()}.json").write_text(json.dumps(summary(training), sort_keys=True))
 
@@ -132,75 +132,6 @@ def _iterate(training: Training, steps: int, life: int, hurt: dict[str, Any], st
 def _note(text: str) -> None:
     with (_directory() / f"rank{_rank()}.log").open("a") as log:
         log.write(text + "\n")
-
-
-def _hurt(training: Training, fault: dict[str, Any], life: int) -> dict[str, Any]:
-    """Puts a call of ``at`` into every phase of a step.
-
-    In ``barrier`` this rank has entered the barrier before the update, and may or may not have let others out of it; in
-    ``passed`` it has left it, and so have all.
-    """
-    state: dict[str, Any] = {"step": -1}
-
-    def at(phase: str) -> None:
-        if fault and _rank() in fault["ranks"] and (state["step"], phase) == (fault["step"], fault["phase"]):
-            (_directory() / f"dying.{life}.{_rank()}").touch()
-            while len(list(_directory().glob(f"dying.{life}.*"))) < len(fault["ranks"]):
-                time.sleep(0.001)  # all of them get as far as this
-            if fault.get("host"):
-                _lose_memory()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    state["at"] = at
-    for number, inner in enumerate(training.optimizer.chained_optimizers):
-        if inner.optimizer is not None:
-            inner.optimizer.register_step_pre_hook(lambda *_args, n=number: at(f"pre_step{n}"))
-            inner.optimizer.register_step_post_hook(lambda *_args, n=number: at(f"post_step{n}"))
-    training.before_update = lambda: at("reduced")
-    if fault:
-        _watch_barrier(at)
-        _watch_passes(training, at)
-    return state
-
-
-def _lose_memory() -> None:
-    processor = ttp.session.current().processor
-    assert processor is not None and processor.company.pages is not None
-    shutil.rmtree(processor.company.pages.path)
-
-
-def _watch_barrier(at: Callable[[str], None]) -> None:
-    """The barrier before the update is the one that does not wait by itself."""
-    library: Any = dist
-    original = library.barrier
-
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        work = original(*args, **kwargs)
-        if kwargs.get("async_op"):
-            at("barrier")
-        return work
-
-    library.barrier = barrier
-
-
-def _watch_passes(training: Training, at: Callable[[str], None]) -> None:
-    """Within the forward and the backward pass, and when the optimizer has updated and gathered the weights."""
-    watched: Any = training
-    forward, step = watched._forward, watched.optimizer.step
-
-    def watched_forward(*args: Any) -> Any:
-        output, loss = forward(*args)
-        at("forward")
-        if output.requires_grad:
-            output.register_hook(lambda _gradient: at("backward"))
-        return output, loss
-
-    def watched_step() -> Any:
-        done = step()
-        at("gathered")
-        return done
-
-    watched._forward, watched.optimizer.step = watched_forward, watched_step
 
 
 def bits(training: Training) -> str:
@@ -237,6 +168,24 @@ def summary(training: Training) -> dict[str, str]:
         "last_losses": repr(training.losses[-2:]),
         "schedule": repr(training.scheduler.state_dict()),
     }
+
+
+def growing_batches() -> None:
+    """Megatron's own count, of batches that grow from 5 to 10 samples and that two ranks cannot always deal out."""
+    from megatron.core import num_microbatches_calculator as batches
+
+    from ttp.adapters.megatron.rank_state import Progress
+
+    batches.init_num_microbatches_calculator(0, [5, 5, 12], 10, 1, 2, decrease_batch_size_if_needed=True)
+    args = Namespace(iteration=0, curr_iteration=2, consumed_train_samples=8, skipped_train_samples=2)
+    batches.update_num_microbatches(args.consumed_train_samples, consistency_check=False)
+    assert batches.get_num_microbatches() == 2, "four samples of five"
+    kept = Progress(args, []).state_dict()
+    assert kept["counters"] == {"iteration": 3, "consumed_train_samples": 12, "skipped_train_samples": 3}, kept
+    batches.update_num_microbatches(0, consistency_check=False)
+    Progress(args, []).load_state_dict(kept)
+    assert (args.iteration, args.consumed_train_samples, args.skipped_train_samples) == (3, 12, 3)
+    assert batches.get_num_microbatches() == 5, "all ten"
 
 
 # ------------------------------------------------------------------------------------------- states of other layouts

@@ -1,0 +1,197 @@
+"""Ways in which a rank of a test world is hurt: at one point of one step, alone or together with others.
+
+The points, in their order: ``begin``, ``forward``, ``backward``, ``reduced``, ``pre_step0``, ``barrier`` (this rank has
+entered the barrier before the update, and may or may not have let others out of it), ``passed`` (it has left it, and so
+have all), ``post_step0`` and so on for each of Megatron's optimizers, ``gathered``, ``stepped``; and ``halfway``, see
+``Halfway``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import ttp.session
+from tests.adapters.megatron.gpt import Training
+from ttp.processor.gate import Gate
+
+
+class Hurt:
+    """Of this rank, in one life.
+
+    Args:
+        fault: ``ranks`` that kill themselves together, ``step`` (updates before it), ``phase``; ``host``: with the
+            memory of their host; ``out`` and ``broken``: see ``Halfway``. Empty: nothing happens.
+        life: how often the job was started before.
+    """
+
+    def __init__(self, fault: dict[str, Any], life: int) -> None:
+        self.step = -1
+        self.fault, self._life = fault, life
+        self._directory, self.rank = Path(os.environ["JOB_DIR"]), int(os.environ["RANK"])
+
+    @property
+    def ranks(self) -> list[int]:
+        """Those that are killed."""
+        return list(self.fault["ranks"])
+
+    def due(self, phase: str) -> bool:
+        """Whether it happens in this phase of this step, to whomever."""
+        return bool(self.fault) and (self.step, phase) == (self.fault["step"], self.fault["phase"])
+
+    def at(self, phase: str) -> None:
+        """The end of this rank, if it is its turn; when all who are to die have got as far as this."""
+        if not self.due(phase) or self.rank not in self.ranks:
+            return
+        self.mark("dying")
+        self.wait_for("dying", self.ranks)
+        if self.fault.get("host"):
+            _lose_memory()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def mark(self, what: str) -> None:
+        """Let the others see it."""
+        (self._directory / f"{what}.{self._life}.{self.rank}").touch()
+
+    def marked(self, what: str, ranks: Iterable[int]) -> bool:
+        """Whether these ranks have said so."""
+        return all((self._directory / f"{what}.{self._life}.{rank}").exists() for rank in ranks)
+
+    def wait_for(self, what: str, ranks: Iterable[int]) -> None:
+        """Return when they have."""
+        while not self.marked(what, ranks):
+            time.sleep(0.001)
+
+    def watch(self, training: Training) -> None:
+        """Put a call of ``at`` into every phase of a step. Before ttp puts its hooks there."""
+        for number, inner in enumerate(training.optimizer.chained_optimizers):
+            if inner.optimizer is not None:
+                inner.optimizer.register_step_pre_hook(lambda *_args, n=number: self.at(f"pre_step{n}"))
+                inner.optimizer.register_step_post_hook(lambda *_args, n=number: self.at(f"post_step{n}"))
+        training.before_update = lambda: self.at("reduced")
+        if self.fault:
+            _watch_barrier(self)
+            _watch_passes(training, self)
+            Halfway(self).watch(training)
+
+    def watch_behind(self, training: Training) -> None:
+        """The same for what is behind the hooks of ttp."""
+        first = training.optimizer.chained_optimizers[0].optimizer
+        first.register_step_pre_hook(lambda *_args: self.at("passed"))
+
+
+class Halfway:
+    """The ranks ``out`` make the update, then ``ranks`` are killed; the others are left behind.
+
+    As a barrier does it that ends on some ranks only. Those left behind wait in theirs for ever, or see it break
+    (``broken``). Where there is no barrier, ranks differ like that before the update: those left behind wait in front
+    of it for one that is dead.
+    """
+
+    def __init__(self, hurt: Hurt) -> None:
+        self._hurt = hurt
+        self._out = list(hurt.fault.get("out", ()))
+        self._left = [rank for rank in range(dist.get_world_size()) if rank not in (*hurt.ranks, *self._out)]
+
+    def watch(self, training: Training) -> None:
+        """Where there is no barrier, and whoever has made the update."""
+        if not self._out:
+            return
+        if self._hurt.fault.get("undo"):
+            training.optimizer.chained_optimizers[0].optimizer.register_step_pre_hook(lambda *_: self._no_barrier())
+        gate, hurt = Gate, self._hurt
+        ended: Any = gate.end_update
+
+        def end_update(*args: Any) -> None:
+            ended(*args)
+            if hurt.due("halfway"):
+                hurt.mark("updated")
+
+        setattr(gate, "end_update", end_update)  # noqa: B010 - hooks behind those of ttp come after a gather, too
+
+    def at_barrier(self, work: Any) -> Any:
+        """What the barrier looks like from this rank."""
+        if self._hurt.rank in self._out:
+            return work
+        if self._hurt.rank in self._left:
+            self._hurt.mark("left")
+            return self
+        while not work.is_completed():
+            time.sleep(0.001)
+        self._die()
+        return work
+
+    def _no_barrier(self) -> None:
+        if not self._hurt.due("halfway") or self._hurt.rank in self._out:
+            return
+        if self._hurt.rank in self._hurt.ranks:
+            self._die()
+        self._hurt.mark("left")
+        if self._hurt.fault["broken"]:
+            dist.recv(torch.zeros(1), src=self._hurt.ranks[0])
+        while True:
+            time.sleep(3600)
+
+    def _die(self) -> None:
+        """When the others are where they have to be."""
+        self._hurt.wait_for("updated", self._out)
+        self._hurt.wait_for("left", self._left)
+        self._hurt.at("halfway")
+
+    def is_completed(self) -> bool:
+        """As the work of a barrier."""
+        return bool(self._hurt.fault["broken"]) and self._hurt.marked("dying", self._hurt.ranks)
+
+    def wait(self) -> None:
+        """As the work of a barrier."""
+        raise RuntimeError("Connection closed by peer")
+
+
+def _lose_memory() -> None:
+    """All ranks of the host do it at once: what one does not find any more another has removed."""
+    processor = ttp.session.current().processor
+    assert processor is not None and processor._pages is not None
+    shutil.rmtree(processor._pages.path, ignore_errors=True)
+
+
+def _watch_barrier(hurt: Hurt) -> None:
+    """The barrier before the update is the one that does not wait by itself."""
+    library: Any = dist
+    original = library.barrier
+
+    def barrier(*args: Any, **kwargs: Any) -> Any:
+        work = original(*args, **kwargs)
+        if not kwargs.get("async_op"):
+            return work
+        hurt.at("barrier")
+        return Halfway(hurt).at_barrier(work) if hurt.due("halfway") else work
+
+    library.barrier = barrier
+
+
+def _watch_passes(training: Training, hurt: Hurt) -> None:
+    """Within the forward and the backward pass, and when the optimizer has updated and gathered the weights."""
+    watched: Any = training
+    forward, step = watched._forward, watched.optimizer.step
+
+    def watched_forward(*args: Any) -> Any:
+        output, loss = forward(*args)
+        hurt.at("forward")
+        if output.requires_grad:
+            output.register_hook(lambda _gradient: hurt.at("backward"))
+        return output, loss
+
+    def watched_step() -> Any:
+        done = step()
+        hurt.at("gathered")
+        return done
+
+    watched._forward, watched.optimizer.step = watched_forward, watched_step
