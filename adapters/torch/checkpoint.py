@@ -193,7 +193,8 @@ def chunks_of(value: Any) -> Sequence[Chunk] | None:
 def _give_back(copy: Tensor, of: Tensor) -> None:
     """Its memory, where ``copy`` is one: ``torch.save`` leaves it in a cycle, which is found some tensors later."""
     storage = copy.untyped_storage()
-    if copy.numel() and copy.data_ptr() != of.data_ptr() and storage.resizable():
+    shares = copy.data_ptr() == of.data_ptr() or storage.data_ptr() == of.untyped_storage().data_ptr()
+    if copy.numel() and not shares and storage.resizable():
         storage.resize_(0)
 
 

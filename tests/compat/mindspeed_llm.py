@@ -254,7 +254,7 @@ def run(rank: int, fault: str, checkout: str, directory: Path, port: int, store_
 
 def main() -> None:
     checkout, fault = sys.argv[1:]
-    from tests.e2e.harness import free_port
+    from tests.ports import free_port
 
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)

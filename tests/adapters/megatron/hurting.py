@@ -158,8 +158,8 @@ class Halfway:
 def _lose_memory() -> None:
     """All ranks of the host do it at once: what one does not find any more another has removed."""
     processor = ttp.session.current().processor
-    assert processor is not None and processor._pages is not None
-    shutil.rmtree(processor._pages.path, ignore_errors=True)
+    assert processor is not None and processor.company.pages is not None
+    shutil.rmtree(processor.company.pages.path, ignore_errors=True)
 
 
 def _watch_barrier(hurt: Hurt) -> None:

@@ -21,7 +21,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from tests.e2e.harness import free_port
+from tests.ports import free_port
 from ttp.controller.__main__ import main as controller_main
 
 REPOSITORY = Path(__file__).parents[3]
