@@ -15,7 +15,8 @@ from ttp.core.manager_messages import FaultOf, ManagerCall, Notice, NoticeKind, 
 
 Kind = rm.RoundKind
 Trouble = dict[tuple[Kind, int], str]
-"""What a rank does instead of a round: ``fail``, ``die``, ``hang``, or what its handler returns."""
+"""What a rank does instead of a round: ``fail``, ``die``, ``hang``, or what its handler returns; or after it: ``again``
+(it loses memory), ``raise``."""
 
 
 @dataclass
@@ -174,6 +175,11 @@ class HandlerWorld(Talk):
             result = self._done(act, one, result)
         answer = rm.Acted(act.rank, act.serial, ok, result, Version(one.version), not one.whole, "" if ok else "no")
         one.last = (act, answer)
+        if what == "again":
+            one.out, one.parked, one.whole = True, False, False
+            return [answer, rm.Ailing(act.rank, rm.Ailment.MEMORY, "", "it hurts")]
+        if what == "raise":
+            return [answer, m.Fault(act.rank, act.rank, m.FaultKind.EXCEPTION, "out of luck", "", f"n{act.rank}")]
         return [answer]
 
     def _done(self, act: rm.Act, one: FakeRank, result: int) -> int:

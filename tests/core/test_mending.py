@@ -284,6 +284,23 @@ def check(world: HandlerWorld, told: object) -> None:
         assert saved.version == 7, told
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_memory_that_is_lost_while_others_are_still_on_their_way_back_is_repaired_too(first: int) -> None:
+    """The rank has gone back into its loop, and ails anew before the last one has: equal words, another fault."""
+    world = HandlerWorld(FOUR, {(Kind.RESUME, first): "again"})
+    world.ails(1)
+    world.settle()
+    assert world.kinds() == [*CURE, *CURE] and world.released == set()
+    assert all(rank.whole and not rank.out for rank in world.ranks)
+
+
+def test_a_rank_that_raises_while_others_are_still_on_their_way_back_is_not_forgotten() -> None:
+    world = HandlerWorld(FOUR, {(Kind.RESUME, 0): "raise"})
+    world.ails(1)
+    world.settle()
+    assert world.kinds() == [*CURE, "save", "rename"] and world.released == {EXIT_SAVED}
+
+
 def test_late_and_repeated_answers_change_nothing() -> None:
     world = HandlerWorld(FOUR, {(Kind.CLEAN, 2): "hang"})
     world.ails(1)

@@ -141,12 +141,18 @@ def _resume(ward: Ward, incident: Incident, version: Version, text: str) -> Scri
     everybody = ward.live
     back = yield ward.everyone(RoundKind.ROLLBACK, version, PURPOSE, together=True)
     ward.spoilt.update(back.failed)
+    before = dict(ward.ailing)
     if back.ok:
         back = yield ward.everyone(RoundKind.RESUME, version, PURPOSE)
-    if not back.ok or everybody != ward.live:
+    if not back.ok or everybody != ward.live or ward.job.broken:
         return _failed(back.words or "a rank was lost on the way")
     ward.note(incident, back)
+    anew = [ailing for rank, ailing in ward.ailing.items() if ailing is not before.get(rank)]
     ward.recovered()
+    if anew:  # those who were back in their loops first have left them again while others were on their way
+        for ailing in anew:
+            ward.ails(ailing)
+        return (yield from cure(ward, incident))
     return Ending(Outcome.RESUMED, version, f"{text}; training goes on with step {version + 1}")
 
 

@@ -28,7 +28,7 @@ from ttp.core.outbox import Outbox
 from ttp.core.pausing import Pausing
 from ttp.core.rounds import Ending, Outcome, Pause, Script, Steering
 from ttp.core.rounds_messages import Acted, Ailing, Ailment, Handlers
-from ttp.core.ward import NO_COPY, Judge, Ward
+from ttp.core.ward import Judge, Ward
 
 Blame = Callable[[Rank, m.FaultKind, str, float], None]
 """Evidence against a rank, or against nobody (-1), and when it came."""
@@ -111,9 +111,7 @@ class Mending:
         known = self._ward.ailing.get(report.rank)
         if report.ailment is Ailment.STOPPED and (self._ward.halted or known is not None):
             return
-        self._ward.ailing[report.rank] = report
-        if report.ailment in (Ailment.MEMORY, *NO_COPY):
-            self._ward.spoilt.add(report.rank)
+        self._ward.ails(report)
         words = f"rank {report.rank}: {report.text or WORDS[report.ailment]}"
         self._outbox.record("ailing", rank=report.rank, ailment=report.ailment.value, code=report.code, text=words)
         self._blame(report.rank, m.FaultKind.AILING, words, self._ward.now)

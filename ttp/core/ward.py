@@ -81,6 +81,12 @@ class Ward:
         self.recovered()
         self._sets, self._gathered, self._layout = {}, UNTOLD, None
 
+    def ails(self, report: Ailing) -> None:
+        """The training loop of a rank has ended."""
+        self.ailing[report.rank] = report
+        if report.ailment in (Ailment.MEMORY, *NO_COPY):
+            self.spoilt.add(report.rank)
+
     def recovered(self) -> None:
         """All ranks are in their loops again."""
         self.ailing, self.spoilt, self.low = {}, set(), set()

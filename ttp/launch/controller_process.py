@@ -37,8 +37,8 @@ logger = logging.getLogger("ttp.launch")
 LOG_FILE = "controller.log"
 COMMAND = (sys.executable, "-m", "ttp.controller")
 
-STRANGER_S = 3.0
-"""A controller that is just starting listens for a moment before it answers."""
+STRANGER_S = 10.0
+"""A controller that is just starting listens for a moment before it answers; on a busy host, for seconds."""
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 """After a lost start: how long it is left to the winner to serve, before another one is started."""
