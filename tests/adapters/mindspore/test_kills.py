@@ -155,6 +155,7 @@ def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> N
     hurt = Job(tmp_path, 2, [(1, 11, "gate")], arguments, env=env).run_with_msrun(RUN_S)
     (checkpoint,) = hurt.checkpoints
     check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 16, dead={1})
+    assert f"[ttp rank 0] rank 0 exits with 75: saved version {step}" in hurt.output
     again = Job(tmp_path, 2, arguments=[*arguments, "--is_recover=1"], env=env).run_with_msrun(RUN_S)
     assert step in (10, 11) and again.begun == [step], again.output[-6000:]
     for rank, steps in reference.steps.items():
