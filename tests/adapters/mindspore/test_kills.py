@@ -63,6 +63,7 @@ def check_contents(checkpoint: Path, job: Job, step: int, epoch_steps: int, dead
     said = {"epoch_num": epoch, "step_num": step, "cur_rank": rank, "batch_num": epoch_steps, "global_step": step}
     assert {name: int(found[name].asnumpy().item()) for name in said} == said
     assert float(found["loss_scale"].asnumpy()) == 1
+    assert ms.restore_group_info_list(str(checkpoint / f"rank_{rank}" / "group_info.pb")) == list(range(job.workers))
     assert manifest["framework"] == "mindspore" and manifest["version"] == step
 
 
