@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
-from ttp.errors import EXIT_BAD_CONFIG, RestoreError, UsageError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
@@ -284,7 +284,9 @@ def configure_logging(config: Config) -> None:
     if config.port is None or logging.getLogger().handlers or logger.handlers:
         return
     handler = logging.StreamHandler()
-    rank = os.environ.get("RANK", "?")
+    rank = "?"
+    with contextlib.suppress(ConfigError):  # nobody's rank is to be known: for whoever needs it that is an error
+        rank = in_torchruns_names(os.environ).get("RANK", "?")
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(config.log_level.upper())

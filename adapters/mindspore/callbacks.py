@@ -153,7 +153,8 @@ class TFTRegister(Protection):
         ctrl_port: where the controller listens. ``TTP_PORT``, which ``ttp run`` sets, overrides it.
         ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.
         replicas: which ranks hold the same slices, one list per slice: for ``layerwise_parallel`` parameters.
-        strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism.
+        strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism; of a pipeline the
+            directory with those of all stages.
 
     Raises:
         ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, or an argument is none.

@@ -102,11 +102,13 @@ def test_who_waits_for_one_that_does_not_come_stands_at_the_closed_gate_and_may_
     world.close()
 
 
-def test_training_goes_on_with_those_that_made_the_update_alone() -> None:
+@pytest.mark.parametrize("size", [2, 3, 4, 7])
+def test_training_goes_on_with_those_that_made_the_update_alone(size: int) -> None:
     """As after a checkpoint that somebody asked for."""
-    world = World(4)
-    gates = [world.ranks[rank].gate for rank in (0, 1, 3)]
-    alone = [world.enter(rank) for rank in (0, 1, 3)]
+    world = World(size)
+    late = size - 1
+    gates = [rank.gate for rank in world.ranks[:late]]
+    alone = [world.enter(rank) for rank in range(late)]
     until(lambda: all(gate.state().near for gate in gates))
     for gate in gates:
         gate.close()
@@ -118,9 +120,9 @@ def test_training_goes_on_with_those_that_made_the_update_alone() -> None:
         gate.begin_update()
         gate.end_update()
         gate.open()
-    world.enter(2).result(DEADLINE_S)
+    world.enter(late).result(DEADLINE_S)
     for _ in range(3):
-        for done in [world.enter(rank) for rank in range(4)]:
+        for done in [world.enter(rank) for rank in range(size)]:
             done.result(DEADLINE_S)
     assert not any(rank.reported for rank in world.ranks)
     world.close()

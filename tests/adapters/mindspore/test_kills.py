@@ -63,6 +63,7 @@ def check_contents(checkpoint: Path, job: Job, step: int, epoch_steps: int, dead
     said = {"epoch_num": epoch, "step_num": step, "cur_rank": rank, "batch_num": epoch_steps, "global_step": step}
     assert {name: int(found[name].asnumpy().item()) for name in said} == said
     assert float(found["loss_scale"].asnumpy()) == 1
+    assert ms.restore_group_info_list(str(checkpoint / f"rank_{rank}" / "group_info.pb")) == list(range(job.workers))
     assert manifest["framework"] == "mindspore" and manifest["version"] == step
 
 
@@ -155,6 +156,7 @@ def test_under_msrun_that_does_not_join(tmp_path: Path, unbroken: Unbroken) -> N
     hurt = Job(tmp_path, 2, [(1, 11, "gate")], arguments, env=env).run_with_msrun(RUN_S)
     (checkpoint,) = hurt.checkpoints
     check_contents(checkpoint, hurt, step := hurt.manifest(checkpoint)["version"], 16, dead={1})
+    assert f"[ttp rank 0] rank 0 exits with 75: saved version {step}" in hurt.output
     again = Job(tmp_path, 2, arguments=[*arguments, "--is_recover=1"], env=env).run_with_msrun(RUN_S)
     assert step in (10, 11) and again.begun == [step], again.output[-6000:]
     for rank, steps in reference.steps.items():
