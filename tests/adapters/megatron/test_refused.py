@@ -104,16 +104,16 @@ def test_without_args_there_is_nothing_to_count() -> None:
 
 def test_all_param_groups_have_one_count_of_updates() -> None:
     """As Megatron saves it: a rank on which a group is empty may be the one that writes what is equal on all."""
-    fused = [
+    fused: list[dict[str, Any]] = [
         {"kind": "dense", "groups": [{"lr": 1, "step": 8}, {"lr": 2, "step": 4}, {"lr": 3}], "step": None},
         {"kind": "expert", "groups": [{"lr": 4}], "step": None},
     ]
     counted = with_counts(fused)
     assert [[group["step"] for group in each["groups"]] for each in counted] == [[8, 8, 8], [8]]
     assert [each["kind"] for each in counted] == ["dense", "expert"] and counted[0]["groups"][1]["lr"] == 2
-    plain = [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": None}]
+    plain: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": None}]
     assert with_counts(plain) == [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": 8.0}]
-    fresh = [{"groups": [{"lr": 1}], "step": None}]
+    fresh: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": None}]
     assert with_counts(fresh) == fresh
 
 
