@@ -176,3 +176,23 @@ def _float16(megatron: Any) -> Iterator[_Pair]:
         yield parameter, main, 0, parameter.numel()
     for parameter in chain(*megatron.fp32_from_fp32_groups):
         yield parameter, parameter, 0, parameter.numel()
+
+
+def with_counts(optimizers: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Saved optimizers (``groups``, ``step``) with one count of updates in all param groups, as Megatron keeps it.
+
+    A fused optimizer does not count in a group of which nothing is on its rank; what such a group has is missing, or
+    from before a restart. Where nothing of an optimizer is here, its count is that of those it is stepped with.
+    """
+    counts = [_latest(group.get("step") for group in each["groups"]) for each in optimizers]
+    steps = [each["step"] for each in optimizers]
+    found = []
+    for each, own, step in zip(optimizers, counts, steps, strict=True):
+        count = _latest(counts) if own is None else own
+        groups = [dict(group) if count is None else {**group, "step": count} for group in each["groups"]]
+        found.append({**each, "groups": groups, "step": _latest(steps) if step is None else step})
+    return found
+
+
+def _latest(counts: Iterable[Any]) -> Any:
+    return max((count for count in counts if count is not None), default=None)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.megatron.geometry import Geometry
-from ttp.adapters.megatron.optimizers import Holding, Inner
+from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import Chunk
@@ -105,10 +105,12 @@ class MegatronSource(TorchSource):
     def _job_state(self, version: Version) -> JobState:
         assert self.tail is not None
         job = super()._job_state(version)
-        optimizers = [
-            {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
-            for inner, groups in zip(self.held.inners, self.tail.param_groups(version), strict=True)
-        ]
+        optimizers = with_counts(
+            [
+                {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
+                for inner, groups in zip(self.held.inners, self.tail.param_groups(version), strict=True)
+            ]
+        )
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
 
     def _step(self, inner: Inner, version: Version) -> float | None:

@@ -108,16 +108,18 @@ def _watch(training: Any) -> None:
         with path.open("a") as log:
             log.write(f"{LIFE} {version} {state} {found['rng']} {args.consumed_train_samples}\n")
 
-    def watched_step(step: Any, samples: Any, model: Any, optimizer: Any, scheduler: Any, *more: Any) -> Any:
+    def watched_step(
+        step: Any, samples: Any, model: Any, optimizer: Any, scheduler: Any, *more: Any, **how: Any
+    ) -> Any:
         version = training.get_args().curr_iteration
         note(model, optimizer, scheduler, version)
         if (LIFE, RANK, version) == (0, rank, iteration):
             os.kill(os.getpid(), signal.SIGKILL)
-        return train_step(step, samples, model, optimizer, scheduler, *more)
+        return train_step(step, samples, model, optimizer, scheduler, *more, **how)
 
-    def watched(step: Any, model: Any, optimizer: Any, scheduler: Any, *more: Any) -> Any:
-        done = train(step, model, optimizer, scheduler, *more)
-        note(model, optimizer, scheduler, training.get_args().iteration)
+    def watched(step: Any, model: Any, optimizer: Any, scheduler: Any, *more: Any, **how: Any) -> Any:
+        done = train(step, model, optimizer, scheduler, *more, **how)
+        note(model, optimizer, scheduler, done[0])
         return done
 
     training.train_step, training.train = watched_step, watched

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.adapters.megatron.jobs import Job
 from tests.adapters.megatron.nursery import Nursery
@@ -25,6 +26,7 @@ def check(nursery: Nursery, directory: Path, shape: dict[str, Any], hosts: str, 
     codes = job.live(0, fault={"ranks": dead, "step": LOST_AT, "phase": "begin", "host": True}, **how)
     assert codes == [-9 if rank in dead else 75 for rank in range(len(hosts))], job.story()
     assert job.live(1, **how) == [0] * len(hosts), job.story()
+    assert_one_count(sorted(job.save_dir.glob("tft_saved_*"))[0])
     start = job.starts()[1]
     assert start % EVERY == 0 and 0 <= LOST_AT - start <= 2 * EVERY - 1
     job.run_state("unhurt", ranks=len(hosts), steps=STEPS - 2)
@@ -32,6 +34,14 @@ def check(nursery: Nursery, directory: Path, shape: dict[str, Any], hosts: str, 
         assert json.loads((directory / f"result{rank}.json").read_text()) == job.after("unhurt", rank), job.story()
         assert all(len(found) == 1 for found in job.seen(rank).values()), "a version made twice had other bits"
     return job
+
+
+def assert_one_count(checkpoint: Path) -> None:
+    """Megatron finds the same count in every param group, though one may be empty on whoever wrote that."""
+    common = torch.load(checkpoint / "common.pt", weights_only=False)
+    optimizers = [common["optimizer"]] if "optimizer" in common["optimizer"] else common["optimizer"].values()
+    counts = {group.get("step") for each in optimizers for group in each["optimizer"]["param_groups"]}
+    assert counts == {common["iteration"]}
 
 
 def test_a_host_with_single_copies_is_lost(nursery: Nursery, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from ttp.adapters.megatron import offer_to_megatron
 from ttp.adapters.megatron.geometry import Geometry
-from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained
+from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.core.layout import Layout, Version
 from ttp.errors import CheckpointError, ConfigError
@@ -100,6 +100,21 @@ def test_without_args_there_is_nothing_to_count() -> None:
     progress = Progress(None, [SimpleNamespace(grad_scaler=None)])
     assert progress.state_dict() == {"scalers": []}
     progress.load_state_dict({"scalers": [], "counters": {"iteration": 3}})
+
+
+def test_all_param_groups_have_one_count_of_updates() -> None:
+    """As Megatron saves it: a rank on which a group is empty may be the one that writes what is equal on all."""
+    fused: list[dict[str, Any]] = [
+        {"kind": "dense", "groups": [{"lr": 1, "step": 8}, {"lr": 2, "step": 4}, {"lr": 3}], "step": None},
+        {"kind": "expert", "groups": [{"lr": 4}], "step": None},
+    ]
+    counted = with_counts(fused)
+    assert [[group["step"] for group in each["groups"]] for each in counted] == [[8, 8, 8], [8]]
+    assert [each["kind"] for each in counted] == ["dense", "expert"] and counted[0]["groups"][1]["lr"] == 2
+    plain: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": None}]
+    assert with_counts(plain) == [{"groups": [{"lr": 1}], "step": 8.0}, {"groups": [{"lr": 2}], "step": 8.0}]
+    fresh: list[dict[str, Any]] = [{"groups": [{"lr": 1}], "step": None}]
+    assert with_counts(fresh) == fresh
 
 
 def test_a_parameter_without_a_place_in_checkpoints_is_refused() -> None:

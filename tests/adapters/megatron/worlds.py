@@ -155,7 +155,11 @@ def summary(training: Training) -> dict[str, str]:
     inner = [each.optimizer for each in training.optimizer.chained_optimizers if each.optimizer is not None]
     main = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
     states = [optimizer.state[p] for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
-    groups = [{k: v for k, v in g.items() if k != "params"} for o in inner for g in o.param_groups]
+    groups = [
+        {k: v for k, v in g.items() if k != "params" and (k != "step" or g["params"])}  # not counted in an empty one
+        for o in inner
+        for g in o.param_groups
+    ]
     scalers = [getattr(each, "grad_scaler", None) for each in training.optimizer.chained_optimizers]
     return {
         "weights": digest(*(p for chunk in training.chunks for p in chunk.parameters())),
