@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -217,11 +218,13 @@ def test_losing_the_port_again_and_again_is_no_failure(
 
 
 def test_a_port_that_is_never_given_up_is_said_when_patience_is_over(run_dir: Path, unused_port: int) -> None:
-    with (
-        taken(unused_port),
-        pytest.raises(ConfigError, match=rf"(?s)was taken \d+ times .*port {unused_port} is taken"),
-    ):
-        ensure(run_dir, unused_port, patience_s=3.0)
+    with taken(unused_port):
+        for patience_s in (3.0, LONG_S, 4 * LONG_S):  # a busy machine does not start one in three seconds
+            with pytest.raises(ConfigError) as refused:
+                ensure(run_dir, unused_port, patience_s=patience_s)
+            if "was taken" in str(refused.value):
+                break
+    assert re.search(rf"(?s)was taken \d+ times .*port {unused_port} is taken", str(refused.value))
     assert started(run_dir) == []
 
 
