@@ -30,7 +30,7 @@ from ttp.chaos.vocabulary import START_PHASES
 from ttp.config import Config
 
 LOOK_S = 0.05
-RUN_S_MAX = 120.0
+RUN_S_MAX = 300.0
 LAUNCHES_MAX = 3
 """Of one run."""
 END_S = 120.0
