@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from benchmarks import write_paths
 from benchmarks.result import Result
 from benchmarks.world import scratch
 from ttp.adapters.torch.checkpoint import write_shard
@@ -37,7 +38,10 @@ def run(quick: bool) -> list[Result]:
     """Both writers take turns, so that a change of the disk's mood meets both."""
     results = []
     for size_mb in (50,) if quick else (50, 500, 2000):
-        results += one_disk(size_mb, (1, 2, 4), 3 if quick or size_mb > 500 else 7)
+        repeat = 3 if quick or size_mb > 500 else 7
+        results += one_disk(size_mb, (1, 2, 4), repeat)
+        ways = write_paths.run(size_mb, repeat)
+        results += [ways] if ways is not None else []
     return results + own_disks(10 if quick else 100, (1, 2, 4))
 
 
