@@ -57,7 +57,7 @@ def test_survivors_at_two_versions(tmp_path: Path, kind: str, who: str, mode: st
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * TIMEOUT_S)
-@pytest.mark.parametrize(("kind", "mode", "who"), rows())
+@pytest.mark.parametrize(("kind", "mode", "who"), list(rows()))
 def test_matrix(tmp_path: Path, kind: str, mode: str, who: str) -> None:
     """All phases and all ways to be left half-way, in one job; see ``sharded_matrix`` for the table."""
     faults = faults_of(kind, who, mode)
