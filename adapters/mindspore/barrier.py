@@ -35,6 +35,9 @@ FREEZE_S = 30.0
 CONNECT_S = 120.0
 """How long ranks that have told their addresses may take to connect."""
 
+HELLO_S = 10.0
+"""How long whoever has connected may take to say who it is; strangers may say nothing, and others wait behind them."""
+
 _RECORD = struct.Struct("!64sH16s")
 """Host, port, and what is to be said there."""
 _HELLO = struct.Struct("!16sI")
@@ -189,7 +192,7 @@ class UpdateBarrier:
                     "before each update: open the ports between the hosts, or set TTP_ADDRESS"
                 ) from None
             try:
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                connection.settimeout(min(HELLO_S, max(0.001, deadline - time.monotonic())))
                 said, rank = _HELLO.unpack(_read(connection, _HELLO.size))
                 connection.settimeout(None)
             except (OSError, EOFError):

@@ -212,13 +212,19 @@ def test_a_rank_that_speaks_plainly_is_refused_before_it_trains(guarded: Control
     assert "speaks TLS, and this process does not" in done.stderr
 
 
-def test_a_controller_refuses_a_certificate_that_was_revoked(
-    listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """The thief has no list. Whoever is welcome is served, by streams too: a rank lives its whole life."""
-    stolen = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
-    for name, value in stolen.items():
+@pytest.fixture
+def stolen(listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """Settings of the thief, who has no list; this process has them, too."""
+    settings = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
+    for name, value in settings.items():
         monkeypatch.setenv(name, value)
+    return settings
+
+
+def test_a_controller_refuses_a_certificate_that_was_revoked(
+    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path
+) -> None:
+    """Whoever is welcome is served, by streams too: a rank lives its whole life."""
     controller = Controller(tmp_path, wait=False, **listed["welcome"])
     try:
         _life(tmp_path / "welcome", controller.port, listed["welcome"])
@@ -232,11 +238,8 @@ def test_a_controller_refuses_a_certificate_that_was_revoked(
 
 
 def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
-    listed: dict[str, dict[str, str]], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    listed: dict[str, dict[str, str]], stolen: dict[str, str], tmp_path: Path
 ) -> None:
-    stolen = {name: value for name, value in listed["stolen"].items() if name != "TTP_TLS_CRL"}
-    for name, value in stolen.items():
-        monkeypatch.setenv(name, value)
     controller = Controller(tmp_path, **stolen)  # type: ignore[arg-type]  # settings, and none else
     try:
         assert _status(controller.port, stolen).returncode == 0

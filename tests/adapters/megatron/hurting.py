@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -107,15 +107,15 @@ class Halfway:
             return
         if self._hurt.fault.get("undo"):
             training.optimizer.chained_optimizers[0].optimizer.register_step_pre_hook(lambda *_: self._no_barrier())
-        gate, hurt = Gate, self._hurt
-        ended: Any = gate.end_update
+        hurt, gate = self._hurt, cast("Any", Gate)  # hooks behind those of ttp come after a gather, too
+        ended = gate.end_update
 
         def end_update(*args: Any) -> None:
             ended(*args)
             if hurt.due("halfway"):
                 hurt.mark("updated")
 
-        setattr(gate, "end_update", end_update)  # noqa: B010 - hooks behind those of ttp come after a gather, too
+        gate.end_update = end_update
 
     def at_barrier(self, work: Any) -> Any:
         """What the barrier looks like from this rank."""

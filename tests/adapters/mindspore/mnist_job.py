@@ -31,8 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples" / "mindspore_mnist
 
 import train_mnist  # noqa: E402
 
-from ttp import session  # noqa: E402
-from ttp.adapters.mindspore import adapter, barrier  # noqa: E402
+from ttp import session  # noqa: E402 - torch has to be hidden first
+from ttp.adapters.mindspore import adapter, barrier  # noqa: E402 - as above
 
 
 def replace(owner: type, name: str, function: Any) -> None:

@@ -209,3 +209,29 @@ def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch: pytest.MonkeyPat
         UpdateBarrier(0, 2, "127.0.0.1", Rank(), lambda mine: [mine, there])
     with pytest.raises(ConfigError, match=r"does not know its own address .* TTP_ADDRESS"):
         UpdateBarrier(0, 2, "", Rank(), lambda mine: [mine, there])
+
+
+def test_a_stranger_that_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the time to connect it takes a part only; here it is the first that comes to rank 0."""
+    monkeypatch.setattr(barrier, "HELLO_S", 0.1)
+    meeting, records = threading.Barrier(2), dict[int, bytes]()
+    strangers: list[socket.socket] = []
+
+    def joins(rank: int) -> UpdateBarrier:
+        def gather(record: bytes) -> list[bytes]:
+            records[rank] = record
+            if rank == 0:
+                host, port, _ = barrier._RECORD.unpack(record)
+                strangers.append(socket.create_connection((host.rstrip(b"\0").decode(), port), DEADLINE_S))
+            meeting.wait(DEADLINE_S)
+            return [records[each] for each in range(2)]
+
+        return UpdateBarrier(rank, 2, "127.0.0.1", Rank(), gather)
+
+    monkeypatch.setattr(barrier, "CONNECT_S", 20.0)
+    with ThreadPoolExecutor(2) as pool:
+        made = [future.result(DEADLINE_S) for future in [pool.submit(joins, rank) for rank in range(2)]]
+    for each in made:
+        each.close()
+    for stranger in strangers:
+        stranger.close()

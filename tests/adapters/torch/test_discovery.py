@@ -12,7 +12,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
-from ttp.adapters.torch import announce, cuts  # noqa: E402
+from ttp.adapters.torch import announce, cuts  # noqa: E402 - behind importorskip, like all of these
 from ttp.adapters.torch.announce import Said, View, label_of  # noqa: E402
 from ttp.adapters.torch.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
 from ttp.adapters.torch.groups import groups_for  # noqa: E402
