@@ -228,10 +228,13 @@ def test_a_stranger_that_says_nothing_holds_nobody_up(monkeypatch: pytest.Monkey
 
         return UpdateBarrier(rank, 2, "127.0.0.1", Rank(), gather)
 
-    monkeypatch.setattr(barrier, "CONNECT_S", 20.0)
+    monkeypatch.setattr(barrier, "CONNECT_S", 10 * DEADLINE_S)
     with ThreadPoolExecutor(2) as pool:
-        made = [future.result(DEADLINE_S) for future in [pool.submit(joins, rank) for rank in range(2)]]
+        futures = [pool.submit(joins, rank) for rank in range(2)]
+        try:
+            made = [future.result(DEADLINE_S) for future in futures]
+        finally:
+            for stranger in strangers:
+                stranger.close()
     for each in made:
         each.close()
-    for stranger in strangers:
-        stranger.close()
