@@ -25,6 +25,7 @@ from ttp.processor.source import StateSource
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
     from ttp.processor.signals import Preemption
+    from ttp.store.share import Share
 
 log = logging.getLogger("ttp")
 
@@ -198,7 +199,7 @@ class Session:
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        found = look_back(self.save_dir, self.fallback_dir)
+        found = look_back(self.save_dir, self.fallback_dir, self._share)
         for reason in found.skipped:
             log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
         chosen = self._agree(found.candidates, found.skipped)
@@ -214,6 +215,15 @@ class Session:
             self.processor.set_base_version(version)
         return int(version)
 
+    def _share(self, directory: Path) -> Share:
+        """Of the reading. Without a controller nobody is sure that all ranks compare what they found."""
+        from ttp.store.share import WHOLE, share_of
+
+        if self.processor is None:
+            return WHOLE
+        env = self.processor.env
+        return share_of(directory, env.rank, env.world_size, os.environ)
+
     @property
     def fallback_dir(self) -> Path | None:
         """Where checkpoints go when ``save_dir`` refuses."""
@@ -221,11 +231,12 @@ class Session:
 
     @staticmethod
     def _say_what_is_lost(found: tuple[Candidate, ...], chosen: Candidate) -> None:
-        """Other ranks do not see what this one sees: the job goes back further than it would have to."""
+        """Others found damage, or do not see what this rank sees: the job goes back further than it would have to."""
         if found and found[0].version > chosen.version:
             log.warning(
-                "this rank found step %s whole, but not every rank did: the job goes back to step %s. Steps between "
-                "them are trained again; stop now and make that checkpoint visible to all hosts if that is too much",
+                "this rank found nothing wrong with step %s, but not every rank did, and their logs say why: the job "
+                "goes back to step %s. Steps between them are trained again; if that is too much, stop now and mend "
+                "that checkpoint, or make it visible to all hosts",
                 found[0].version,
                 chosen.version,
             )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,12 @@ from ttp.adapters.mindspore.recover import step_of
 from ttp.config import RankEnv
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store import names
-from ttp.store.digest import digest_file
-from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.catalog import Entry, look, restorable, scan, sound
+from ttp.store.manifest import Manifest
+from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 
 log = logging.getLogger("ttp")
 
-ATTEMPTS = 5
 SUFFIXES = (".ckpt", ".safetensors")
 BREAKPOINT = "_breakpoint.ckpt"
 """What MindSpore writes after an exception; it may be of a step that was not finished, so it comes last."""
@@ -52,13 +53,14 @@ def load_newest(
     """Load the newest checkpoint that is whole.
 
     The newest is the one that was written last; ``*_breakpoint.ckpt`` come last. Checkpoints of ttp go by their step
-    and are verified by the digests of their manifest; of other files the CRC is verified, if they have one, and that
-    every tensor has the bytes that its shape needs. What is newer and not whole is said in the log.
+    and are verified by the digests of their manifest, those of other ranks too: all ranks take the same. Of other files
+    the CRC is verified, if they have one, and that every tensor has the bytes that its shape needs. What is newer and
+    not whole is said in the log.
 
     Args:
         pattern: with ``*`` as in a shell (``"out/ckpt_0/*.ckpt"``), or a directory: the save_dir of a ttp job, or files
             in it or in its ``rank_N``; or several of these.
-        attempts: how many files to try at most.
+        attempts: how many checkpoints to try at most.
         rank: whose files; None: this process', as its launcher says.
         load: passed on to ``mindspore.load_checkpoint``, e.g. ``choice_func``.
 
@@ -73,80 +75,117 @@ def load_newest(
         raise UsageError(f"attempts={attempts}: at least 1 is wanted")
     patterns = [pattern] if isinstance(pattern, (str, Path)) else list(pattern)
     place = _rank() if rank is None else rank
-    skipped: list[str] = []
-    found = newest_files(patterns, place, skipped)
-    for path in found[:attempts]:
-        try:
-            loaded = _load(path, load)
-        except CheckpointError as problem:
-            skipped.append(str(problem))
-            log.warning("load_newest skipped %s", problem)
-            continue
-        epoch, step = (_counter(loaded, name) for name in ("epoch_num", "step_num"))
-        log.info("load_newest took %s", path)
-        return Loaded(path, loaded, epoch, step, tuple(skipped))
-    if not found and not skipped:
+    candidates = newest_first(patterns, place)
+    opened, skipped = walk_back(candidates, lambda one: _open(one, place, load), attempts=attempts)
+    for reason in skipped:
+        log.warning("load_newest skipped %s", reason)
+    if opened:
+        log.info("load_newest took %s", opened[0].path)
+        return replace(opened[0], skipped=tuple(skipped))
+    if not candidates:
         return None
+    untried = len(candidates) - len(skipped)
+    more = f" ({untried} older ones were not tried: raise attempts)" if untried else ""
     tried = "; ".join(skipped)
-    more = f" ({len(found) - attempts} older files were not tried: raise attempts)" if len(found) > attempts else ""
     raise CheckpointError(f"no checkpoint of {', '.join(map(str, patterns))} is whole{more}: {tried}")
 
 
-def newest_files(patterns: Iterable[str | Path], rank: int, skipped: list[str]) -> list[Path]:
-    """What ``patterns`` mean for ``rank``, in the order to try it in; ``skipped`` gets what has no file for it."""
-    saved: dict[Path, int] = {}
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something to try.
+
+    Args:
+        checkpoint: a directory that bears the name of a checkpoint of ttp; None: a file by itself.
+        file: which file; None: the one in ``checkpoint`` that is for this rank.
+    """
+
+    checkpoint: Entry | None
+    file: Path | None
+
+
+def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
+    """What ``patterns`` mean for ``rank``, in the order to try it in."""
+    saved: dict[tuple[Path, Path | None], Found] = {}
     others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
     for pattern in patterns:
-        for path in _matching(pattern, rank):
-            if path.is_dir():
-                _saved_by_ttp(path, rank, saved, skipped)
-            elif path.suffix in SUFFIXES:
-                version = names.parse_checkpoint_name(path.parent.parent.name)
-                if version is not None:
-                    saved[path] = int(version)
-                    continue
-                try:
-                    written = path.stat().st_mtime_ns
-                except OSError:
-                    continue  # removed just now
-                others[path] = (not path.name.endswith(BREAKPOINT), written, step_of(path.name) or (-1, -1), path.name)
-    in_order = sorted(saved, key=lambda path: saved[path], reverse=True)
-    return in_order + sorted(others, key=lambda path: others[path], reverse=True)
+        for found in _matching(Path(pattern), rank):
+            if isinstance(found, Entry):
+                saved[found.path, None] = Found(found, None)
+            elif found.suffix not in SUFFIXES:
+                continue
+            elif names.parse_checkpoint_name(found.parent.parent.name) is not None:
+                saved[found.parent.parent, found] = Found(look(found.parent.parent), found)
+            else:
+                with contextlib.suppress(OSError):  # removed just now
+                    others[found] = _age(found)
+    in_order = sorted(saved.values(), key=_version, reverse=True)
+    return in_order + [Found(None, path) for path in sorted(others, key=lambda path: others[path], reverse=True)]
 
 
-def _matching(pattern: str | Path, rank: int) -> Iterator[Path]:
+def _version(found: Found) -> int:
+    assert found.checkpoint is not None
+    return -1 if found.checkpoint.version is None else found.checkpoint.version
+
+
+def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
+    written = path.stat().st_mtime_ns
+    return not path.name.endswith(BREAKPOINT), written, step_of(path.name) or (-1, -1), path.name
+
+
+def _matching(given: Path, rank: int) -> Iterator[Path | Entry]:
     """Files, and directories that bear the name of a checkpoint of ttp."""
-    given = Path(pattern)
     if not given.is_dir():
-        for found in glob(os.fspath(pattern)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
+        for found in glob(os.fspath(given)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
             if Path(found).is_dir():
-                yield from _matching(found, rank)
+                yield from _matching(Path(found), rank)
             else:
                 yield Path(found)
         return
     if names.parse_checkpoint_name(given.name) is not None:
-        yield given
+        yield look(given)
         return
-    inside = sorted(given.iterdir())
-    yield from (path for path in inside if path.is_dir() and names.parse_checkpoint_name(path.name) is not None)
+    entries = scan(given)
+    yield from restorable(entries)
     own = given / f"rank_{rank}"
-    yield from (path for path in (*inside, *(sorted(own.iterdir()) if own.is_dir() else ())) if _is_file(path))
+    inside = [*(entry.path for entry in entries), *(sorted(own.iterdir()) if own.is_dir() else ())]
+    yield from (path for path in inside if _is_file(path))
 
 
 def _is_file(path: Path) -> bool:
     return path.suffix in SUFFIXES and not path.name.startswith(".") and path.is_file()
 
 
-def _saved_by_ttp(checkpoint: Path, rank: int, saved: dict[Path, int], skipped: list[str]) -> None:
-    """The file in a checkpoint of ttp that holds what ``rank`` holds: its own, or that of a replica."""
-    try:
-        manifest = Manifest.load(checkpoint)
-        file = file_of(manifest, rank)
-    except CheckpointError as problem:
-        skipped.append(str(problem))
-        log.warning("load_newest skipped %s", problem)
-        return
-    saved[checkpoint / file] = int(manifest.version)
+def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
+    """One of them, verified and loaded.
+
+    Raises:
+        CheckpointError: it is not whole, or holds nothing for the rank.
+    """
+    path, vouched = _file_in(found.checkpoint, found.file, rank) if found.checkpoint else (found.file, False)
+    assert path is not None
+    if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
+        read_contents(path)
+    loaded = _load(path, load)
+    epoch, step = (_counter(loaded, name) for name in ("epoch_num", "step_num"))
+    return Loaded(path, loaded, epoch, step)
+
+
+def _file_in(checkpoint: Entry, file: Path | None, rank: int) -> tuple[Path, bool]:
+    """The file to load, and whether a manifest vouches for it. All files of a checkpoint are whole, or none is taken:
+
+    so every rank takes the same one, whichever file is damaged.
+    """
+    if checkpoint.kind == "foreign":  # of the original, which writes no manifest
+        own = sorted(filter(_is_file, (checkpoint.path / f"rank_{rank}").glob("*")))
+        if file is None and not own:
+            raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
+        return file or own[-1], False
+    manifest = sound(checkpoint)
+    if file is None:
+        return checkpoint.path / file_of(manifest, rank), True
+    if all(checkpoint.path / piece.file != file for piece in manifest.pieces):
+        raise CheckpointError(f"{file} is not in the manifest of its checkpoint")
+    return file, True
 
 
 def file_of(manifest: Manifest, rank: int) -> str:
@@ -164,39 +203,13 @@ def file_of(manifest: Manifest, rank: int) -> str:
 
 
 def _load(path: Path, load: Mapping[str, Any]) -> dict[str, Any]:
-    """One file, verified and loaded.
-
-    Raises:
-        CheckpointError: it is not whole.
-    """
     import mindspore
 
-    _verify(path, encrypted=load.get("dec_key") is not None)
     settings = {"format": path.suffix[1:], **load} if path.suffix != ".ckpt" else dict(load)
     try:
         return dict(mindspore.load_checkpoint(str(path), **settings))
     except (ValueError, RuntimeError, OSError, KeyError) as problem:
         raise CheckpointError(f"{path} cannot be loaded: {' '.join(str(problem).split()):.300}") from None
-
-
-def _verify(path: Path, *, encrypted: bool) -> None:
-    checkpoint = path.parent.parent
-    if (checkpoint / MANIFEST).is_file():
-        _verify_piece(path, f"{path.parent.name}/{path.name}", Manifest.load(checkpoint))
-    elif path.suffix == ".ckpt" and not encrypted:
-        read_contents(path)
-
-
-def _verify_piece(path: Path, file: str, manifest: Manifest) -> None:
-    piece = next((piece for piece in manifest.pieces if piece.file == file), None)
-    if piece is None:
-        raise CheckpointError(f"{path} is not in the manifest of its checkpoint")
-    try:
-        whole = digest_file(path) == (piece.size, piece.digest)
-    except OSError as problem:
-        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
-    if not whole:
-        raise CheckpointError(f"{path} is damaged: it does not have the digest that the manifest says")
 
 
 def _counter(parameters: Mapping[str, Any], name: str) -> int | None:

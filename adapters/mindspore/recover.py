@@ -95,16 +95,15 @@ def for_rank(template: str, rank: int) -> str:
     return template.replace("*", str(rank))
 
 
-def choose_step(together: Mapping[str, Mapping[int, str]], groups: Groups, step: tuple[int, int] | None = None) -> str:
-    """Of the checkpoints in ``by_template``, the newest that all groups have, or else most of them.
+def newest_first(
+    together: Mapping[str, Mapping[int, str]], groups: Groups, step: tuple[int, int] | None = None
+) -> list[str]:
+    """The checkpoints in ``by_template``: those that all groups have, the newest first; then those that most have.
 
     Args:
         together: see ``by_template``.
         groups: ranks that stand for each other.
         step: epoch and step, if it is to be that one.
-
-    Raises:
-        ValueError: there is none.
     """
 
     def step_in(template: str) -> tuple[int, int] | None:
@@ -116,9 +115,7 @@ def choose_step(together: Mapping[str, Mapping[int, str]], groups: Groups, step:
         return everywhere, 0 if everywhere else covered, step_in(template) or (-1, -1), template
 
     wanted = [template for template in together if step is None or step_in(template) == step]
-    if not wanted:
-        raise ValueError("no rank_N has a checkpoint" + (f" of epoch {step[0]}, step {step[1]}" if step else ""))
-    return max(wanted, key=value)
+    return sorted(wanted, key=value, reverse=True)
 
 
 def recover(seen: Mapping[int, Seen], groups: Groups, why_alone: str) -> Outcome:

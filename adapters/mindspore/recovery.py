@@ -6,17 +6,19 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.adapters.mindspore.ckpt_reader import read_contents
 from ttp.adapters.mindspore.rank_folders import Known, checkpoint_names, rank_folders
-from ttp.adapters.mindspore.recover import Outcome, Seen, by_template, choose_step, for_rank, recover
+from ttp.adapters.mindspore.recover import Outcome, Seen, by_template, for_rank, newest_first, recover
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
+from ttp.store.catalog import restorable, scan
 from ttp.store.digest import HashingFile, Progress, digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably
+from ttp.store.walk import NotTriedError, walk_back
 
 MAPPING = "recovered.json"
 WAYS = ("map", "link", "copy")
@@ -51,35 +53,103 @@ class Recovery:
 
 
 def examine(
-    directory: Path, known: Known, step: tuple[int, int] | None = None, progress: Progress | None = None
-) -> Recovery:
-    """Read the newest checkpoint of all ranks, or that of ``step``, and decide who stands for whom. Writes nothing.
+    directory: Path,
+    known_replicas: Callable[[Path], Known],
+    step: tuple[int, int] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Recovery, list[str]]:
+    """The newest checkpoint of which every rank has a file or a replica's, and why newer ones were skipped.
+
+    Where there is none such: the newest, with what cannot be rebuilt. Reads whatever it looks at; writes nothing.
+
+    Args:
+        directory: with the folders of the ranks, or with checkpoints in it that have them.
+        known_replicas: tells of a directory with the folders of the ranks who holds the same.
+        step: epoch and step, if it is to be that one.
+        progress: called with the number of bytes newly read.
 
     Raises:
         CheckpointError: there is no checkpoint, or the directory cannot be listed.
+        UsageError: nothing tells who holds the same.
     """
-    folders = rank_folders(directory)
-    ranks = sorted({*folders, *(rank for group in known.groups for rank in group)})
+    seen: list[Recovery] = []
+
+    def open_one(one: _Place | CheckpointError) -> Recovery:
+        if isinstance(one, CheckpointError):
+            raise NotTriedError(str(one))
+        found = _examine(one, progress)
+        seen.append(found)
+        for fate in found.outcome.lost:
+            text = f"{found.template} in {one.directory}: rank {fate.rank} cannot be rebuilt: {fate.why}"
+            raise CheckpointError(text)
+        return found
+
+    complete, skipped = walk_back(_places(directory, known_replicas, step), open_one)
+    if complete:
+        return complete[0], skipped
+    if not seen:
+        asked = f" of epoch {step[0]}, step {step[1]}" if step else ""
+        raise CheckpointError("; ".join(skipped) or f"{directory}: no rank_N has a checkpoint{asked}")
+    return seen[0], []
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Files that belong together.
+
+    Args:
+        directory: with the folders of the ranks.
+        known: who holds the same.
+        template: see ``by_template``.
+        names: rank -> its file.
+    """
+
+    directory: Path
+    known: Known
+    template: str
+    names: Mapping[int, str]
+
+
+def _places(
+    directory: Path, known_replicas: Callable[[Path], Known], step: tuple[int, int] | None
+) -> Iterator[_Place | CheckpointError]:
+    inside = [directory]
+    if not rank_folders(directory):  # replicas may make good what is damaged: names are enough here
+        inside = [entry.path for entry in restorable(scan(directory))]
+    for place in inside:
+        try:
+            known = known_replicas(place)
+            folders = rank_folders(place)
+            _check_known(place, known, folders)
+            together = by_template({rank: checkpoint_names(folder) for rank, folder in folders.items()})
+        except CheckpointError as problem:
+            yield problem
+            continue
+        for template in newest_first(together, known.groups, step):
+            yield _Place(place, known, template, together[template])
+
+
+def _check_known(directory: Path, known: Known, folders: Mapping[int, Path]) -> None:
     strangers = sorted(set(folders) - {rank for group in known.groups for rank in group})
     if strangers:
         raise CheckpointError(
             f"{known.told_by} does not speak of rank {strangers[0]}, which has a folder in {directory}"
         )
-    together = by_template({rank: checkpoint_names(folder) for rank, folder in folders.items()})
-    try:
-        template = choose_step(together, known.groups, step)
-    except ValueError as problem:
-        raise CheckpointError(f"{directory}: {problem}") from None
+
+
+def _examine(place: _Place, progress: Progress | None) -> Recovery:
+    directory, known = place.directory, place.known
+    folders = rank_folders(directory)
     pieces = {piece.file: piece for piece in known.manifest.pieces} if known.manifest else {}
     seen = {}
-    for rank in ranks:
-        name = together[template].get(rank)
+    for rank in sorted(rank for group in known.groups for rank in group):
+        name = place.names.get(rank)
         if name is None:
-            missing = f"it has no {for_rank(template, rank)}" if rank in folders else "it has no folder"
+            missing = f"it has no {for_rank(place.template, rank)}" if rank in folders else "it has no folder"
             seen[rank] = Seen(problem=missing)
         else:
             seen[rank] = _see(directory, f"rank_{rank}/{name}", pieces, progress)
-    return Recovery(directory, template, seen, recover(seen, known.groups, "no other rank holds the same"), known)
+    return Recovery(directory, place.template, seen, recover(seen, known.groups, "no other rank holds the same"), known)
 
 
 def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progress | None) -> Seen:

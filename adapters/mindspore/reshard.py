@@ -27,7 +27,7 @@ from ttp.adapters.mindspore.reshard_evidence import examine
 from ttp.adapters.mindspore.reshard_evidence import size as evidence_size
 from ttp.adapters.mindspore.reshard_fit import Plan, make_plan
 from ttp.adapters.mindspore.reshard_rank import Made, batches, make_rank
-from ttp.adapters.mindspore.reshard_source import Source, Watch, find
+from ttp.adapters.mindspore.reshard_source import Source, Watch, open_newest
 from ttp.adapters.mindspore.reshard_strategy import Strategy, read_strategy
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
@@ -114,8 +114,11 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
     src = None if wish.src_strategy is None else read_strategy(wish.src_strategy)
     dst = None if wish.dst_strategy is None else read_strategy(wish.dst_strategy)
     ranks = _ranks(wish, dst)
-    source = find(wish.source, watch)
-    plan = make_plan(source, src, dst, inference=wish.inference)
+
+    def fit(source: Source) -> tuple[Source, Plan]:
+        return source, make_plan(source, src, dst, inference=wish.inference)
+
+    source, plan = open_newest(wish.source, watch, fit)
     _check_name(wish.target, source)
     told = watch("comparing copies", evidence_size(plan))
     remarks = examine(plan, trust_parts=wish.trust_parts, told=told)

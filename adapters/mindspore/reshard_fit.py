@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ttp.adapters.mindspore.ckpt_reader import Tensor
-from ttp.adapters.mindspore.reshard_source import Source, ranks_text
+from ttp.adapters.mindspore.reshard_source import DamagedError, Source, ranks_text
 from ttp.adapters.mindspore.reshard_strategy import Strategy
 from ttp.adapters.mindspore.tensor_layout import Cell, Layout, Shape, uncut
 from ttp.errors import CheckpointError
@@ -114,6 +114,7 @@ def make_plan(source: Source, src: Strategy | None, dst: Strategy | None, *, inf
     """Bring files and strategies together.
 
     Raises:
+        DamagedError: they do not fit, and files are damaged.
         CheckpointError: they do not fit; the text says all that was found.
     """
     return _Fit(source, src, dst, inference).plan()
@@ -216,7 +217,8 @@ class _Fit:
             kept = list(dict.fromkeys(self._problems))
             shown = kept[:_NAMED_MAX]
             more = [f"and {len(kept) - len(shown)} more of the kind"] if len(kept) > len(shown) else []
-            raise CheckpointError("nothing was written: " + "; ".join([*shown, *more]))
+            error = DamagedError if self._source.damaged else CheckpointError
+            raise error("nothing was written: " + "; ".join([*shown, *more]))
 
     # --------------------------------------------------------------------------------------------------- the tensors
 

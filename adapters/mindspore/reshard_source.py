@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from ttp.adapters.mindspore.ckpt_reader import Tensor, crc_problem, index
 from ttp.adapters.mindspore.tensor_bytes import read_bytes
 from ttp.errors import CheckpointError, UsageError
-from ttp.store.catalog import find_whole, scan
+from ttp.store.catalog import newest_whole, scan
 from ttp.store.digest import Progress
 from ttp.store.manifest import MANIFEST, Manifest
 from ttp.store.verify import name_problems, piece_problems
+from ttp.store.walk import walk_back
+
+T = TypeVar("T")
 
 Watch = Callable[[str, "int | None"], Progress]
 """Told what begins and how many bytes that are, if known; returns what is told of every byte."""
@@ -67,14 +71,23 @@ class Source:
         return None
 
 
-def find(directory: Path, watch: Watch) -> Source:
-    """Look into ``directory``: one of ``rank_0``, ``rank_1``, ..., with or without a manifest, or a ``save_dir``.
+class DamagedError(CheckpointError):
+    """Files of one step will not do, and damage is why: those of an older step may."""
+
+
+def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
+    """What ``use`` makes of the newest step of which ``directory`` holds all that is needed.
 
     Where there is a manifest every digest is recomputed, otherwise the CRC of the files that have one.
 
+    Args:
+        directory: of ``rank_0``, ``rank_1``, ..., with or without a manifest, or a ``save_dir``.
+        watch: told of the reading.
+        use: takes the files of a step; raises ``DamagedError`` if an older step may do.
+
     Raises:
         UsageError: there is no such directory, or it holds nothing of the kind.
-        CheckpointError: the files are of different steps, or none is whole.
+        CheckpointError: the files are of different steps, or none is whole; or what ``use`` raises.
     """
     directory, notes = _meant(directory, watch)
     folders = _folders(directory)
@@ -83,8 +96,26 @@ def find(directory: Path, watch: Watch) -> Source:
             f"{directory} holds no rank_0, rank_1, ...: give the directory of a checkpoint as MindSpore's "
             "ModelCheckpoint or ttp writes it"
         )
+    steps, passed = _steps(folders)
+    reasons: list[str] = [*notes, *passed]
+
+    def open_one(step: tuple[Label | None, Mapping[int, Path]]) -> T:
+        try:
+            return use(_read(directory, *step, reasons, watch))
+        except DamagedError as problem:
+            reasons.append(f"passed over {_label_text(step[0])}: {problem}")
+            raise
+
+    opened, skipped = walk_back(steps, open_one, not_whole=DamagedError)
+    if not opened:
+        raise CheckpointError("; ".join(skipped))
+    return opened[0]
+
+
+def _read(
+    directory: Path, label: Label | None, files: Mapping[int, Path], notes: Sequence[str], watch: Watch
+) -> Source:
     manifest = Manifest.load(directory) if (directory / MANIFEST).is_file() else None
-    files, label, passed = _choose(folders)
     damaged = _damage(directory, manifest, files, watch)
     held: dict[int, Mapping[str, Tensor]] = {}
     for rank, file in sorted(files.items()):
@@ -95,9 +126,9 @@ def find(directory: Path, watch: Watch) -> Source:
         except CheckpointError as problem:
             damaged[rank] = str(problem)
     if not held:
-        raise CheckpointError(f"no file in {directory} is whole: {'; '.join(damaged.values())}")
+        raise DamagedError(f"no file in {directory} is whole: {'; '.join(damaged.values())}")
     check_steps(held)
-    return Source(directory, files, held, damaged, manifest, label, (*notes, *passed, *damaged.values()))
+    return Source(directory, files, held, damaged, manifest, label, (*notes, *damaged.values()))
 
 
 def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
@@ -107,10 +138,8 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
     directory = directory.absolute()
     if _folders(directory) or not any(entry.version is not None for entry in scan(directory)):
         return directory, []
-    whole, skipped = find_whole(directory, enough=1, progress=watch("looking for the newest", None))
-    if not whole:
-        raise CheckpointError("; ".join([f"there is no whole checkpoint in {directory}", *skipped]))
-    return directory / whole[0].name, [f"skipped {reason}" for reason in skipped]
+    newest, skipped = newest_whole(directory, watch("looking for the newest", None))
+    return newest, [f"skipped {reason}" for reason in skipped]
 
 
 def _folders(directory: Path) -> dict[int, Path]:
@@ -124,8 +153,8 @@ def _folders(directory: Path) -> dict[int, Path]:
     return found
 
 
-def _choose(folders: Mapping[int, Path]) -> tuple[dict[int, Path], Label | None, list[str]]:
-    """One file per rank, all of the newest step that every rank has."""
+def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
+    """One file per rank of each step that every rank has, the newest step first; and which were passed over."""
     choice: dict[int, dict[Label | None, Path]] = {}
     for rank, folder in folders.items():
         files = sorted(path for path in folder.iterdir() if path.suffix == ".ckpt" and path.is_file())
@@ -144,10 +173,14 @@ def _choose(folders: Mapping[int, Path]) -> tuple[dict[int, Path], Label | None,
     if not common:
         seen = {rank: sorted(map(_label_text, labelled)) for rank, labelled in sorted(choice.items())}
         raise CheckpointError(f"there is no step of which every rank has a file (epoch_step of each rank: {seen})")
-    label = max(common, key=lambda one: one or (-1, -1))
-    newer = {one for labelled in choice.values() for one in labelled if (one or (-1, -1)) > (label or (-1, -1))}
+    labels = sorted(common, key=_age, reverse=True)
+    newer = {one for labelled in choice.values() for one in labelled if _age(one) > _age(labels[0])}
     notes = [f"passed over {_label_text(one)}: not every rank has it" for one in sorted(newer, key=_label_text)]
-    return {rank: labelled[label] for rank, labelled in choice.items()}, label, notes
+    return [(one, {rank: labelled[one] for rank, labelled in choice.items()}) for one in labels], notes
+
+
+def _age(label: Label | None) -> Label:
+    return label or (-1, -1)
 
 
 def _label(path: Path) -> Label | None:
@@ -186,7 +219,7 @@ def check_steps(held: Mapping[int, Mapping[str, Tensor]]) -> None:
     """All files are of one step.
 
     Raises:
-        CheckpointError: they are not; the text says which are of which.
+        DamagedError: they are not; the text says which are of which.
     """
     for key in STEP_KEYS:
         seen: dict[bytes, list[int]] = {}
@@ -195,7 +228,7 @@ def check_steps(held: Mapping[int, Mapping[str, Tensor]]) -> None:
                 seen.setdefault(bytes(read_bytes(entries[key])), []).append(rank)
         if len(seen) > 1:
             told = "; ".join(f"{key} {_number(value)}: {ranks_text(ranks)}" for value, ranks in sorted(seen.items()))
-            raise CheckpointError(f"the files are of different steps ({told}): a checkpoint is of one")
+            raise DamagedError(f"the files are of different steps ({told}): a checkpoint is of one")
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -32,8 +32,21 @@ def test_of_two_at_one_version_all_take_the_same() -> None:
 def test_nothing_in_common_says_who_saw_what() -> None:
     verdict = agree([view(1, skipped=("step_4: a piece is missing",)), view(0, candidate(12))])
     assert isinstance(verdict, str)
-    assert "rank 0 found step 12 (dddddddd); rank 1 found nothing whole (skipped: step_4: a piece" in verdict
+    assert (
+        "rank 1 found nothing whole (skipped: step_4: a piece is missing); rank 0 found step 12 (dddddddd)" in verdict
+    )
     assert verdict.endswith("Is save_dir shared by all hosts?")
+
+
+def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
+    """Ranks share the reading: the others found nothing wrong with their shares."""
+    bad = candidate(12)
+    verdict = agree([*(view(rank, bad) for rank in range(40)), view(40, skipped=(f"{bad.name}: piece x is damaged",))])
+    assert isinstance(verdict, str)
+    assert f"one common checkpoint: rank 40 found nothing whole (skipped: {bad.name}: piece x is damaged)" in verdict
+    assert verdict.endswith(
+        f"Mend {bad.name}, of which some ranks found damage, or move it away: nothing else is whole"
+    )
 
 
 def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:

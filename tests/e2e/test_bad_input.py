@@ -178,9 +178,11 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkp
     assert not list(checkpoint.parent.glob("tft_saved_checkpoints-step_6*"))
 
 
-def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkpoint: Path, tmp_path: Path) -> None:
+def two_ranks(tmp_path: Path, *directories: Path, steps: int) -> list[tuple[int, str, str]]:
+    """Exit codes and what was said of a job of two ranks on one host, each with a ``save_dir`` of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
         "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
         "MASTER_ADDR": "127.0.0.1",
         "TTP_PORT": str(free_port()),
         "TTP_RUN_DIR": str(tmp_path / "run"),
@@ -188,16 +190,30 @@ def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkp
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(SOLO), str(directory), "9"],
+            [sys.executable, str(SOLO), str(directory), str(steps)],
             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
         )
-        for rank, directory in enumerate([checkpoint.parent, tmp_path / "empty"])
+        for rank, directory in enumerate(directories)
     ]
-    for process in ranks:
-        out, err = process.communicate(timeout=120)
-        assert process.returncode != 0 and "start" not in out
+    said = [process.communicate(timeout=120) for process in ranks]
+    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, said, strict=True)]
+
+
+def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkpoint: Path, tmp_path: Path) -> None:
+    for code, out, err in two_ranks(tmp_path, checkpoint.parent, tmp_path / "empty", steps=9):
+        assert code != 0 and "start" not in out
         assert "rank 0 found step 4" in err and "rank 1 found nothing whole" in err
         assert "Is save_dir shared by all hosts?" in err
+
+
+def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, checkpoint: Path, tmp_path: Path) -> None:
+    newest = second_checkpoint(solo, checkpoint)
+    flip_a_byte(newest / "__0_0.distcp")
+    said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8)
+    assert all(code == 0 and "start 4" in out for code, out, _ in said), said
+    found = [f"skipped {newest.name}: piece __0_0.distcp is damaged" in err for _, _, err in said]
+    trusting = ["nothing wrong with step 7, but not every rank did" in err for _, _, err in said]
+    assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said

@@ -14,7 +14,7 @@ from ttp.cli.directories import is_checkpoint
 from ttp.cli.output import Json, aside, print_json, say
 from ttp.cli.wording import count_text, size_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
-from ttp.store.catalog import find_whole
+from ttp.store.catalog import newest_whole
 
 if TYPE_CHECKING:
     from ttp.adapters.torch.convert.conversion import Converted
@@ -94,17 +94,18 @@ def _meant(source: Path, watch: Watch) -> tuple[Path, bool]:
     source = source.absolute()
     if not source.is_dir() or is_checkpoint(source):
         return source, False
-    whole, skipped = find_whole(source, enough=1, progress=watch("verifying", None))
-    if not whole:
-        if (source / ".metadata").is_file():
-            raise CheckpointError(
-                f"{source} is a checkpoint of torch.distributed.checkpoint that ttp did not write: without a manifest "
-                "it can only be read by unpickling. Use torch's own dcp_to_torch_save, then --to dcp"
-            )
-        raise CheckpointError("; ".join([f"there is no whole checkpoint in {source}", *skipped]))
+    try:
+        newest, skipped = newest_whole(source, watch("verifying", None))
+    except CheckpointError:
+        if not (source / ".metadata").is_file():
+            raise
+        raise CheckpointError(
+            f"{source} is a checkpoint of torch.distributed.checkpoint that ttp did not write: without a manifest it "
+            "can only be read by unpickling. Use torch's own dcp_to_torch_save, then --to dcp"
+        ) from None
     for reason in skipped:
         say(f"skipped  {reason}", aside())
-    return source / whole[0].name, True
+    return newest, True
 
 
 def describe(done: Converted, to: Form) -> dict[str, Any]:

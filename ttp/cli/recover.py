@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.text import Text
 
-from ttp.cli.directories import checkpoint_meant, existing
-from ttp.cli.output import Json, aside, print_json, say, screen, table
+from ttp.cli.bars import bars
+from ttp.cli.directories import existing
+from ttp.cli.output import Json, print_json, say, screen, table
 from ttp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -60,6 +60,9 @@ def recover(
 ) -> None:
     """Rebuild lost or damaged MindSpore checkpoints of single ranks from those of ranks that hold the same slices.
 
+    The newest checkpoint of which every rank has a file or a replica's is taken, of up to five; if there is none, the
+    newest, and what cannot be rebuilt is listed. --step asks for one.
+
     Every file is read to its end (CRC, digest of the manifest, shapes, step), and replicas are compared. Who holds the
     same is told by --strategy, --group-info or --data-parallel; else by the manifest of a ttp checkpoint, else by the
     group_info.pb in the folders of the ranks. The source is never written to; OUT appears whole or not at all.
@@ -67,25 +70,28 @@ def recover(
     Exits with 0 if every rank has a file to load and replicas agree, with 1 if not.
 
     JSON keys: source, checkpoint (name of the files, * for the rank), told_by (who holds the same), files (path below
-    source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements, out (null:
-    nothing was written).
+    source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements, skipped
+    (newer ones, and why), out (null: nothing was written).
     """
     from ttp.adapters.mindspore.recovery import examine, write
 
     if by is not Way.MAP and out is None:
         raise UsageError(f"--by {by.value} needs --out: where to put the files")
     wanted = _step(step)
-    given = checkpoint_meant(directory) if _is_save_dir(existing(directory)) else existing(directory)
-    with _bar() as bar:
-        task = bar.add_task("reading", total=None)
-        known = _known(given, strategy, group_info or [], data_parallel, ranks)
-        found = examine(given, known, wanted, lambda count: bar.advance(task, count))
+    with bars() as watch:
+        found, skipped = examine(
+            existing(directory),
+            lambda place: _known(place, strategy, group_info or [], data_parallel, ranks),
+            wanted,
+            watch("reading", None),
+        )
         if out is not None:
-            task = bar.add_task("writing", total=None)
-            write(found, out, by.value, lambda count: bar.advance(task, count))
+            write(found, out, by.value, watch("writing", None))
     if json:
-        print_json({**describe(found), "out": None if out is None else str(out.absolute())})
+        print_json({**describe(found), "skipped": skipped, "out": None if out is None else str(out.absolute())})
     else:
+        for reason in skipped:
+            say(Text.assemble(("skipped  ", "yellow"), reason))
         _tell(found, by, out)
     if found.outcome.lost or found.outcome.disagreements:
         raise typer.Exit(1)
@@ -101,12 +107,6 @@ def _known(
     return known_replicas(directory, strategy=strategy, group_info=group_info, data_parallel=data_parallel, ranks=ranks)
 
 
-def _is_save_dir(path: Path) -> bool:
-    from ttp.adapters.mindspore.rank_folders import rank_folders
-
-    return not rank_folders(path)
-
-
 def _step(text: str | None) -> tuple[int, int] | None:
     if text is None:
         return None
@@ -116,14 +116,8 @@ def _step(text: str | None) -> tuple[int, int] | None:
     return int(found[1]), int(found[2])
 
 
-def _bar() -> Progress:
-    console = aside()
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
-
-
 def describe(found: Recovery) -> dict[str, Any]:
-    """What ``ttp recover --json`` prints but for ``out``."""
+    """What ``ttp recover --json`` prints but for ``skipped`` and ``out``."""
     return {
         "source": str(found.directory),
         "checkpoint": found.template,
@@ -152,7 +146,7 @@ def _tell(found: Recovery, by: Way, out: Path | None) -> None:
         say(Text.assemble(("differs  ", "bold red"), words))
     lost = found.outcome.lost
     if lost:
-        say(f"{len(lost)} of {len(rows)} ranks cannot be rebuilt. --step EPOCH_STEP looks at an older checkpoint.")
+        say(f"{len(lost)} of {len(rows)} ranks cannot be rebuilt. --step EPOCH_STEP looks at another checkpoint.")
     if out is not None:
         what = "who loads what" if by is Way.MAP else "the files of all ranks that can be had"
         say(Text.assemble(("written  ", "green"), f"{out}: {what}"))

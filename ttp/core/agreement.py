@@ -28,7 +28,7 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
     common = set.intersection(*(set(view.candidates) for view in listed))
     if common:
         return max(common, key=lambda c: (c.version, c.manifest_digest))
-    seen = "; ".join(_seen(view) for view in listed[:16])
+    seen = "; ".join(_seen(view) for view in _telling(listed)[:16])
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
 
 
@@ -45,7 +45,16 @@ def _seen(view: RestoreView) -> str:
     return f"rank {view.rank} found {found}{where}" + (f" (skipped: {'; '.join(skipped)})" if skipped else "")
 
 
+def _telling(views: list[RestoreView]) -> list[RestoreView]:
+    """Those that found something wrong first: of 1,000 ranks only some are shown."""
+    return sorted(views, key=lambda view: not view.skipped)
+
+
 def _advice(views: list[RestoreView]) -> str:
+    offered = sorted({c.name for view in views for c in view.candidates})
+    damaged = [name for name in offered if any(text.startswith(f"{name}: ") for v in views for text in v.skipped)]
+    if damaged:
+        return f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: nothing else is whole"
     if any(is_fallback_note(text) for view in views for text in view.skipped):
         return (
             "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint from there to the "

@@ -18,6 +18,8 @@ from ttp.store import names, verify
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
 from ttp.store.manifest import ForeignCheckpointError, Manifest, load_with_digest
+from ttp.store.share import WHOLE, Share
+from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 
 _log = logging.getLogger("ttp.store")
 
@@ -71,16 +73,17 @@ def scan(save_dir: Path) -> list[Entry]:
     except OSError as problem:
         raise CheckpointError(f"cannot list {save_dir}: {problem.strerror or problem}") from problem
     ours = (n for n in found if n != names.INCIDENTS and not n.startswith(names.PROBE_PREFIX))
-    return sorted((_look(save_dir / name) for name in ours), key=_newest_first)
+    return sorted((look(save_dir / name) for name in ours), key=_newest_first)
 
 
 def find_whole(
     save_dir: Path,
     *,
-    attempts: int = 5,
+    attempts: int = ATTEMPTS,
     deep: bool = True,
     enough: int | None = None,
     progress: Progress | None = None,
+    share: Share = WHOLE,
 ) -> tuple[list[Candidate], list[str]]:
     """Walk back from the newest checkpoint and return the whole ones, newest first, and why others were skipped.
 
@@ -92,26 +95,52 @@ def find_whole(
         deep: recompute the digest of every piece; otherwise sizes must do.
         enough: stop after so many whole ones; None: only ``attempts`` limits.
         progress: called with the number of bytes newly read.
+        share: of the pieces; others read the rest. Sizes are looked at of all.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
     """
     entries = scan(save_dir)
-    whole: list[Candidate] = []
-    skipped: list[str] = []
-    for entry in _restorable(entries):
-        if entry.manifest is None:
-            skipped.append(f"{entry.path.name}: {entry.problem}")
-            continue
-        if attempts <= 0 or (enough is not None and len(whole) >= enough):
-            break
-        attempts -= 1
-        problem = entry.problem or (_first_damage(entry, progress) if deep else None)
-        if problem is None:
-            whole.append(Candidate(entry.manifest.version, entry.manifest_digest, entry.path.name))
-        else:
-            skipped.append(f"{entry.path.name}: {problem}")
+
+    def open_one(entry: Entry) -> Candidate:
+        manifest = sound(entry, progress, share) if deep else _promising(entry)
+        return Candidate(manifest.version, entry.manifest_digest, entry.path.name)
+
+    whole, skipped = walk_back(restorable(entries), open_one, attempts=attempts, enough=enough)
     return whole, _first(skipped + _unfinished(entries, whole))
+
+
+def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Path, list[str]]:
+    """The newest checkpoint of a ``save_dir`` that is whole, and why newer ones were skipped.
+
+    Raises:
+        CheckpointError: there is none, or ``directory`` cannot be listed.
+    """
+    whole, skipped = find_whole(directory, enough=1, progress=progress)
+    if not whole:
+        raise CheckpointError("; ".join([f"there is no whole checkpoint in {directory}", *skipped]))
+    return directory / whole[0].name, skipped
+
+
+def sound(entry: Entry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
+    """The manifest of a checkpoint that is whole: every digest is recomputed.
+
+    Raises:
+        CheckpointError: it is not; the text begins with its name.
+        NotTriedError: it has no manifest that can be read; no piece was.
+    """
+    manifest = _promising(entry)
+    for problem in verify.piece_problems(entry.path, manifest, progress, share):
+        raise CheckpointError(f"{entry.path.name}: {problem}")
+    return manifest
+
+
+def _promising(entry: Entry) -> Manifest:
+    if entry.manifest is None:
+        raise NotTriedError(f"{entry.path.name}: {entry.problem}")
+    if entry.problem is not None:
+        raise CheckpointError(f"{entry.path.name}: {entry.problem}")
+    return entry.manifest
 
 
 def _first(reasons: list[str]) -> list[str]:
@@ -149,7 +178,8 @@ def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk |
     return [entry.path.name for entry in victims]
 
 
-def _look(path: Path) -> Entry:
+def look(path: Path) -> Entry:
+    """One thing in a ``save_dir``. Reads its manifest and looks at sizes."""
     name = path.name
     if (draft := names.parse_draft_name(name)) is not None:
         return Entry(path, draft[0], "draft")
@@ -176,18 +206,13 @@ def _newest_first(entry: Entry) -> tuple[int, str, str]:
     return (-1 if entry.version is None else -entry.version - 2, entry.kind, entry.path.name)
 
 
-def _restorable(entries: list[Entry]) -> Iterator[Entry]:
+def restorable(entries: list[Entry]) -> Iterator[Entry]:
     """What bears the name of a checkpoint, and a superseded one whose successor did not get as far as its name."""
     published = {entry.version for entry in entries if entry.kind == "checkpoint"}
     for entry in entries:
         named = entry.kind in ("checkpoint", "foreign") and entry.version is not None
         if named or (entry.kind == "superseded" and entry.version not in published):
             yield entry
-
-
-def _first_damage(entry: Entry, progress: Progress | None) -> str | None:
-    assert entry.manifest is not None
-    return next(verify.piece_problems(entry.path, entry.manifest, progress), None)
 
 
 def _unfinished(entries: list[Entry], whole: list[Candidate]) -> list[str]:

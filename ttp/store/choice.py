@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from ttp.core.messages import Candidate
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
 from ttp.store.manifest import manifest_digest
+from ttp.store.share import WHOLE, Share
 from ttp.store.verify import verify_checkpoint
 
 
@@ -21,7 +22,7 @@ class Found:
     Args:
         candidates: newest first.
         skipped: what was not taken and why; also which candidates lie in the fallback directory.
-        verified: candidates of which every digest was recomputed.
+        verified: candidates of which every digest of the share was recomputed.
         where: the checkpoint of each candidate. Both directories use the same names.
     """
 
@@ -31,19 +32,28 @@ class Found:
     where: Mapping[Candidate, Path] = field(default_factory=dict)
 
 
-def look_back(save_dir: Path, fallback_dir: Path | None = None) -> Found:
+def look_back(
+    save_dir: Path, fallback_dir: Path | None = None, share: Callable[[Path], Share] = lambda directory: WHOLE
+) -> Found:
     """What is whole in ``save_dir`` and in the fallback directory; the newest wins, wherever it lies.
 
-    Only the newest whole checkpoint is read in full; older ones, which are hardly ever chosen, are offered when their
-    files have the promised sizes, and read in full if they are chosen after all.
+    A rank that reads everything itself reads only the newest whole checkpoint; older ones, which are hardly ever
+    chosen, are offered when their files have the promised sizes, and read in full if they are chosen after all. Ranks
+    that share the reading read their share of older ones too: one that finds no fault must not offer what another one,
+    whose share is damaged, goes back to in vain.
 
     A directory that cannot be listed is skipped, with the reason, when something whole lies in the other one: that is
     what a fallback is for.
 
+    Args:
+        save_dir: the first place to look at.
+        fallback_dir: the second.
+        share: of the reading in a directory that is this rank's.
+
     Raises:
         CheckpointError: a directory cannot be listed, and nothing whole is known.
     """
-    search = _Search()
+    search = _Search(share)
     for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
         search.look(directory)
     search.read_newest()
@@ -62,6 +72,7 @@ def look_back(save_dir: Path, fallback_dir: Path | None = None) -> Found:
 class _Search:
     """Of several directories, the first of which is preferred."""
 
+    share: Callable[[Path], Share]
     offers: dict[Path, list[Candidate]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     verified: list[Candidate] = field(default_factory=list)
@@ -81,13 +92,17 @@ class _Search:
 
     def read_newest(self) -> None:
         """Read what may be the newest whole one; go on as long as a newer one may lie elsewhere."""
+        listed = [candidate for offered in self.offers.values() for candidate in offered]
+        twofold = len(set(listed)) < len(listed)  # one rank may judge this copy and another one that: each reads all
         for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
-            if self.newest is not None and self.newest.version >= _version(offered):
+            share = WHOLE if twofold else self.share(directory)
+            if share == WHOLE and self.newest is not None and self.newest.version >= _version(offered):
                 continue
-            whole, reasons = find_whole(directory, enough=1)
+            whole, reasons = find_whole(directory, enough=1 if share == WHOLE else None, share=share)
             self.skipped += reasons
             self.verified += whole
-            self.offers[directory] = [*whole, *(c for c in offered if whole and c.version < whole[0].version)]
+            unread = [c for c in offered if whole and c.version < whole[0].version] if share == WHOLE else []
+            self.offers[directory] = [*whole, *unread]
 
     def places(self) -> dict[Candidate, Path]:
         """Where the offers lie; what is in two places is taken from the preferred one."""

@@ -22,7 +22,7 @@ class Mounts:
     """
 
     def __init__(self, *directories: Path) -> None:
-        self._mounts = {directory: _mount_of(directory) for directory in directories}
+        self._mounts = {directory: mount_of(directory) for directory in directories}
 
     def check(self, directory: Path) -> None:
         """Make sure that ``directory`` is where it was. May hang as the storage does.
@@ -39,7 +39,8 @@ class Mounts:
             raise OSError(errno.ENODEV, "not mounted any more, as it was when the job started", str(mount))
 
 
-def _mount_of(directory: Path) -> Path:
+def mount_of(directory: Path) -> Path:
+    """Where the file system is mounted that ``directory`` is on, or would be if it existed."""
     known, real = _mountpoints(), Path(os.path.realpath(directory))  # a link is no mount, what it points to may be one
     return next((place for place in (real, *real.parents) if place in known), Path(real.anchor))
 

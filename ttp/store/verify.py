@@ -10,6 +10,7 @@ from ttp.errors import CheckpointError
 from ttp.store import names
 from ttp.store.digest import Progress, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.share import WHOLE, Share
 
 
 def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]:
@@ -43,9 +44,11 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
     return [describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]
 
 
-def piece_problems(path: Path, manifest: Manifest, progress: Progress | None = None) -> Iterator[str]:
-    """Pieces that are missing, of another size, or of another content, as they are found."""
-    for piece in manifest.pieces:
+def piece_problems(
+    path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE
+) -> Iterator[str]:
+    """Pieces of the share that are missing, of another size, or of another content, as they are found."""
+    for piece in share.of(manifest.pieces):
         file = path / piece.file
         size = _size(file)
         if size != piece.size:

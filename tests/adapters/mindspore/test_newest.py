@@ -17,6 +17,7 @@ from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
+from ttp.store.names import draft_name
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
@@ -85,7 +86,7 @@ def test_five_attempts_and_no_silent_start_from_nothing(tmp_path: Path) -> None:
         path = save(tmp_path / f"a-1_{place}.ckpt", place, age=place)
         if place < 5:
             damage(path)
-    with pytest.raises(CheckpointError, match=r"2 older files were not tried.*a-1_0.*a-1_4"):
+    with pytest.raises(CheckpointError, match=r"2 older ones were not tried.*a-1_0.*a-1_4"):
         load_newest(tmp_path)
     found = load_newest(tmp_path, attempts=6)
     assert found is not None and weight(found) == 5 and len(found.skipped) == 5
@@ -146,9 +147,33 @@ def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypa
     other = make_job(tmp_path / "else", [(3,)], lambda rank: one.name, step=13) / "rank_3" / one.name
     one.write_bytes(other.read_bytes())  # sound, but another one
     found = load_newest(tmp_path)
-    assert found is not None and found.step_num == 9 and "does not have the digest" in found.skipped[0]
+    assert found is not None and found.step_num == 9 and f"{one.name} is damaged" in found.skipped[0]
+    found = load_newest(tmp_path, rank=0)
+    assert found is not None and found.step_num == 9, "rank 0's own file is whole, but all ranks take one step"
     (newer / "manifest.json").write_text("{")
     found = load_newest(tmp_path)
     assert found is not None and found.step_num == 9 and "manifest.json is damaged" in found.skipped[0]
     found = load_newest(tmp_path / "tft_saved_checkpoints-step_*" / "rank_0" / "*.ckpt", rank=0)
     assert found is not None and found.step_num == 9 and len(found.skipped) == 1
+
+
+def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
+    """The rules of ``ttp.restore``: what is superseded counts only without its successor, drafts never."""
+    newer = saved_by_ttp(tmp_path, 12)
+    saved_by_ttp(tmp_path, 9)
+    newer.rename(tmp_path / draft_name(Version(12), "i"))
+    found = load_newest(tmp_path, rank=0)
+    assert found is not None and found.step_num == 9
+
+
+def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:
+    """Its directories bear the same names: steps count, and each rank has its own file or none."""
+    for version in (12, 9):
+        (saved_by_ttp(tmp_path, version) / "manifest.json").unlink()
+    found = load_newest(tmp_path, rank=3)
+    assert found is not None and (found.step_num, found.path.parent.name) == (12, "rank_3")
+    flip(found.path)
+    found = load_newest(tmp_path, rank=3)
+    assert found is not None and found.step_num == 9 and "its CRC" in found.skipped[0]
+    with pytest.raises(CheckpointError, match="has no file of rank 1, and no manifest tells of replicas"):
+        load_newest(tmp_path, rank=1, attempts=1)

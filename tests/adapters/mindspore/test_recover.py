@@ -14,7 +14,7 @@ import pytest
 from tests.adapters.mindspore.jobs import S8_GROUPS, flip, group_of, make_job
 from tests.adapters.mindspore.layouts import S8, S8_SHARDED, write_json, write_strategy
 from ttp.adapters.mindspore import get_ckpt_path_with_strategy, write_group_info
-from ttp.adapters.mindspore.recover import by_template, choose_step
+from ttp.adapters.mindspore.recover import by_template, newest_first
 from ttp.cli.main import main
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
@@ -101,7 +101,7 @@ def test_a_mapping_alone(ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) ->
     )
     assert found["files"]["0"] == "rank_0/checkpoint-2_1875.ckpt"
     assert found["ranks"][1] == {"rank": 1, "state": "replica", "source": 5, "why": "it has no checkpoint-2_1875.ckpt"}
-    assert set(found) == {"source", "checkpoint", "told_by", "files", "ranks", "disagreements", "out"}
+    assert set(found) == {"source", "checkpoint", "told_by", "files", "ranks", "disagreements", "skipped", "out"}
 
 
 def test_what_cannot_be_rebuilt_is_said(ttp: Ttp, job: Path, strategy: Path, tmp_path: Path) -> None:
@@ -202,9 +202,30 @@ def test_the_newest_step_that_all_groups_have(ttp: Ttp, job: Path, strategy: Pat
     assert older["checkpoint"] == "checkpoint-1_1875.ckpt"
 
 
+def test_an_older_checkpoint_when_the_newest_lacks_a_rank(ttp: Ttp, job: Path, strategy: Path) -> None:
+    for rank in range(8):
+        shutil.copy(file(job, rank), job / f"rank_{rank}" / "checkpoint-3_1.ckpt")
+    for rank in (1, 5):  # all that hold the same
+        flip(job / f"rank_{rank}" / "checkpoint-3_1.ckpt")
+    code, out, _ = said = ttp("recover", job, "--strategy", strategy, "--json")
+    assert code == 0 and answer(said)["checkpoint"] == "checkpoint-2_1875.ckpt"
+    assert len(answer(said)["skipped"]) == 1 and "rank 1 cannot be rebuilt: " in answer(said)["skipped"][0]
+    out = ttp("recover", job, "--strategy", strategy)[1]
+    assert "skipped" in out and "checkpoint-3_1.ckpt" in out
+    said = ttp("recover", job, "--strategy", strategy, "--step", "3_1", "--json")
+    assert said[0] == 1 and answer(said)["checkpoint"] == "checkpoint-3_1.ckpt" and answer(said)["skipped"] == []
+    for rank in (2, 6):
+        file(job, rank).write_bytes(b"")
+    said = ttp("recover", job, "--strategy", strategy, "--json")
+    lost = [one["rank"] for one in answer(said)["ranks"] if one["state"] == "lost"]
+    assert (said[0], answer(said)["checkpoint"], lost) == (1, "checkpoint-3_1.ckpt", [1, 5]), (
+        "none is whole: the newest"
+    )
+
+
 def test_names_that_tell_the_rank() -> None:
     pangu = {rank: [f"pangu{rank}-1_20.ckpt", f"pangu{rank}-1_3.ckpt"] for rank in (1, 3, 11)}
-    assert choose_step(by_template(pangu), ((1, 3), (11,))) == "pangu*-1_20.ckpt"
+    assert newest_first(by_template(pangu), ((1, 3), (11,)))[0] == "pangu*-1_20.ckpt"
     resnet = {rank: ["resnet50-9_1.ckpt"] for rank in (0, 50)}
     assert by_template(resnet) == {"resnet50-9_1.ckpt": {0: "resnet50-9_1.ckpt", 50: "resnet50-9_1.ckpt"}}
 

@@ -26,7 +26,7 @@ from tests.adapters.mindspore.reshard_worlds import (
 )
 from ttp.adapters.mindspore.reshard import Resharded, Wish, reshard
 from ttp.adapters.mindspore.reshard_fit import Entry, make_plan
-from ttp.adapters.mindspore.reshard_source import find
+from ttp.adapters.mindspore.reshard_source import open_newest
 from ttp.adapters.mindspore.reshard_strategy import read_strategy
 from ttp.adapters.mindspore.tensor_layout import Cell
 from ttp.errors import CheckpointError
@@ -149,7 +149,8 @@ def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
     source: str, src: str, dst: str | None, tmp_path: Path, request: Any
 ) -> None:
     read = [None if name is None else read_strategy(STRATEGIES / name) for name in (src, dst)]
-    plan = make_plan(find(request.getfixturevalue(source), quiet), *read, inference=False)
+    files = request.getfixturevalue(source)
+    plan = open_newest(files, quiet, lambda found: make_plan(found, *read, inference=False))
     for rank in range(plan.world_size):
         listed = set(ms.rank_list_for_transform(rank, stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)))
         for name, entry in plan.of_rank(rank).items():

@@ -227,6 +227,25 @@ def test_the_newest_step_that_all_ranks_have_is_taken(s8: Path) -> None:
     assert_cut(s8.parent / "made", TENSORS, None, [0])
 
 
+def test_an_older_step_is_taken_when_damage_leaves_a_hole_in_the_newest(s8: Path) -> None:
+    newer = {name: full + 1 for name, full in TENSORS.items()}
+    save(s8, newer, S8, range(8), step=20)
+    for rank in (1, 5):
+        (s8 / f"rank_{rank}" / "net-3_20.ckpt").write_bytes(b"")
+    done = run(s8, s8.parent / "made", STRATEGIES / "s8.ckpt", STRATEGIES / "s4.ckpt")
+    assert done.version == 12
+    assert any(note.startswith("passed over 3_20: ") and "no whole file of ranks 1, 5" in note for note in done.notes)
+    assert_cut(s8.parent / "made", TENSORS, S4, range(4))
+
+
+def test_a_strategy_that_does_not_fit_is_no_reason_to_go_back(s8: Path) -> None:
+    newer = {name: full + 1 for name, full in TENSORS.items()}
+    save(s8, newer, S8, range(8), step=20)
+    with pytest.raises(CheckpointError, match=r"^nothing was written: [^;]*is for 4 ranks") as refused:
+        run(s8, s8.parent / "made", STRATEGIES / "s4.ckpt", None)
+    assert str(refused.value).count("nothing was written") == 1
+
+
 @pytest.mark.parametrize(
     ("content", "why"),
     [

@@ -1,0 +1,127 @@
+"""Ranks that share the reading of a checkpoint: together they read all of it, and find all damage."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ttp.core.agreement import agree
+from ttp.core.layout import Rank, Shard
+from ttp.core.messages import Candidate, Piece, RestoreView
+from ttp.store import share as module
+from ttp.store import verify
+from ttp.store.choice import check_chosen, look_back
+from ttp.store.digest import Progress, digest_file
+from ttp.store.manifest import Manifest
+from ttp.store.share import WHOLE, Share, share_of
+
+if TYPE_CHECKING:
+    from tests.store.conftest import World
+
+LOCAL = {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+
+
+def pieces(sizes: list[int]) -> list[Piece]:
+    return [Piece(f"{n}", size, "", "shard", Shard("s"), Rank(0)) for n, size in enumerate(sizes)]
+
+
+@given(sizes=st.lists(st.integers(0, 1000), max_size=40), count=st.integers(1, 9))
+def test_every_piece_is_in_one_share_and_none_is_much_larger_than_another(sizes: list[int], count: int) -> None:
+    everything = pieces(sizes)
+    shares = [Share(index, count).of(everything) for index in range(count)]
+    assert sorted((p for part in shares for p in part), key=everything.index) == everything
+    loads = [sum(piece.size for piece in part) for part in shares]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+def bad(world: World, version: int, piece: str) -> None:
+    """Damage that only reading finds."""
+    path = world.save_dir / f"tft_saved_checkpoints-step_{version}" / piece
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def shares_of(index: int, count: int) -> Callable[[Path], Share]:
+    return lambda directory: Share(index, count)
+
+
+def agreed(world: World, count: int, fallback: Path | None = None) -> Candidate | str:
+    """What ``count`` ranks agree on; each makes sure of it in the end."""
+    found = [look_back(world.save_dir, fallback, shares_of(n, count)) for n in range(count)]
+    verdict = agree([RestoreView(Rank(n), f.candidates, f.skipped) for n, f in enumerate(found)])
+    if isinstance(verdict, Candidate) and verdict.name:
+        for one in found:
+            check_chosen(one.where[verdict], verdict, already_verified=verdict in one.verified)
+    return verdict
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_damage_in_anybodys_share_is_everybodys(world: World, count: int) -> None:
+    """Each rank finds nothing wrong with most of what others find damaged, and must not offer it in vain."""
+    files = [piece.file for piece in Manifest.load(world.make(4)).pieces if piece.size]
+    for version, file in enumerate(files, 5):
+        world.make(version)
+        bad(world, version, file)
+    verdict = agreed(world, count)
+    assert isinstance(verdict, Candidate) and verdict.version == 4
+
+
+def test_each_byte_is_read_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    world.make(8), world.make(12)
+    read: list[Path] = []
+
+    def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
+        read.append(path)
+        return digest_file(path, progress)
+
+    monkeypatch.setattr(verify, "digest_file", spy)
+    assert isinstance(agreed(world, 3), Candidate)
+    assert len(read) == len(set(read)) == 2 * len(Manifest.load(world.make(16)).pieces)
+
+
+def test_of_two_copies_each_rank_reads_all(world: World) -> None:
+    """Else one rank might judge this copy whole by its share, and another one offer that instead."""
+    checkpoint = world.make(12)
+    fallback = world.save_dir.with_name("fallback")
+    shutil.copytree(checkpoint, fallback / checkpoint.name)
+    bad(world, 12, "__0_1.distcp")
+    for index in range(3):
+        found = look_back(world.save_dir, fallback, shares_of(index, 3))
+        assert [path.parent for path in found.where.values()] == [fallback]
+
+
+@pytest.mark.parametrize(
+    ("kind", "environ", "share"),
+    [
+        ("lustre", LOCAL, Share(9, 16)),
+        ("nfs4", {}, Share(9, 16)),
+        ("fuse.juicefs", {}, Share(9, 16)),
+        ("ext4", LOCAL, Share(1, 4)),
+        ("fuse.ntfs", LOCAL, Share(1, 4)),
+        ("", {}, WHOLE),
+        ("ext4", {"LOCAL_RANK": "1"}, WHOLE),
+        ("ext4", {"LOCAL_RANK": "4", "LOCAL_WORLD_SIZE": "4"}, WHOLE),
+        ("ext4", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "0"}, WHOLE),
+        ("ext4", {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "17"}, WHOLE),
+        ("ext4", {"LOCAL_RANK": "-1", "LOCAL_WORLD_SIZE": "four"}, WHOLE),
+    ],
+)
+def test_who_shares_with_whom(
+    kind: str, environ: dict[str, str], share: Share, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_file_system", lambda directory: kind)
+    assert share_of(tmp_path / "not" / "there", 9, 16, environ) == share
+
+
+def test_the_file_system_is_that_of_the_mount(tmp_path: Path) -> None:
+    assert module._file_system(Path("/proc/self")) == "proc"
+    known = {partition.fstype for partition in psutil.disk_partitions(all=True)}
+    assert module._file_system(tmp_path / "not" / "there") in known

@@ -1,0 +1,79 @@
+"""Who verifies what: the ranks of a job share the reading of a checkpoint, and together they read all of it.
+
+A rank offers a checkpoint for the restore when its own share is whole, and the ranks take one that all of them offer.
+So each byte is read once by somebody, instead of once by every rank: of a checkpoint of 1 TB, 1,000 ranks would read a
+petabyte. Ranks that do not see the same files (a disk in each host) share only with those that do.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from ttp.core.messages import Piece
+from ttp.store.mounts import mount_of
+
+_NETWORK = (
+    *("afs", "beegfs", "ceph", "cifs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4", "ocfs2", "orangefs"),
+    *("panfs", "pvfs2", "smb3", "wekafs"),
+)
+_FUSE = ("ceph", "ceph-fuse", "gcsfuse", "glusterfs", "juicefs", "moosefs", "s3fs", "seaweedfs", "sshfs")
+SEEN_BY_ALL_HOSTS = frozenset((*_NETWORK, *(f"fuse.{name}" for name in _FUSE)))
+"""Types of file systems in which a file is one file, whoever reads it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One of ``count`` equal parts of the reading.
+
+    Args:
+        index: which, from 0.
+        count: 1: all of it.
+    """
+
+    index: int = 0
+    count: int = 1
+
+    def of(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """The pieces to read: about as many bytes as the other shares have. Every piece is in one share."""
+        if self.count <= 1:
+            return list(pieces)
+        loads = [(0, index) for index in range(self.count)]
+        mine: list[Piece] = []
+        for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.file)):  # the largest first: Graham 1969
+            load, index = loads[0]
+            heapq.heapreplace(loads, (load + piece.size, index))
+            if index == self.index:
+                mine.append(piece)
+        return mine
+
+
+WHOLE = Share()
+
+
+def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, str]) -> Share:
+    """What a rank of a job reads of the checkpoints in ``directory``.
+
+    With everybody where all hosts see the same files, with the ranks of its host elsewhere. A rank that was not told
+    how many it shares its host with (``LOCAL_RANK``, ``LOCAL_WORLD_SIZE``) reads everything.
+    """
+    if _file_system(directory) in SEEN_BY_ALL_HOSTS:
+        return Share(rank, world_size)
+    place, count = environ.get("LOCAL_RANK", ""), environ.get("LOCAL_WORLD_SIZE", "")
+    numbers = all(text.isascii() and text.isdigit() for text in (place, count))
+    if not numbers or not int(place) < int(count) <= world_size:
+        return WHOLE
+    return Share(int(place), int(count))
+
+
+def _file_system(directory: Path) -> str:
+    """Its type, as ``mount`` names it; empty when nothing tells."""
+    try:
+        mount = mount_of(directory)
+        return next((p.fstype for p in reversed(psutil.disk_partitions(all=True)) if Path(p.mountpoint) == mount), "")
+    except OSError:
+        return ""

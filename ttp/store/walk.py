@@ -1,0 +1,58 @@
+"""Walking back: the newest that can be opened, and why newer ones could not.
+
+One rule for everything that looks for a checkpoint: ``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and
+``load_newest``. Pure; what a candidate is and what opening it means is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from ttp.errors import CheckpointError
+
+ATTEMPTS = 5
+"""As MindSpore's Pangu training does: five damaged checkpoints in a row are no accident of one file."""
+
+Candidate = TypeVar("Candidate")
+Opened = TypeVar("Opened")
+
+
+class NotTriedError(CheckpointError):
+    """It was seen at a glance that this is no checkpoint: that costs no attempt."""
+
+
+def walk_back(
+    newest_first: Iterable[Candidate],
+    open_one: Callable[[Candidate], Opened],
+    *,
+    attempts: int = ATTEMPTS,
+    enough: int | None = 1,
+    not_whole: type[CheckpointError] = CheckpointError,
+) -> tuple[list[Opened], list[str]]:
+    """Open candidates in their order until there are enough.
+
+    Args:
+        newest_first: what to try.
+        open_one: opens one and makes sure that it is whole; raises ``not_whole`` if it is not.
+        attempts: how many to open at most, whole or not.
+        enough: stop after so many whole ones; None: only ``attempts`` limits.
+        not_whole: which error means that an older one may do; another one ends the walk.
+
+    Returns:
+        What was opened, and for each of the others that were tried why it was not.
+    """
+    opened: list[Opened] = []
+    skipped: list[str] = []
+    for candidate in newest_first:
+        if attempts <= 0 or (enough is not None and len(opened) >= enough):
+            break
+        try:
+            opened.append(open_one(candidate))
+        except NotTriedError as problem:
+            skipped.append(str(problem))
+            continue
+        except not_whole as problem:
+            skipped.append(str(problem))
+        attempts -= 1
+    return opened, skipped
