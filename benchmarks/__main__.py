@@ -13,7 +13,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import buddy, controller_load, core, detect, layouts, rescue, save, steady, zero
+from benchmarks import buddy, controller_load, core, detect, layouts, rescue, restoring, save, steady, zero
 from benchmarks.result import Result
 
 GROUPS = {
@@ -23,6 +23,7 @@ GROUPS = {
     "layouts": layouts.run,
     "zero": zero.run,
     "save": save.run,
+    "restore": restoring.run,
     "detect": detect.run,
     "rescue": rescue.run,
     "controller": controller_load.run,
