@@ -8,7 +8,6 @@ import logging
 import os
 import secrets
 import shutil
-import socket
 import sys
 from collections.abc import Collection, Iterator
 
@@ -80,13 +79,6 @@ def _settle(config: Config, several_nodes: bool) -> Config:
         write_token(run_dir, config.token)
     os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
     return dataclasses.replace(config, run_dir=str(run_dir))
-
-
-def free_port() -> int:
-    """A TCP port that nobody uses just now."""
-    with socket.socket() as probing:
-        probing.bind(("", 0))
-        return int(probing.getsockname()[1])
 
 
 def verdict(codes: Collection[int]) -> int:

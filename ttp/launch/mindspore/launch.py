@@ -18,7 +18,8 @@ from ttp.launch.host import GRACE_S, Host
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import Job, parse
 from ttp.launch.mindspore.processes import LOOK_S, Processes
-from ttp.launch.preparation import free_port, verdict
+from ttp.launch.ports import hold_port
+from ttp.launch.preparation import verdict
 from ttp.launch.presence import port_owner
 
 logger = logging.getLogger("ttp.launch")
@@ -134,12 +135,15 @@ class _Starts:
 
     def _start(self, launch: int) -> bool:
         """One start, to its end; whether all workers of this host trained to theirs."""
-        address, port = _number_of(self._job.master_addr), self._port(PORT_PATIENCE_S if launch else 0.0)
+        with self._port(PORT_PATIENCE_S if launch else 0.0) as port:
+            return self._start_at((_number_of(self._job.master_addr), port), launch)
+
+    def _start_at(self, address: tuple[str, int], launch: int) -> bool:
         self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
         processes = Processes(self._job, self._environ, self._log_dir)
         try:
             with self._signals.later():
-                processes.start((address, port), self._run_id, launch)
+                processes.start(address, self._run_id, launch)
             _fail_open(lambda: self._host.watch(processes.workers))
             trained = self._wait(processes)
             if trained:
@@ -193,21 +197,26 @@ class _Starts:
                     logger.warning("interrupted again: not waiting for ranks that save")
                     return
 
-    def _port(self, patience_s: float) -> int:
-        """Of the scheduler. Waits so long for one that is still in use: by what is left of the last start.
+    @contextlib.contextmanager
+    def _port(self, patience_s: float) -> Iterator[int]:
+        """Of the scheduler. One that is drawn here is held until the start is over, so that nobody else can take it.
+
+        Waits so long for a given one that is still in use: by what is left of the last start.
 
         Raises:
             ConfigError: somebody else has it.
         """
         if self._job.master_port is None:
-            return free_port()
+            with hold_port() as holding:
+                yield int(holding.getsockname()[1])
+            return
         port, deadline_s = self._job.master_port, time.monotonic() + patience_s
         while self._job.node_rank == 0 and not _can_listen(port):
             if time.monotonic() >= deadline_s:
                 owner = port_owner(port) or "nobody that can be seen"
                 raise ConfigError(f"port {port} is in use ({owner}): choose another --master-port, on all hosts")
             time.sleep(LOOK_S)
-        return port
+        yield port
 
 
 def _run_id(job: Job) -> str:
