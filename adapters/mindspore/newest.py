@@ -171,16 +171,13 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
 
 
 def _file_in(checkpoint: Entry, file: Path | None, rank: int) -> tuple[Path, bool]:
-    """The file to load, and whether a manifest vouches for it. All files of a checkpoint are whole, or none is taken:
-
-    so every rank takes the same one, whichever file is damaged.
-    """
+    """The file to load, and whether a manifest vouches for it."""
     if checkpoint.kind == "foreign":  # of the original, which writes no manifest
-        own = sorted(filter(_is_file, (checkpoint.path / f"rank_{rank}").glob("*")))
-        if file is None and not own:
+        own = file or max(filter(_is_file, (checkpoint.path / f"rank_{rank}").glob("*")), key=_age, default=None)
+        if own is None:
             raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
-        return file or own[-1], False
-    manifest = sound(checkpoint)
+        return own, False
+    manifest = sound(checkpoint)  # all files, not this one alone: whichever is damaged, every rank takes the same step
     if file is None:
         return checkpoint.path / file_of(manifest, rank), True
     if all(checkpoint.path / piece.file != file for piece in manifest.pieces):
