@@ -69,6 +69,7 @@ class Session:
         self._pauses: list[list[str]] = []
         self._pauses_lock = threading.Lock()
         self._preemption: Preemption | None = None
+        self._trained_in: Path | None = None
         configure_logging(config)
 
     @property
@@ -152,6 +153,7 @@ class Session:
 
     def returned(self) -> None:
         """train() has returned."""
+        self._trained_in = self.processor.run_dir if self.processor is not None else None
         self._leave(GoodbyeReason.DONE)
 
     def left(self) -> None:
@@ -183,12 +185,19 @@ class Session:
             self.processor = None
 
     def _at_exit(self, pid: int) -> None:
-        """A program that does not decorate train() says goodbye here; one that died of an exception does not."""
-        if self.processor is None or os.getpid() != pid:
+        """A program that does not decorate train() says goodbye here; one that died of an exception does not.
+
+        One that trained to its end tells the launcher: what crashes now is a library that is taken down.
+        """
+        if os.getpid() != pid or getattr(sys, "last_value", None) is not None:
             return
         with contextlib.suppress(Exception):
-            if getattr(sys, "last_value", None) is None:
+            if self.processor is not None:
                 self._leave(GoodbyeReason.LEFT)
+            elif self._trained_in is not None:
+                from ttp.launch.leases import Leases
+
+                Leases(self._trained_in).end(pid)
 
     # -------------------------------------------------------------------------------------------------------- restore
 

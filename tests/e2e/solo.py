@@ -2,8 +2,8 @@
 
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
 step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
-``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the step after which it
-calls ttp as it may not.
+``SOLO_AFTER``: it fails after training; ``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
+step after which it calls ttp as it may not.
 """
 
 from __future__ import annotations
@@ -67,3 +67,5 @@ def save_now() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)
+    if os.environ.get("SOLO_AFTER"):
+        raise ValueError("after training")

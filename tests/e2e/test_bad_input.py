@@ -157,6 +157,15 @@ def test_a_foreign_directory_is_left_alone(solo: Run, checkpoint: Path) -> None:
     assert (foreign / "thesis.tex").read_text() == "years of work"
 
 
+def test_a_program_that_has_ended_says_so_and_one_that_fails_after_training_does_not(solo: Run, tmp_path: Path) -> None:
+    """``ttp run --mindspore`` forgives a crash of the former: it is one of a library that is taken down."""
+    ended = tmp_path / "run" / "ended"
+    assert solo(tmp_path / "ck", 2, SOLO_AFTER="1").returncode == 1
+    assert not ended.exists()
+    assert solo(tmp_path / "ck", 2).returncode == 0
+    assert len(list(ended.iterdir())) == 1
+
+
 def test_sigterm_of_a_single_process_saves_and_exits_75(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
     env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}

@@ -53,6 +53,11 @@ def main() -> None:
     put(f"pid-{RANK}-{ATTEMPT}", str(PID))
     if PLAN.get("attempts", 1) <= ATTEMPT:
         return
+    if "crash" in PLAN:
+        if PLAN["crash"] == "ended" and LEASES is not None:
+            LEASES.disarm(PID)
+            LEASES.end(PID)
+        os.kill(PID, signal.SIGSEGV)
     while not (OUT / "rescue").exists():
         time.sleep(0.01)
     save()

@@ -34,6 +34,19 @@ def test_arm_and_grant_are_seen_by_others(leases: Leases, tmp_path: Path) -> Non
     assert other.deadlines() == {10: 1234.5678901234567}
 
 
+def test_the_end_of_a_program_is_seen_until_its_number_is_used_again(leases: Leases, tmp_path: Path) -> None:
+    leases.arm(10)
+    leases.disarm(10)
+    assert not leases.has_ended(10)
+    leases.end(10)
+    assert Leases(tmp_path / "run").has_ended(10) and not leases.has_ended(11)
+    leases.arm(10)
+    assert not leases.has_ended(10)
+    leases.end(2**22 + 1)  # no such process can be
+    leases.sweep()
+    assert not leases.has_ended(2**22 + 1)
+
+
 def test_a_later_grant_replaces_and_a_revoke_removes(leases: Leases) -> None:
     leases.arm(10)
     leases.grant(10, 1.0)

@@ -87,6 +87,19 @@ def test_what_a_restart_cannot_mend_is_not_started_again(start: Start, controlle
     assert not job.has("pid-0-1")
 
 
+def test_a_crash_of_a_program_that_has_ended_is_no_failure(start: Start, controller: Controller) -> None:
+    """MindSpore's threads crash now and then while their library is taken down."""
+    job = start(OF_MINDSPORE, [*TWO, "--max-restarts=1"], "fake_worker.py", plan(crash="ended"))
+    assert job.finish() == 0
+    assert not job.has("pid-0-1") and "rank 1 had trained to its end when signal 11 killed it" in job.log
+
+
+def test_a_crash_before_that_is_one(start: Start, controller: Controller) -> None:
+    job = start(OF_MINDSPORE, TWO, "fake_worker.py", plan(crash="training", armed=False))
+    assert job.finish() == 1
+    assert "had trained" not in job.log
+
+
 def test_an_operators_signal_leaves_time_to_save(start: Start, controller: Controller) -> None:
     """SIGINT is passed on as SIGTERM: MindSpore's own handler of SIGINT ends the rank at once."""
     job = start(OF_MINDSPORE, [*TWO, "--max-restarts=3"], "fake_worker.py", plan(save_s=1, on_sigterm="save"))

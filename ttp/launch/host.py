@@ -84,6 +84,10 @@ class Host:
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 
+    def has_ended(self, worker: Popen[Any]) -> bool:
+        """Whether the program of a worker came to its end, so that what killed it afterwards was no failure."""
+        return self._leases.has_ended(worker.pid)
+
     def hold(self, workers: Workers) -> None:
         """A worker failed, or the group is to be restarted: return when the survivors may be stopped.
 

@@ -4,9 +4,10 @@ A launcher that sees one worker die stops the others. Files say who of them must
 
     run_dir/armed/<pid>    a processor runs in this process, so it may ask for a lease
     run_dir/leases/<pid>   ``time.monotonic()`` of this host until which the process wants to be left alone
+    run_dir/ended/<pid>    it has trained to its end, and so has its program; only the interpreter is taken down
 
-Both go away when the process ends well; what a killed process left behind is removed by ``sweep``. Everything here
-works when directories or files are missing, and never raises: a full disk must not stop a training job.
+The first two go away when the process ends well; what a killed process left behind is removed by ``sweep``. Everything
+here works when directories or files are missing, and never raises: a full disk must not stop a training job.
 """
 
 from __future__ import annotations
@@ -28,15 +29,21 @@ class Leases:
     def __init__(self, run_dir: Path) -> None:
         self._armed = Path(run_dir) / "armed"
         self._leases = Path(run_dir) / "leases"
+        self._ended = Path(run_dir) / "ended"
 
     def arm(self, pid: int) -> None:
         """Say that a processor is running in ``pid``."""
+        _remove(self._ended / str(pid))
         _write(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
         """Take back ``arm`` and any lease: the process needs no patience any more."""
         _remove(self._armed / str(pid))
         _remove(self._leases / str(pid))
+
+    def end(self, pid: int) -> None:
+        """Say that ``pid`` has done what it had to do: a crash from now on, of a library that is unloaded, is none."""
+        _write(self._ended / str(pid), "")
 
     def grant(self, pid: int, deadline_s: float) -> None:
         """Ask that ``pid`` be left alone until ``deadline_s`` of ``time.monotonic()``; replaces an earlier lease."""
@@ -50,6 +57,10 @@ class Leases:
         """Processes that armed themselves and did not disarm; some may be dead."""
         return {int(path.name) for path in _entries(self._armed)}
 
+    def has_ended(self, pid: int) -> bool:
+        """Whether ``end`` was called for it."""
+        return (self._ended / str(pid)).exists()
+
     def deadlines(self) -> dict[int, float]:
         """Deadline (seconds of ``time.monotonic()``) by pid. A file that cannot be read is no lease."""
         found: dict[int, float] = {}
@@ -62,7 +73,7 @@ class Leases:
 
     def sweep(self) -> None:
         """Remove the files of processes that do not exist (any more)."""
-        for path in (*_entries(self._armed), *_entries(self._leases)):
+        for path in (*_entries(self._armed), *_entries(self._leases), *_entries(self._ended)):
             if not _exists(int(path.name)):
                 _remove(path)
 

@@ -120,6 +120,7 @@ class _Starts:
         for warning in warnings:
             logger.warning("%s", warning)
         self.codes: list[int] = []
+        self._excused: set[int] = set()
 
     def run(self) -> int:
         for launch in range(self._job.max_restarts + 1):
@@ -139,6 +140,7 @@ class _Starts:
             return self._start_at((_number_of(self._job.master_addr), port), launch)
 
     def _start_at(self, address: tuple[str, int], launch: int) -> bool:
+        self._excused.clear()
         self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
         processes = Processes(self._job, self._environ, self._log_dir)
         try:
@@ -158,12 +160,12 @@ class _Starts:
             _fail_open(lambda: self._host.expect_stop(processes.workers))
             with self._signals.later():
                 processes.stop()
-            self.codes = list(processes.codes().values())
+            self.codes = list(self._codes_of(processes).values())
 
     def _wait(self, processes: Processes) -> bool:
         """Until all workers have ended well (True), or one has not, or none can go on (False)."""
         while True:
-            codes = processes.codes()
+            codes = self._codes_of(processes)
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
             if bad or len(codes) == len(processes.workers):
                 return not bad
@@ -171,6 +173,17 @@ class _Starts:
             if lost and not codes:  # once a worker has trained to the end, it is about to leave anyway
                 return self._lost_scheduler(processes)
             time.sleep(LOOK_S)
+
+    def _codes_of(self, processes: Processes) -> dict[int, int]:
+        """Exit codes. A worker that crashes after its program has ended, in MindSpore's own threads, has trained."""
+        codes = processes.codes()
+        crashed = [rank for rank, code in codes.items() if code < 0 and self._host.has_ended(processes.workers[rank])]
+        for rank in crashed:
+            if rank not in self._excused:
+                text = "rank %d had trained to its end when signal %d killed it: that counts as trained"
+                logger.warning(text, rank, -codes[rank])
+        self._excused.update(crashed)
+        return codes | dict.fromkeys(crashed, EXIT_TRAINED)
 
     def _lost_scheduler(self, processes: Processes) -> bool:
         """MindSpore ends every worker some seconds later: better to save now."""
