@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ttp.core.layout import Version
-from ttp.core.messages import Candidate, RestoreView
+from ttp.core.messages import Candidate, Reading, RestoreView
 
 _IN_FALLBACK = "in the fallback directory "
 
@@ -30,6 +31,23 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
         return max(common, key=lambda c: (c.version, c.manifest_digest))
     seen = "; ".join(_seen(view) for view in _telling(listed)[:16])
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
+
+
+def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
+    """Whether a rank relies on shares of the reading that nobody has read.
+
+    Launchers say wrong things of who is on one host, and ranks that believe to see the same files may not.
+    """
+    readings = {_reading(view, chosen) for view in views}
+    parts = Counter((reading.copy, reading.count) for reading in readings if reading.index < reading.count)
+    read = {copy for (copy, count), found in parts.items() if found == count}
+    return any(reading.count != 1 and (reading.copy not in read or not reading.copy) for reading in readings)
+
+
+def _reading(view: RestoreView, chosen: Candidate) -> Reading:
+    """What the rank has read of ``chosen``. One that does not say makes sure of it by itself."""
+    said = dict(zip(view.candidates, view.readings, strict=False))
+    return said.get(chosen, Reading("", 0, 1))
 
 
 def is_fallback_note(text: str) -> bool:
