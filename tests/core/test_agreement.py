@@ -47,8 +47,15 @@ def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
     assert isinstance(verdict, str)
     assert f"one common checkpoint: rank 40 found nothing whole (skipped: {bad.name}: piece x is damaged)" in verdict
     assert verdict.endswith(
-        f"Mend {bad.name}, of which some ranks found damage, or move it away: nothing else is whole"
+        f"Mend {bad.name}, of which some ranks found damage, or move it away: they have no other one in common"
     )
+
+
+def test_what_lacks_files_on_one_host_may_be_whole_on_another() -> None:
+    """A disk in each host, and a copy that was not finished: there is nothing to mend."""
+    lacking = view(1, candidate(8), skipped=(f"{candidate(12).name}: piece __1_0.distcp is missing",))
+    verdict = agree([view(0, candidate(12)), lacking])
+    assert isinstance(verdict, str) and verdict.endswith("in common. Is save_dir shared by all hosts?")
 
 
 def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:

@@ -72,7 +72,12 @@ def _advice(views: list[RestoreView]) -> str:
     offered = sorted({c.name for view in views for c in view.candidates})
     damaged = [name for name in offered if any(text.startswith(f"{name}: ") for v in views for text in v.skipped)]
     if damaged:
-        return f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: nothing else is whole"
+        lacking = any(text.endswith(" is missing") for view in views for text in view.skipped)
+        shared = ". Is save_dir shared by all hosts?" if lacking else ""
+        return (
+            f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: they have no other one in "
+            f"common{shared}"
+        )
     if any(is_fallback_note(text) for view in views for text in view.skipped):
         return (
             "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint from there to the "
