@@ -25,6 +25,7 @@ from ttp.processor.source import StateSource
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
     from ttp.processor.signals import Preemption
+    from ttp.store.choice import Found
     from ttp.store.share import Share
 
 log = logging.getLogger("ttp")
@@ -203,15 +204,11 @@ class Session:
 
     def restore(self) -> int:
         """See ``ttp.restore``."""
-        from ttp.core.agreement import is_fallback_note
-        from ttp.store.choice import check_chosen, look_back
+        from ttp.store.choice import check_chosen
 
         if self.adapter is None or self.save_dir is None:
             raise UsageError("restore() needs to know what to restore into: call wrap_optimizer() first")
-        found = look_back(self.save_dir, self.fallback_dir, self._share)
-        for reason in found.skipped:
-            log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
-        chosen = self._agree(found.candidates, found.skipped)
+        found, chosen = self._find()
         self._say_what_is_lost(found.candidates, chosen)
         version = Version(0)
         if chosen.name:
@@ -257,15 +254,43 @@ class Session:
         told = in_torchruns_names(os.environ)
         return int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
 
-    def _agree(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate:
+    def _find(self) -> tuple[Found, Candidate]:
+        """What this rank finds, and what all ranks restore."""
+        from ttp.store.share import everything
+
+        found = self._look_back(self._share)
+        chosen, unread = self._agree(found)
+        if unread:
+            log.warning(
+                "the parts of %s that ranks have read are not all of it: LOCAL_RANK and LOCAL_WORLD_SIZE are wrong, or "
+                "ranks see different copies. Every rank reads everything now",
+                chosen.name,
+            )
+            found = self._look_back(everything)
+        while unread:  # others may not have heard yet that they are to
+            chosen, unread = self._agree(found)
+        return found, chosen
+
+    def _look_back(self, share: Callable[[Path], Share]) -> Found:
+        from ttp.core.agreement import is_fallback_note
+        from ttp.store.choice import look_back
+
+        assert self.save_dir is not None
+        found = look_back(self.save_dir, self.fallback_dir, share)
+        for reason in found.skipped:
+            log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
+        return found
+
+    def _agree(self, found: Found) -> tuple[Candidate, bool]:
+        """What all ranks have in common, and whether some of it was read by nobody."""
         assert self.adapter is not None
         if self.processor is not None:
-            decision = self.processor.agree_on_restore(found, skipped)
-            return Candidate(decision.version, decision.manifest_digest, decision.name)
-        verdict = self.adapter.agree_without_controller(found, skipped)
+            decision = self.processor.agree_on_restore(found.candidates, found.skipped, found.readings)
+            return Candidate(decision.version, decision.manifest_digest, decision.name), decision.unread
+        verdict = self.adapter.agree_without_controller(found.candidates, found.skipped)
         if isinstance(verdict, str):
             raise RestoreError(verdict)
-        return verdict
+        return verdict, False
 
 
 _session: Session | None = None

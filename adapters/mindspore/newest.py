@@ -107,6 +107,7 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
     """What ``patterns`` mean for ``rank``, in the order to try it in."""
     saved: dict[tuple[Path, Path | None], Found] = {}
     others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
+    looked: dict[Path, Entry] = {}
     for pattern in patterns:
         for found in _matching(Path(pattern), rank):
             if isinstance(found, Entry):
@@ -114,7 +115,10 @@ def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
             elif found.suffix not in SUFFIXES:
                 continue
             elif names.parse_checkpoint_name(found.parent.parent.name) is not None:
-                saved[found.parent.parent, found] = Found(look(found.parent.parent), found)
+                checkpoint = found.parent.parent
+                if checkpoint not in looked:
+                    looked[checkpoint] = look(checkpoint)
+                saved[checkpoint, found] = Found(looked[checkpoint], found)
             else:
                 with contextlib.suppress(OSError):  # removed just now
                     others[found] = _age(found)

@@ -73,9 +73,12 @@ def examine(
         UsageError: nothing tells who holds the same.
     """
     seen: list[Recovery] = []
+    unknown: list[UsageError] = []
 
-    def open_one(one: _Place | CheckpointError) -> Recovery:
-        if isinstance(one, CheckpointError):
+    def open_one(one: _Place | CheckpointError | UsageError) -> Recovery:
+        if isinstance(one, UsageError):
+            unknown.append(one)
+        if not isinstance(one, _Place):
             raise NotTriedError(str(one))
         found = _examine(one, progress)
         seen.append(found)
@@ -87,10 +90,12 @@ def examine(
     complete, skipped = walk_back(_places(directory, known_replicas, step), open_one)
     if complete:
         return complete[0], skipped
-    if not seen:
-        asked = f" of epoch {step[0]}, step {step[1]}" if step else ""
-        raise CheckpointError("; ".join(skipped) or f"{directory}: no rank_N has a checkpoint{asked}")
-    return seen[0], []
+    if seen:
+        return seen[0], []
+    if unknown and (step is None or len(unknown) == len(skipped)):
+        raise unknown[0]
+    asked = f" of epoch {step[0]}, step {step[1]}" if step else ""
+    raise CheckpointError("; ".join([f"{directory}: no rank_N has a checkpoint{asked}", *dict.fromkeys(skipped)]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +117,7 @@ class _Place:
 
 def _places(
     directory: Path, known_replicas: Callable[[Path], Known], step: tuple[int, int] | None
-) -> Iterator[_Place | CheckpointError]:
+) -> Iterator[_Place | CheckpointError | UsageError]:
     inside = [directory]
     if not rank_folders(directory):  # replicas may make good what is damaged: names are enough here
         inside = [entry.path for entry in restorable(scan(directory))]
@@ -122,7 +127,7 @@ def _places(
             folders = rank_folders(place)
             _check_known(place, known, folders)
             together = by_template({rank: checkpoint_names(folder) for rank, folder in folders.items()})
-        except CheckpointError as problem:
+        except (CheckpointError, UsageError) as problem:
             yield problem
             continue
         for template in newest_first(together, known.groups, step):

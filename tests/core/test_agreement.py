@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from ttp.core.agreement import agree, fallback_note, is_fallback_note
+import pytest
+
+from ttp.core.agreement import agree, fallback_note, is_fallback_note, is_unread
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Candidate, RestoreView
+from ttp.core.messages import Candidate, Reading, RestoreView
 
 
 def candidate(version: int, digest: str = "d") -> Candidate:
@@ -45,8 +47,15 @@ def test_damage_that_one_of_many_ranks_found_is_said_first() -> None:
     assert isinstance(verdict, str)
     assert f"one common checkpoint: rank 40 found nothing whole (skipped: {bad.name}: piece x is damaged)" in verdict
     assert verdict.endswith(
-        f"Mend {bad.name}, of which some ranks found damage, or move it away: nothing else is whole"
+        f"Mend {bad.name}, of which some ranks found damage, or move it away: they have no other one in common"
     )
+
+
+def test_what_lacks_files_on_one_host_may_be_whole_on_another() -> None:
+    """A disk in each host, and a copy that was not finished: there is nothing to mend."""
+    lacking = view(1, candidate(8), skipped=(f"{candidate(12).name}: piece __1_0.distcp is missing",))
+    verdict = agree([view(0, candidate(12)), lacking])
+    assert isinstance(verdict, str) and verdict.endswith("in common. Is save_dir shared by all hosts?")
 
 
 def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:
@@ -62,3 +71,26 @@ def test_the_fallback_is_named_when_that_is_what_not_all_see() -> None:
 def test_notes_and_reasons_are_told_apart() -> None:
     assert is_fallback_note(fallback_note("/x", [candidate(1)]))
     assert not is_fallback_note("tft_saved_checkpoints-step_4: in the fallback directory")
+
+
+@pytest.mark.parametrize(
+    ("readings", "unread"),
+    [
+        ([Reading("a", 0, 2), Reading("a", 1, 2)], False),
+        ([Reading("a", 0, 2), Reading("a", 1, 2), Reading("b", 0, 1)], False),
+        ([Reading("a", 0, 2), Reading("a", 1, 2), Reading("a", 0, 3)], False),
+        ([Reading("a", 0, 1), Reading("a", 1, 2)], False),
+        ([Reading("", 0, 1)], False),
+        ([], False),
+        ([Reading("a", 0, 2), Reading("a", 0, 2)], True),
+        ([Reading("a", 0, 2), Reading("b", 1, 2)], True),
+        ([Reading("a", 0, 2), Reading("b", 0, 1)], True),
+        ([Reading("a", 0, 2), Reading("a", 1, 3), Reading("a", 2, 3)], True),
+        ([Reading("", 0, 2), Reading("", 1, 2)], True),
+        ([Reading("a", 2, 2), Reading("a", 0, 2)], True),
+        ([Reading("a", 0, 0)], True),
+    ],
+)
+def test_what_nobody_has_read_is_noticed(readings: list[Reading], unread: bool) -> None:
+    views = [RestoreView(Rank(n), (candidate(12),), (), (reading,)) for n, reading in enumerate(readings)]
+    assert is_unread(candidate(12), [*views, view(len(views), candidate(12))]) is unread

@@ -651,6 +651,23 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
 
 
+def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
+    """Rank 1 does not hear the first decision: it says once more what it said before."""
+    talk = Talk(grid(1, 2))
+
+    def read(rank: int, index: int, count: int) -> m.RestoreView:
+        return replace(view(rank, (9, "a")), readings=(m.Reading("copy", index, count),))
+
+    talk.report(0, read(0, 0, 3))
+    assert talk.report(1, read(1, 1, 3)) == "RestoreDecision:0,1"
+    assert all(order.unread for order in talk.orders(m.RestoreDecision))
+    assert talk.machine.base_version == 0
+    assert talk.report(1, read(1, 1, 3)) == ""
+    assert talk.report(0, read(0, 0, 1)) == "[restore] RestoreDecision:1,0", "rank 0 has read what rank 1 did not"
+    assert not any(order.unread for order in talk.orders(m.RestoreDecision))
+    assert talk.machine.base_version == 9
+
+
 def test_what_a_rank_found_is_forgotten_with_it_while_the_job_forms() -> None:
     """Its successor may find more: the first process is of a launch that was saved under another controller."""
     talk = Talk(formed=False)

@@ -14,6 +14,8 @@ import pytest
 
 from tests.e2e.conftest import SOLO, Run
 from tests.ports import free_port
+from ttp.store.manifest import Manifest
+from ttp.store.share import Share
 
 
 @pytest.fixture
@@ -187,7 +189,9 @@ def test_a_full_disk_costs_the_checkpoint_and_not_the_training(solo: Run, checkp
     assert not list(checkpoint.parent.glob("tft_saved_checkpoints-step_6*"))
 
 
-def two_ranks(tmp_path: Path, *directories: Path, steps: int) -> list[tuple[int, str, str]]:
+def two_ranks(
+    tmp_path: Path, *directories: Path, steps: int, places: tuple[int, int] = (0, 1)
+) -> list[tuple[int, str, str]]:
     """Exit codes and what was said of a job of two ranks on one host, each with a ``save_dir`` of its own."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
         "WORLD_SIZE": "2",
@@ -200,7 +204,7 @@ def two_ranks(tmp_path: Path, *directories: Path, steps: int) -> list[tuple[int,
     ranks = [
         subprocess.Popen(
             [sys.executable, str(SOLO), str(directory), str(steps)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env=env | {"RANK": str(rank), "LOCAL_RANK": str(places[rank])},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -226,3 +230,14 @@ def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, ch
     found = [f"skipped {newest.name}: piece __0_0.distcp is damaged" in err for _, _, err in said]
     trusting = ["nothing wrong with step 7, but not every rank did" in err for _, _, err in said]
     assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said
+
+
+def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
+    solo: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """As mpirun does in a pod whose operator has set LOCAL_RANK: half of the bytes are in nobody's share."""
+    newest = second_checkpoint(solo, checkpoint)
+    flip_a_byte(newest / Share(1, 2).of(Manifest.load(newest).pieces)[0].file)
+    said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, places=(0, 0))
+    assert all(code == 0 and "start 4" in out for code, out, _ in said), said
+    assert all("LOCAL_RANK and LOCAL_WORLD_SIZE are wrong" in err for _, _, err in said), said

@@ -69,7 +69,7 @@ HONEST_REPORTS = [
     said(m.Fault(Rank(0), Rank(1), m.FaultKind.EXITED, "gone", nonce="n1")),
     said(m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "oh")),
     said(m.Heartbeat(Rank(1), Version(9), m.Phase.IDLE)),
-    said(m.RestoreView(Rank(1), (m.Candidate(Version(3), "d", "n"),), ("x",))),
+    said(m.RestoreView(Rank(1), (m.Candidate(Version(3), "d", "n"),), ("x",), (m.Reading("c", 1, 2),))),
     said(m.Goodbye(Rank(2), m.GoodbyeReason.DONE, Version(3))),
 ]
 SPOKEN = st.one_of(REPORTS, st.sampled_from(HONEST_REPORTS), st.sampled_from(HONEST_REPORTS).flatmap(changed))

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.core.agreement import agree
+from ttp.core.agreement import agree, is_unread
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Candidate, Piece, RestoreView
 from ttp.store import share as module
@@ -43,7 +43,10 @@ def test_every_piece_is_in_one_share_and_none_is_much_larger_than_another(sizes:
 
 def bad(world: World, version: int, piece: str) -> None:
     """Damage that only reading finds."""
-    path = world.save_dir / f"tft_saved_checkpoints-step_{version}" / piece
+    flip(world.save_dir / f"tft_saved_checkpoints-step_{version}" / piece)
+
+
+def flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
@@ -54,10 +57,19 @@ def shares_of(index: int, count: int) -> Callable[[Path], Share]:
 
 
 def agreed(world: World, count: int, fallback: Path | None = None) -> Candidate | str:
-    """What ``count`` ranks agree on; each makes sure of it in the end."""
-    found = [look_back(world.save_dir, fallback, shares_of(n, count)) for n in range(count)]
-    verdict = agree([RestoreView(Rank(n), f.candidates, f.skipped) for n, f in enumerate(found)])
+    """What ``count`` ranks agree on that share as they are meant to."""
+    return restored([(world.save_dir, fallback, Share(n, count)) for n in range(count)])
+
+
+def restored(ranks: list[tuple[Path, Path | None, Share]]) -> Candidate | str:
+    """What the ranks agree on, of save_dir, fallback and share, as in ``ttp.restore``; each makes sure in the end."""
+    found = [look_back(save_dir, fallback, shares_of(share.index, share.count)) for save_dir, fallback, share in ranks]
+    views = [RestoreView(Rank(n), f.candidates, f.skipped, f.readings) for n, f in enumerate(found)]
+    verdict = agree(views)
     if isinstance(verdict, Candidate) and verdict.name:
+        if is_unread(verdict, views):
+            assert any(share != WHOLE for _, _, share in ranks), "for ever"
+            return restored([(save_dir, fallback, WHOLE) for save_dir, fallback, _ in ranks])
         for one in found:
             check_chosen(one.where[verdict], verdict, already_verified=verdict in one.verified)
     return verdict
@@ -96,6 +108,44 @@ def test_of_two_copies_each_rank_reads_all(world: World) -> None:
     for index in range(3):
         found = look_back(world.save_dir, fallback, shares_of(index, 3))
         assert [path.parent for path in found.where.values()] == [fallback]
+
+
+@pytest.mark.parametrize("places", [(0, 0), (0,), (1, 1, 1)])
+def test_a_part_that_no_rank_was_told_to_read_is_read_all_the_same(world: World, places: tuple[int, ...]) -> None:
+    """mpirun in a pod hands one LOCAL_RANK to all; SLURM says the same number of tasks on a host that has fewer."""
+    for file in [piece.file for piece in Manifest.load(world.make(4)).pieces if piece.size]:
+        world.make(12)
+        bad(world, 12, file)
+        verdict = restored([(world.save_dir, None, Share(place, 2)) for place in places])
+        assert isinstance(verdict, Candidate) and verdict.version == 4
+        shutil.rmtree(world.save_dir / "tft_saved_checkpoints-step_12")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_two_copies_are_not_one_that_is_read_by_shares(world: World, side: int) -> None:
+    """Under one path, on two hosts that mount the same kind of file system from two filers."""
+    older, checkpoint = world.make(4), world.make(12)
+    other = world.save_dir.with_name("other")
+    for path in (older, checkpoint):
+        shutil.copytree(path, other / path.name)
+    for file in [piece.file for piece in Manifest.load(checkpoint).pieces if piece.size]:
+        damaged = (world.save_dir, other)[side] / checkpoint.name / file
+        good = damaged.read_bytes()
+        flip(damaged)
+        verdict = restored([(world.save_dir, None, Share(0, 2)), (other, None, Share(1, 2))])
+        assert isinstance(verdict, Candidate) and verdict.version == 4
+        damaged.write_bytes(good)
+
+
+def test_a_rank_that_judges_the_copy_in_the_fallback_does_not_vouch_for_that_in_save_dir(world: World) -> None:
+    """The other host does not see the fallback directory, and relies on the first one's share of ``save_dir``."""
+    world.make(4)
+    checkpoint = world.make(12)
+    fallback = world.save_dir.with_name("fallback")
+    shutil.copytree(checkpoint, fallback / checkpoint.name)
+    bad(world, 12, Share(0, 2).of(Manifest.load(checkpoint).pieces)[0].file)
+    verdict = restored([(world.save_dir, fallback, Share(0, 2)), (world.save_dir, None, Share(1, 2))])
+    assert isinstance(verdict, Candidate) and verdict.version == 4
 
 
 @pytest.mark.parametrize(

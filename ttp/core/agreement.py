@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 
 from ttp.core.layout import Version
-from ttp.core.messages import Candidate, RestoreView
+from ttp.core.messages import Candidate, Reading, RestoreView
 
 _IN_FALLBACK = "in the fallback directory "
 
@@ -32,6 +33,23 @@ def agree(views: Iterable[RestoreView]) -> Candidate | str:
     return f"the ranks do not see one common checkpoint: {seen}. {_advice(listed)}"
 
 
+def is_unread(chosen: Candidate, views: Iterable[RestoreView]) -> bool:
+    """Whether a rank relies on shares of the reading that nobody has read.
+
+    Launchers say wrong things of who is on one host, and ranks that believe to see the same files may not.
+    """
+    readings = {_reading(view, chosen) for view in views}
+    parts = Counter((reading.copy, reading.count) for reading in readings if reading.index < reading.count)
+    read = {copy for (copy, count), found in parts.items() if found == count}
+    return any(reading.count != 1 and (reading.copy not in read or not reading.copy) for reading in readings)
+
+
+def _reading(view: RestoreView, chosen: Candidate) -> Reading:
+    """What the rank has read of ``chosen``. One that does not say makes sure of it by itself."""
+    said = dict(zip(view.candidates, view.readings, strict=False))
+    return said.get(chosen, Reading("", 0, 1))
+
+
 def is_fallback_note(text: str) -> bool:
     """Whether ``text`` was made by ``fallback_note``: it tells of something found, not of something skipped."""
     return text.startswith(_IN_FALLBACK)
@@ -54,7 +72,12 @@ def _advice(views: list[RestoreView]) -> str:
     offered = sorted({c.name for view in views for c in view.candidates})
     damaged = [name for name in offered if any(text.startswith(f"{name}: ") for v in views for text in v.skipped)]
     if damaged:
-        return f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: nothing else is whole"
+        lacking = any(text.endswith(" is missing") for view in views for text in view.skipped)
+        shared = ". Is save_dir shared by all hosts?" if lacking else ""
+        return (
+            f"Mend {', '.join(damaged)}, of which some ranks found damage, or move it away: they have no other one in "
+            f"common{shared}"
+        )
     if any(is_fallback_note(text) for view in views for text in view.skipped):
         return (
             "The fallback directory (TTP_FALLBACK_DIR) is not seen by all ranks: copy the checkpoint from there to the "

@@ -250,10 +250,28 @@ class CommitFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class Reading:
+    """What a rank has read of a candidate, or will before it loads it.
+
+    Args:
+        copy: tells these files from others of the same contents.
+        index: which of ``count`` parts.
+        count: 1: all of it.
+    """
+
+    copy: str
+    index: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
 class RestoreView:
+    """``readings``: one for each of ``candidates``."""
+
     rank: Rank
     candidates: tuple[Candidate, ...]
     skipped: tuple[str, ...]
+    readings: tuple[Reading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -421,6 +439,7 @@ class RestoreDecision:
     """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
 
     An error with a version: that one was committed and has vanished, which only an operator can mend.
+    ``unread``: the shares of the ranks are not all of it. They read everything, and say once more what they found.
     """
 
     rank: Rank
@@ -429,6 +448,7 @@ class RestoreDecision:
     name: str
     manifest_digest: str
     error: str
+    unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,7 @@ class RestoreWanted:
 
     candidates: tuple[m.Candidate, ...]
     skipped: tuple[str, ...]
+    readings: tuple[m.Reading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

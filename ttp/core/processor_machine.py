@@ -223,8 +223,8 @@ class ProcessorMachine:
                 self._raised(event)
             case Returned():
                 self._left(event)
-            case RestoreWanted(candidates, skipped):
-                self._view, self._undecided = m.RestoreView(self._hello.rank, candidates, skipped), True
+            case RestoreWanted(candidates, skipped, readings):
+                self._view, self._undecided = m.RestoreView(self._hello.rank, candidates, skipped, readings), True
                 self._report(self._view)
             case Based(version):
                 self._hello = replace(self._hello, base_version=version)

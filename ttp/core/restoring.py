@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.agreement import agree
+from ttp.core.agreement import agree, is_unread
 from ttp.core.layout import Rank, Version
 from ttp.core.membership import Membership
 from ttp.core.outbox import Outbox
@@ -59,11 +59,20 @@ class Restoring:
         if self._committed is not None and not error and vanished(self._committed, self._views.values()):
             chosen, error = m.Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
         self.decision = m.RestoreDecision(
-            Rank(-1), self._job.term, chosen.version, chosen.name, chosen.manifest_digest, error
+            Rank(-1),
+            self._job.term,
+            chosen.version,
+            chosen.name,
+            chosen.manifest_digest,
+            error,
+            unread=bool(chosen.name) and is_unread(chosen, self._views.values()),
         )
-        self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
+        if not self.decision.unread:
+            self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
         for rank in self._views:
             self._tell(rank)
+        if self.decision.unread:
+            self.reset()  # who did not hear says again what it found, and hears the next one
 
     def _tell(self, rank: Rank) -> None:
         assert self.decision is not None

@@ -173,14 +173,16 @@ class Processor:
         self.gate.set_version(version)
         self._inbox.put(pm.Based(version))
 
-    def agree_on_restore(self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...]) -> m.RestoreDecision:
+    def agree_on_restore(
+        self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...], readings: tuple[m.Reading, ...]
+    ) -> m.RestoreDecision:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:
             ConfigError: what the job has committed has vanished.
             RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
         """
-        self._inbox.put(pm.RestoreWanted(candidates, skipped))
+        self._inbox.put(pm.RestoreWanted(candidates, skipped, readings))
         try:
             decision = self._decision.get(timeout=self.config.restore_patience_s)
         except queue.Empty:

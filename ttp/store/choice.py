@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.core.agreement import fallback_note
-from ttp.core.messages import Candidate
+from ttp.core.messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
-from ttp.store.manifest import manifest_digest
-from ttp.store.share import WHOLE, Share
+from ttp.store.manifest import MANIFEST, manifest_digest
+from ttp.store.share import WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
 
 
@@ -24,17 +24,17 @@ class Found:
         skipped: what was not taken and why; also which candidates lie in the fallback directory.
         verified: candidates of which every digest of the share was recomputed.
         where: the checkpoint of each candidate. Both directories use the same names.
+        readings: what is read of each candidate, in their order.
     """
 
     candidates: tuple[Candidate, ...] = ()
     skipped: tuple[str, ...] = ()
     verified: frozenset[Candidate] = frozenset()
     where: Mapping[Candidate, Path] = field(default_factory=dict)
+    readings: tuple[Reading, ...] = ()
 
 
-def look_back(
-    save_dir: Path, fallback_dir: Path | None = None, share: Callable[[Path], Share] = lambda directory: WHOLE
-) -> Found:
+def look_back(save_dir: Path, fallback_dir: Path | None = None, share: Callable[[Path], Share] = everything) -> Found:
     """What is whole in ``save_dir`` and in the fallback directory; the newest wins, wherever it lies.
 
     A rank that reads everything itself reads only the newest whole checkpoint; older ones, which are hardly ever
@@ -65,7 +65,17 @@ def look_back(
     candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
     in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
     notes = [fallback_note(str(fallback_dir), in_fallback)] if in_fallback else []
-    return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where)
+    readings = tuple(_reading(where[c], search.shares[where[c].parent]) for c in candidates)
+    return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
+
+
+def _reading(checkpoint: Path, share: Share) -> Reading:
+    """Ranks that see one file see the same times of it, on whatever host; a copy was made at another time."""
+    try:
+        status = (checkpoint / MANIFEST).stat()
+    except OSError:
+        return Reading("", share.index, share.count)
+    return Reading(f"{status.st_mtime_ns}.{status.st_ctime_ns}", share.index, share.count)
 
 
 @dataclass(slots=True)
@@ -77,6 +87,7 @@ class _Search:
     skipped: list[str] = field(default_factory=list)
     verified: list[Candidate] = field(default_factory=list)
     unlisted: list[CheckpointError] = field(default_factory=list)
+    shares: dict[Path, Share] = field(default_factory=dict)
 
     @property
     def newest(self) -> Candidate | None:
@@ -86,6 +97,7 @@ class _Search:
         """Look at names and sizes."""
         try:
             self.offers[directory], _ = find_whole(directory, deep=False)
+            self.shares[directory] = WHOLE
         except CheckpointError as problem:
             self.unlisted.append(problem)
             self.skipped.append(str(problem))
@@ -99,6 +111,7 @@ class _Search:
             if share == WHOLE and self.newest is not None and self.newest.version >= _version(offered):
                 continue
             whole, reasons = find_whole(directory, enough=1 if share == WHOLE else None, share=share)
+            self.shares[directory] = share
             self.skipped += reasons
             self.verified += whole
             unread = [c for c in offered if whole and c.version < whole[0].version] if share == WHOLE else []

@@ -55,6 +55,11 @@ class Share:
 WHOLE = Share()
 
 
+def everything(directory: Path) -> Share:
+    """What a rank reads of the checkpoints in ``directory`` that shares with nobody."""
+    return WHOLE
+
+
 def share_of(directory: Path, rank: int, world_size: int, environ: Mapping[str, str]) -> Share:
     """What a rank of a job reads of the checkpoints in ``directory``.
 

@@ -170,7 +170,7 @@ def _snake(kind: type) -> str:
 
 
 def _known_fields() -> dict[type, list[tuple[str, Any]]]:
-    values = [m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate]
+    values = [m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
     kinds = [*REPORTS, *ORDERS, *values]
     fields: dict[type, list[tuple[str, Any]]] = {}

@@ -46,7 +46,7 @@ UNCUT = frozenset({"table"})
 """Texts for programs, as long as they have to be."""
 FILE_NAMES = frozenset({"incident", "draft"})
 """Become names of files and directories."""
-CUT_LISTS = frozenset({"skipped", "bad", "candidates", "standbys"})
+CUT_LISTS = frozenset({"skipped", "bad", "candidates", "readings", "standbys"})
 """Lists whose beginning says the most; of others all entries are needed."""
 
 

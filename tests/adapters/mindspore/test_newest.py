@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from tests.adapters.mindspore.jobs import flip, make_job
-from ttp.adapters.mindspore import load_newest
+from ttp.adapters.mindspore import load_newest, newest
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
+from ttp.store.catalog import Entry, look
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
 from ttp.store.names import draft_name
@@ -164,6 +165,23 @@ def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
     newer.rename(tmp_path / draft_name(Version(12), "i"))
     found = load_newest(tmp_path, rank=0)
     assert found is not None and found.step_num == 9
+
+
+def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Looking costs a look at each of its pieces: once for each of 1,000 files is a million."""
+    step = saved_by_ttp(tmp_path, 12)
+    seen: list[Path] = []
+
+    def look_and_note(path: Path) -> Entry:
+        seen.append(path)
+        return look(path)
+
+    monkeypatch.setattr(newest, "look", look_and_note)
+    found = load_newest(step / "rank_*" / "*.ckpt")
+    assert found is not None and found.step_num == 12
+    assert seen == [step]
 
 
 def test_checkpoints_of_the_original_have_no_manifest(tmp_path: Path) -> None:

@@ -223,6 +223,30 @@ def test_an_older_checkpoint_when_the_newest_lacks_a_rank(ttp: Ttp, job: Path, s
     )
 
 
+def test_a_save_dir_in_which_not_everything_is_of_ttp(ttp: Ttp, job: Path, tmp_path: Path) -> None:
+    """What nothing is known of hides nothing older, and who asks for a step that is nowhere is told so."""
+    save_dir = tmp_path / "saved"
+    (save_dir / "tft_saved_checkpoints-step_12" / "rank_0").mkdir(parents=True)
+    (save_dir / "tft_saved_checkpoints-step_11").symlink_to(tmp_path / "nowhere")
+    code, _, said = ttp("recover", save_dir)
+    assert code == 64 and "nothing tells which ranks of" in said and "step_12" in said
+    step = save_dir / "tft_saved_checkpoints-step_10"
+    step.mkdir()
+    file(job, 0).parent.rename(step / "rank_0")
+    kept = step / "rank_0" / "checkpoint-2_1875.ckpt"
+    piece = Piece(f"rank_0/{kept.name}", *digest_file(kept), "shard", Shard("m"), Rank(0))
+    groups = {Shard("m"): (Rank(0),)}
+    manifest = Manifest(Version(10), "r", 0, "i", "c", "w", 1, groups, "mindspore", 0.0, (piece,))
+    (step / "manifest.json").write_text(manifest.to_json())
+    found = answer(ttp("recover", save_dir, "--json"))
+    assert found["source"] == str(step) and "step_12" in found["skipped"][0] and "step_11" in found["skipped"][1]
+    code, _, said = ttp("recover", save_dir, "--step", "7_7")
+    assert code == 1 and f"{save_dir}: no rank_N has a checkpoint of epoch 7, step 7; " in said
+    (tmp_path / "junk").touch()
+    code, _, said = ttp("recover", save_dir, "--strategy", tmp_path / "junk")
+    assert code == 1 and said.count("is no strategy file") == 1
+
+
 def test_names_that_tell_the_rank() -> None:
     pangu = {rank: [f"pangu{rank}-1_20.ckpt", f"pangu{rank}-1_3.ckpt"] for rank in (1, 3, 11)}
     assert newest_first(by_template(pangu), ((1, 3), (11,)))[0] == "pangu*-1_20.ckpt"

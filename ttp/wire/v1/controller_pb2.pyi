@@ -670,21 +670,46 @@ class RestoreView(google.protobuf.message.Message):
     RANK_FIELD_NUMBER: builtins.int
     CANDIDATES_FIELD_NUMBER: builtins.int
     SKIPPED_FIELD_NUMBER: builtins.int
+    READINGS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     @property
     def candidates(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Candidate]: ...
     @property
     def skipped(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
+    @property
+    def readings(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___Reading]: ...
     def __init__(
         self,
         *,
         rank: builtins.int = ...,
         candidates: collections.abc.Iterable[global___Candidate] | None = ...,
         skipped: collections.abc.Iterable[builtins.str] | None = ...,
+        readings: collections.abc.Iterable[global___Reading] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["candidates", b"candidates", "rank", b"rank", "skipped", b"skipped"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["candidates", b"candidates", "rank", b"rank", "readings", b"readings", "skipped", b"skipped"]) -> None: ...
 
 global___RestoreView = RestoreView
+
+@typing.final
+class Reading(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    COPY_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    copy: builtins.str
+    index: builtins.int
+    count: builtins.int
+    def __init__(
+        self,
+        *,
+        copy: builtins.str = ...,
+        index: builtins.int = ...,
+        count: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["copy", b"copy", "count", b"count", "index", b"index"]) -> None: ...
+
+global___Reading = Reading
 
 @typing.final
 class Goodbye(google.protobuf.message.Message):
@@ -1143,12 +1168,14 @@ class RestoreDecision(google.protobuf.message.Message):
     NAME_FIELD_NUMBER: builtins.int
     MANIFEST_DIGEST_FIELD_NUMBER: builtins.int
     ERROR_FIELD_NUMBER: builtins.int
+    UNREAD_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     version: builtins.int
     name: builtins.str
     manifest_digest: builtins.str
     error: builtins.str
+    unread: builtins.bool
     def __init__(
         self,
         *,
@@ -1158,8 +1185,9 @@ class RestoreDecision(google.protobuf.message.Message):
         name: builtins.str = ...,
         manifest_digest: builtins.str = ...,
         error: builtins.str = ...,
+        unread: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["error", b"error", "manifest_digest", b"manifest_digest", "name", b"name", "rank", b"rank", "term", b"term", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["error", b"error", "manifest_digest", b"manifest_digest", "name", b"name", "rank", b"rank", "term", b"term", "unread", b"unread", "version", b"version"]) -> None: ...
 
 global___RestoreDecision = RestoreDecision
 
