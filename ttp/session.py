@@ -255,30 +255,41 @@ class Session:
         return int(told.get("RANK", "0")), int(told.get("WORLD_SIZE", "1"))
 
     def _find(self) -> tuple[Found, Candidate]:
-        """What this rank finds, and what all ranks restore."""
+        """What this rank finds, and what all ranks restore.
+
+        Most of the time shares of the newest checkpoint are enough. Where one of them is damaged the ranks go back to
+        an older one, of which their shares are read then. Where the parts are not all of it, each rank reads it all.
+        """
         from ttp.store.share import everything
 
         found = self._look_back(self._share)
         chosen, unread = self._agree(found)
-        if unread:
-            log.warning(
-                "the parts of %s that ranks have read are not all of it: LOCAL_RANK and LOCAL_WORLD_SIZE are wrong, or "
-                "ranks see different copies. Every rank reads everything now",
-                chosen.name,
-            )
-            found = self._look_back(everything)
+        for share, older, why in (
+            (self._share, True, "not every rank found the newest checkpoint whole: older ones are read"),
+            (
+                everything,
+                False,
+                "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or ranks see different copies: all is read",
+            ),
+        ):
+            if unread:
+                log.warning("%s was not read in full: %s", chosen.name, why)
+                if any(reading.count != 1 for reading in found.readings):
+                    found = self._look_back(share, older=older, told=found)
+                chosen, unread = self._agree(found)
         while unread:  # others may not have heard yet that they are to
             chosen, unread = self._agree(found)
         return found, chosen
 
-    def _look_back(self, share: Callable[[Path], Share]) -> Found:
+    def _look_back(self, share: Callable[[Path], Share], *, older: bool = False, told: Found | None = None) -> Found:
         from ttp.core.agreement import is_fallback_note
         from ttp.store.choice import look_back
 
         assert self.save_dir is not None
-        found = look_back(self.save_dir, self.fallback_dir, share)
+        found = look_back(self.save_dir, self.fallback_dir, share, older=older)
         for reason in found.skipped:
-            log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
+            if told is None or reason not in told.skipped:
+                log.warning("restore %s %s", "found" if is_fallback_note(reason) else "skipped", reason)
         return found
 
     def _agree(self, found: Found) -> tuple[Candidate, bool]:

@@ -69,13 +69,17 @@ def load_newest(
 
     Raises:
         CheckpointError: there are some, but the newest ``attempts`` of them are damaged: to begin anew would be wrong.
+            Or a directory cannot be looked at.
         UsageError: ``attempts`` is less than 1.
     """
     if attempts < 1:
         raise UsageError(f"attempts={attempts}: at least 1 is wanted")
     patterns = [pattern] if isinstance(pattern, (str, Path)) else list(pattern)
     place = _rank() if rank is None else rank
-    candidates = newest_first(patterns, place)
+    try:
+        candidates = newest_first(patterns, place)
+    except OSError as problem:
+        raise CheckpointError(f"cannot look at {problem.filename}: {problem.strerror or problem}") from None
     opened, skipped = walk_back(candidates, lambda one: _open(one, place, load), attempts=attempts)
     for reason in skipped:
         log.warning("load_newest skipped %s", reason)

@@ -240,4 +240,4 @@ def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     flip_a_byte(newest / Share(1, 2).of(Manifest.load(newest).pieces)[0].file)
     said = two_ranks(tmp_path, checkpoint.parent, checkpoint.parent, steps=8, places=(0, 0))
     assert all(code == 0 and "start 4" in out for code, out, _ in said), said
-    assert all("LOCAL_RANK and LOCAL_WORLD_SIZE are wrong" in err for _, _, err in said), said
+    assert all("LOCAL_RANK or LOCAL_WORLD_SIZE is wrong" in err for _, _, err in said), said

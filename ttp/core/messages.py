@@ -256,7 +256,7 @@ class Reading:
     Args:
         copy: tells these files from others of the same contents.
         index: which of ``count`` parts.
-        count: 1: all of it.
+        count: 1: all of it; 0: nothing.
     """
 
     copy: str

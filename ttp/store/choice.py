@@ -11,7 +11,7 @@ from ttp.core.messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
 from ttp.store.manifest import MANIFEST, manifest_digest
-from ttp.store.share import WHOLE, Share, everything
+from ttp.store.share import NOTHING, WHOLE, Share, everything
 from ttp.store.verify import verify_checkpoint
 
 
@@ -34,13 +34,17 @@ class Found:
     readings: tuple[Reading, ...] = ()
 
 
-def look_back(save_dir: Path, fallback_dir: Path | None = None, share: Callable[[Path], Share] = everything) -> Found:
+def look_back(
+    save_dir: Path,
+    fallback_dir: Path | None = None,
+    share: Callable[[Path], Share] = everything,
+    *,
+    older: bool = False,
+) -> Found:
     """What is whole in ``save_dir`` and in the fallback directory; the newest wins, wherever it lies.
 
-    A rank that reads everything itself reads only the newest whole checkpoint; older ones, which are hardly ever
-    chosen, are offered when their files have the promised sizes, and read in full if they are chosen after all. Ranks
-    that share the reading read their share of older ones too: one that finds no fault must not offer what another one,
-    whose share is damaged, goes back to in vain.
+    Of the newest whole checkpoint the share is read. Older ones, which are hardly ever chosen, are offered when their
+    files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
 
     A directory that cannot be listed is skipped, with the reason, when something whole lies in the other one: that is
     what a fallback is for.
@@ -49,11 +53,12 @@ def look_back(save_dir: Path, fallback_dir: Path | None = None, share: Callable[
         save_dir: the first place to look at.
         fallback_dir: the second.
         share: of the reading in a directory that is this rank's.
+        older: read the share of older ones too.
 
     Raises:
         CheckpointError: a directory cannot be listed, and nothing whole is known.
     """
-    search = _Search(share)
+    search = _Search(share, older)
     for directory in (Path(save_dir), *([] if fallback_dir is None else [Path(fallback_dir)])):
         search.look(directory)
     search.read_newest()
@@ -65,7 +70,7 @@ def look_back(save_dir: Path, fallback_dir: Path | None = None, share: Callable[
     candidates = sorted(where, key=lambda c: (c.version, c in search.verified), reverse=True)
     in_fallback = [c for c in candidates if where[c].parent == fallback_dir]
     notes = [fallback_note(str(fallback_dir), in_fallback)] if in_fallback else []
-    readings = tuple(_reading(where[c], search.shares[where[c].parent]) for c in candidates)
+    readings = tuple(_reading(where[c], search.share_read(c, where[c].parent)) for c in candidates)
     return Found(tuple(candidates), (*search.skipped, *notes), frozenset(search.verified), where, readings)
 
 
@@ -83,6 +88,7 @@ class _Search:
     """Of several directories, the first of which is preferred."""
 
     share: Callable[[Path], Share]
+    older: bool
     offers: dict[Path, list[Candidate]] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     verified: list[Candidate] = field(default_factory=list)
@@ -97,7 +103,6 @@ class _Search:
         """Look at names and sizes."""
         try:
             self.offers[directory], _ = find_whole(directory, deep=False)
-            self.shares[directory] = WHOLE
         except CheckpointError as problem:
             self.unlisted.append(problem)
             self.skipped.append(str(problem))
@@ -107,15 +112,20 @@ class _Search:
         listed = [candidate for offered in self.offers.values() for candidate in offered]
         twofold = len(set(listed)) < len(listed)  # one rank may judge this copy and another one that: each reads all
         for directory, offered in sorted(self.offers.items(), key=lambda item: -_version(item[1])):
-            share = WHOLE if twofold else self.share(directory)
-            if share == WHOLE and self.newest is not None and self.newest.version >= _version(offered):
+            share = self.shares[directory] = WHOLE if twofold else self.share(directory)
+            every = self.older and share != WHOLE
+            if not every and self.newest is not None and self.newest.version >= _version(offered):
                 continue
-            whole, reasons = find_whole(directory, enough=1 if share == WHOLE else None, share=share)
-            self.shares[directory] = share
+            whole, reasons = find_whole(directory, enough=None if every else 1, share=share)
             self.skipped += reasons
             self.verified += whole
-            unread = [c for c in offered if whole and c.version < whole[0].version] if share == WHOLE else []
+            unread = [c for c in offered if whole and c.version < whole[0].version] if not every else []
             self.offers[directory] = [*whole, *unread]
+
+    def share_read(self, candidate: Candidate, directory: Path) -> Share:
+        """What this rank has read of it, or reads before it loads it: a rank that shares with nobody reads all."""
+        share = self.shares[directory]
+        return share if share == WHOLE or candidate in self.verified else NOTHING
 
     def places(self) -> dict[Candidate, Path]:
         """Where the offers lie; what is in two places is taken from the preferred one."""

@@ -32,7 +32,7 @@ class Share:
 
     Args:
         index: which, from 0.
-        count: 1: all of it.
+        count: 1: all of it; 0: nothing.
     """
 
     index: int = 0
@@ -41,7 +41,7 @@ class Share:
     def of(self, pieces: Sequence[Piece]) -> list[Piece]:
         """The pieces to read: about as many bytes as the other shares have. Every piece is in one share."""
         if self.count <= 1:
-            return list(pieces)
+            return list(pieces) if self.count else []
         loads = [(0, index) for index in range(self.count)]
         mine: list[Piece] = []
         for piece in sorted(pieces, key=lambda piece: (-piece.size, piece.file)):  # the largest first: Graham 1969
@@ -53,6 +53,7 @@ class Share:
 
 
 WHOLE = Share()
+NOTHING = Share(0, 0)
 
 
 def everything(directory: Path) -> Share:

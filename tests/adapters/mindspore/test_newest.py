@@ -158,6 +158,11 @@ def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypa
     assert found is not None and found.step_num == 9 and len(found.skipped) == 1
 
 
+def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"cannot look at .*: File name too long"):
+        load_newest(tmp_path / ("x" * 300))
+
+
 def test_damage_that_only_reading_finds_and_drafts(tmp_path: Path) -> None:
     """The rules of ``ttp.restore``: what is superseded counts only without its successor, drafts never."""
     newer = saved_by_ttp(tmp_path, 12)
