@@ -30,6 +30,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "written pieces are written again": (DECIDE, " if written.get(s) != version}", "}"),
     "stuck ranks save": (DECIDE, "                answer.stuck,\n", ""),
     "the first answer decides": (INCIDENT, "if len(self._ranks_at) < 2:", "if len(self._ranks_at) < 1:"),
+    "an old answer takes back a newer one": (
+        RESCUE,
+        "(not answer.final or incident.is_stale(answer))",
+        "not answer.final",
+    ),
+    "nobody may go back": (INCIDENT, " and not known.has_preimage\n", "\n"),
+    "a torn rank is not believed": (INCIDENT, " and answer.phase is not m.Phase.TORN and not known", " and not known"),
     "failed ranks are asked again": (
         INCIDENT,
         " and rank not in self.failures\n\n    def newest",

@@ -415,6 +415,27 @@ def test_a_newer_version_that_comes_back_within_the_grace_is_saved() -> None:
     assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
 
 
+def test_an_answer_that_was_outrun_by_a_newer_one_changes_nothing() -> None:
+    """The version that rank 0 was told to make is not taken back by what it said before."""
+    talk = Talk(grid(1, 3))
+    talk.lost(2)
+    talk.frozen(1, 8)
+    assert "Save:1" in talk.frozen(0, 7, has_gradient=True)
+    assert "[plan] Save:0" in talk.save_failed(1)
+    assert talk.frozen(0, 8) == "[answer]"
+    assert talk.frozen(0, 7, has_gradient=True) == ""
+    talk.lost(1)
+    assert talk.saved(0, 1) == "[saved] [commit] Commit:0"
+
+
+def test_who_has_a_pre_image_may_go_back_and_so_may_who_turns_out_to_be_torn() -> None:
+    for known, later in (({"has_preimage": True}, m.Phase.IDLE), ({}, m.Phase.TORN)):
+        talk = Talk(grid(1, 3))
+        talk.lost(2)
+        talk.frozen(0, 8, **known)
+        assert talk.frozen(0, 7, later) == "[answer]"
+
+
 def test_a_saver_whose_gate_was_open_meanwhile_is_asked_again() -> None:
     talk = Talk(grid(1, 1))
     talk.ask()

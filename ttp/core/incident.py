@@ -253,6 +253,11 @@ class Incident:
         answer = self.answers.get(rank)
         return answer is not None and answer.final
 
+    def is_stale(self, answer: m.Frozen) -> bool:
+        """Whether the rank has said since that it is further. Without a pre-image none goes back unharmed."""
+        known = self.answers[answer.rank]
+        return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
+
     def able(self, rank: Rank) -> bool:
         """Stands still, can be spoken to, and has not failed."""
         return self.answered(rank) and rank not in self.failures

@@ -182,7 +182,7 @@ class Rescue:
             return
         if not answer.stuck:
             self._retract(incident, answer.rank, m.FaultKind.HUNG)  # it came to the gate after all
-        if incident.answered(answer.rank) and not answer.final:
+        if incident.answered(answer.rank) and (not answer.final or incident.is_stale(answer)):
             return  # said again: it stands still since its final answer
         incident.accept(answer)
         spoke = self._retract(incident, answer.rank, m.FaultKind.SILENT)
