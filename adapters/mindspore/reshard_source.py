@@ -108,7 +108,9 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
 
     opened, skipped = walk_back(steps, open_one, not_whole=DamagedError)
     if not opened:
-        raise CheckpointError("; ".join(skipped))
+        untried = len(steps) - len(skipped)
+        more = [f"{untried} older steps were not tried: give a directory without these files"] if untried else []
+        raise CheckpointError("; ".join([*dict.fromkeys(skipped), *more]))
     return opened[0]
 
 

@@ -238,6 +238,15 @@ def test_an_older_step_is_taken_when_damage_leaves_a_hole_in_the_newest(s8: Path
     assert_cut(s8.parent / "made", TENSORS, S4, range(4))
 
 
+def test_after_five_damaged_steps_it_says_that_there_are_more(s8: Path) -> None:
+    for step in range(13, 19):
+        save(s8, TENSORS, S8, range(8), step=step)
+    for rank in (1, 5):
+        for file in (s8 / f"rank_{rank}").iterdir():
+            file.write_bytes(b"")
+    refused(s8, STRATEGIES / "s8.ckpt", None, r"net-3_18.*net-3_14.*; 2 older steps were not tried")
+
+
 def test_a_strategy_that_does_not_fit_is_no_reason_to_go_back(s8: Path) -> None:
     newer = {name: full + 1 for name, full in TENSORS.items()}
     save(s8, newer, S8, range(8), step=20)
