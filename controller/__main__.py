@@ -62,23 +62,28 @@ def main(argv: Sequence[str] | None = None) -> int:
     return asyncio.run(serve(config, args, port))
 
 
-async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
-    """The life of a controller."""
-    patience = Patience(
+def patience_of(config: Config, args: argparse.Namespace) -> Patience:
+    """How long it waits for what. One that stands by may be needed by nobody for weeks; a rank is not waited for so."""
+    return Patience(
         answer_s=config.answer_patience_s,
         freeze_s=config.freeze_patience_s,
         grace_s=config.reconnect_grace_s,
         rescue_s=config.rescue_patience_s,
         abandoned_s=args.abandoned_s or config.abandoned_s,
+        forming_s=config.abandoned_s,
         stall_s=max(config.stall_s, 3 * config.heartbeat_s),  # heartbeats tell that bytes move
         hang_s=config.hang_s,
         heartbeat_s=config.heartbeat_s,
         silent_s=3 * config.heartbeat_s,
         standbys=config.standbys,
     )
+
+
+async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
+    """The life of a controller."""
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir)
-    driver = Driver(patience, journal, config.host or socket.gethostname(), port)
+    driver = Driver(patience_of(config, args), journal, config.host or socket.gethostname(), port)
     bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
         server = await start_server(driver, bind, port, config.token)

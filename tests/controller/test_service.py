@@ -18,6 +18,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.controller.conftest import Controller, hello, until
+from ttp.config import Config
+from ttp.controller.__main__ import parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.wire.v1 import controller_pb2 as pb
@@ -224,6 +226,13 @@ def test_the_controller_ends_when_it_is_abandoned(start: Any) -> None:
     controller = start("--abandoned-s", "0.5", wait=False)
     assert controller.process.wait(20) == 0
     assert "nobody spoke" in controller.output()
+
+
+def test_one_that_stands_by_for_ever_does_not_wait_for_a_rank_for_ever() -> None:
+    """A job whose first host dies before its first update has nothing to save, and must be let go all the same."""
+    args = parser().parse_args(["--abandoned-s", "2592000"])
+    patience = patience_of(Config.from_env({"TTP_ABANDONED_S": "90"}), args)
+    assert (patience.abandoned_s, patience.forming_s) == (2592000, 90)
 
 
 def test_the_controller_ends_with_its_launcher(start: Any) -> None:

@@ -37,7 +37,16 @@ from ttp.core.stripes import split
 from ttp.testing.scenario import grid
 
 PATIENCE = Patience(
-    answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=1e6, linger_s=1, standbys=0
+    answer_s=5,
+    freeze_s=30,
+    grace_s=1,
+    rescue_s=360,
+    gather_s=5,
+    exit_s=10,
+    abandoned_s=1e6,
+    forming_s=1e6,
+    linger_s=1,
+    standbys=0,
 )
 MANNERS = pm.Manners(
     heartbeat_s=1e9,

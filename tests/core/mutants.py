@@ -35,6 +35,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(not answer.final or incident.is_stale(answer))",
         "not answer.final",
     ),
+    "who stands by for ever waits for a rank for ever": (
+        CONTROLLER,
+        "patient = now < self._gathers_since + self.patience.forming_s",
+        "patient = now < self._gathers_since + self.patience.abandoned_s",
+    ),
     "nobody may go back": (INCIDENT, " and not known.has_preimage\n", "\n"),
     "a torn rank is not believed": (INCIDENT, " and answer.phase is not m.Phase.TORN and not known", " and not known"),
     "failed ranks are asked again": (

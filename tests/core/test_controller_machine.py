@@ -429,10 +429,10 @@ def test_an_answer_that_was_outrun_by_a_newer_one_changes_nothing() -> None:
 
 
 def test_who_has_a_pre_image_may_go_back_and_so_may_who_turns_out_to_be_torn() -> None:
-    for known, later in (({"has_preimage": True}, m.Phase.IDLE), ({}, m.Phase.TORN)):
+    for preimage, later in ((True, m.Phase.IDLE), (False, m.Phase.TORN)):
         talk = Talk(grid(1, 3))
         talk.lost(2)
-        talk.frozen(0, 8, **known)
+        talk.frozen(0, 8, has_preimage=preimage)
         assert talk.frozen(0, 7, later) == "[answer]"
 
 

@@ -218,7 +218,7 @@ def test_a_minority_is_sent_on_once_and_then_it_is_believed() -> None:
 
 def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again() -> None:
     """A host was cut off while the job formed: it has found a controller of its own, and the others wait at theirs."""
-    talk = Successor(abandoned_s=20)
+    talk = Successor(forming_s=20, abandoned_s=1e6)
     talk.now += 19  # it stands by for long
 
     def half_of_them_come() -> None:
@@ -238,7 +238,7 @@ def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again()
 
 
 def test_who_was_sent_on_long_ago_is_not_held_against_who_comes_now() -> None:
-    talk = Successor(abandoned_s=20)
+    talk = Successor(forming_s=20, abandoned_s=1e6)
     talk.comes(4, version=0)
     assert "[abdicated]" in talk.after(3.5)
     talk.now += 41

@@ -41,6 +41,9 @@ class Patience:
     exit_s: float = 10.0
     """After a release: how long ranks have to leave."""
     abandoned_s: float = 120.0
+    """How long it goes on without any rank."""
+    forming_s: float = 120.0
+    """After a takeover: how long ranks of a job that never trained are waited for; they may not have begun."""
     linger_s: float = 2.0
     """After the last goodbye: how long the controller still answers questions."""
 

@@ -264,7 +264,7 @@ class ControllerMachine:
                 self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
         elif first and hello.resume and self.job.gather_until is None:
             self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
-            self._sent_on &= now < self._gathers_since + 2 * self.patience.abandoned_s  # else it was in another life
+            self._sent_on &= now < self._gathers_since + 2 * self.patience.forming_s  # else it was in another life
             self._gathers_since = self._gathers_since if self._sent_on else now
             self._counted = self._sent_on
         self._joined(hello, now)
@@ -517,7 +517,7 @@ class ControllerMachine:
         then; but not for ever: then only a restart brings them together.
         """
         assert self.job.layout is not None
-        patient = now < self._gathers_since + self.patience.abandoned_s
+        patient = now < self._gathers_since + self.patience.forming_s
         if self.incident is None and self._untrained and self.job.live and patient:
             self.job.gather_until, self._counted = now + self.patience.gather_s, False
             return

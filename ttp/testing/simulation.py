@@ -51,6 +51,7 @@ PATIENCE = Patience(
     heartbeat_s=0.5,
     exit_s=1.0,
     abandoned_s=40.0,
+    forming_s=40.0,
     linger_s=0.2,
 )
 MANNERS = pm.Manners(
