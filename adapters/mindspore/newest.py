@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from glob import glob
 from pathlib import Path
@@ -100,34 +100,35 @@ class Found:
 
     Args:
         checkpoint: a directory that bears the name of a checkpoint of ttp; None: a file by itself.
-        file: which file; None: the one in ``checkpoint`` that is for this rank.
+        files: which may be meant; none: the one in ``checkpoint`` that is for this rank.
     """
 
     checkpoint: Entry | None
-    file: Path | None
+    files: tuple[Path, ...]
 
 
 def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
     """What ``patterns`` mean for ``rank``, in the order to try it in."""
-    saved: dict[tuple[Path, Path | None], Found] = {}
+    saved: dict[Path, Found] = {}
     others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
-    looked: dict[Path, Entry] = {}
     for pattern in patterns:
         for found in _matching(Path(pattern), rank):
             if isinstance(found, Entry):
-                saved[found.path, None] = Found(found, None)
+                saved[found.path] = Found(found, ())
             elif found.suffix not in SUFFIXES:
                 continue
             elif names.parse_checkpoint_name(found.parent.parent.name) is not None:
                 checkpoint = found.parent.parent
-                if checkpoint not in looked:
-                    looked[checkpoint] = look(checkpoint)
-                saved[checkpoint, found] = Found(looked[checkpoint], found)
+                known = saved.get(checkpoint)
+                if known is None:
+                    saved[checkpoint] = Found(look(checkpoint), (found,))
+                elif known.files:  # one attempt for all of them: they are whole together, or not
+                    saved[checkpoint] = replace(known, files=(*known.files, found))
             else:
                 with contextlib.suppress(OSError):  # removed just now
                     others[found] = _age(found)
     in_order = sorted(saved.values(), key=_version, reverse=True)
-    return in_order + [Found(None, path) for path in sorted(others, key=lambda path: others[path], reverse=True)]
+    return in_order + [Found(None, (path,)) for path in sorted(others, key=lambda path: others[path], reverse=True)]
 
 
 def _version(found: Found) -> int:
@@ -169,8 +170,7 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
     Raises:
         CheckpointError: it is not whole, or holds nothing for the rank.
     """
-    path, vouched = _file_in(found.checkpoint, found.file, rank) if found.checkpoint else (found.file, False)
-    assert path is not None
+    path, vouched = _file_in(found.checkpoint, found.files, rank) if found.checkpoint else (found.files[0], False)
     if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
         read_contents(path)
     loaded = _load(path, load)
@@ -178,19 +178,22 @@ def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
     return Loaded(path, loaded, epoch, step)
 
 
-def _file_in(checkpoint: Entry, file: Path | None, rank: int) -> tuple[Path, bool]:
-    """The file to load, and whether a manifest vouches for it."""
+def _file_in(checkpoint: Entry, files: Sequence[Path], rank: int) -> tuple[Path, bool]:
+    """The file to load, of ``files`` if there are any, and whether a manifest vouches for it."""
     if checkpoint.kind == "foreign":  # of the original, which writes no manifest
-        own = file or max(filter(_is_file, (checkpoint.path / f"rank_{rank}").glob("*")), key=_age, default=None)
-        if own is None:
+        folder = checkpoint.path / f"rank_{rank}"
+        there = files or tuple(filter(_is_file, folder.glob("*")))
+        if not there:
             raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
-        return own, False
+        return max([path for path in there if path.parent == folder] or there, key=_age), False
     manifest = sound(checkpoint)  # all files, not this one alone: whichever is damaged, every rank takes the same step
-    if file is None:
-        return checkpoint.path / file_of(manifest, rank), True
-    if all(checkpoint.path / piece.file != file for piece in manifest.pieces):
-        raise CheckpointError(f"{file} is not in the manifest of its checkpoint")
-    return file, True
+    listed = {checkpoint.path / piece.file for piece in manifest.pieces}
+    if files and not listed.intersection(files):
+        raise CheckpointError(f"{files[0]} is not in the manifest of its checkpoint")
+    if len(files) == 1:
+        return files[0], True
+    meant = checkpoint.path / file_of(manifest, rank)
+    return meant if meant in files or not files else next(path for path in files if path in listed), True
 
 
 def file_of(manifest: Manifest, rank: int) -> str:

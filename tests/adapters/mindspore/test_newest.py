@@ -158,6 +158,22 @@ def test_checkpoints_of_ttp_by_their_step_for_each_rank(tmp_path: Path, monkeypa
     assert found is not None and found.step_num == 9 and len(found.skipped) == 1
 
 
+def test_a_checkpoint_is_one_attempt_however_many_of_its_files_match(tmp_path: Path) -> None:
+    newer = saved_by_ttp(tmp_path, 12)
+    saved_by_ttp(tmp_path, 9)
+    everything = tmp_path / "*" / "rank_*" / "*.ckpt"
+    for rank, writer in ((0, 0), (1, 3), (2, 0), (3, 3)):
+        found = load_newest(everything, rank=rank)
+        assert found is not None and (found.step_num, found.path.parent.name) == (12, f"rank_{writer}")
+    flip(newer / "rank_0" / "ttp_rank_0-1_12.ckpt")
+    found = load_newest(everything, rank=3, attempts=2)
+    assert found is not None and found.step_num == 9 and len(found.skipped) == 1
+    for version in (9, 12):
+        (tmp_path / f"tft_saved_checkpoints-step_{version}" / "manifest.json").unlink()
+    found = load_newest(everything, rank=3)
+    assert found is not None and (found.step_num, found.path.parent.name) == (12, "rank_3")
+
+
 def test_what_cannot_be_looked_at_is_no_fresh_start(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"cannot look at .*: File name too long"):
         load_newest(tmp_path / ("x" * 300))
