@@ -30,6 +30,12 @@ def test_random_jobs(block: int) -> None:
         run_seed(seed)
 
 
+@pytest.mark.parametrize("seed", [20118517, 20425252, 21066156])
+def test_what_broke_once(seed: int) -> None:
+    """See docs/verification.md."""
+    run_seed(seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("block", range(100, 140))
 def test_many_random_jobs(block: int) -> None:

@@ -100,7 +100,7 @@ class Roads:
         if self._at.get(address) is not dead:
             return  # a rank was faster
         successor, rng = self._start(dead.host, address), self._world.rng
-        successor.restarts = dead.restarts - 1
+        successor.restarts = max(0, dead.restarts - 1)  # its host may have died since
         if successor.restarts:
             successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
 
