@@ -12,9 +12,9 @@ import pytest
 
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
-from ttp.store import durable, names
+from ttp.store import durable, names, verify
 from ttp.store.commit import commit
-from ttp.store.digest import HashingFile, Progress, digest_bytes
+from ttp.store.digest import HashingFile, Progress, digest_bytes, digest_file
 from ttp.store.disk import Disk
 from ttp.store.verify import verify_checkpoint
 from ttp.testing.bad_disk import BadDisk, why_not
@@ -123,6 +123,19 @@ class World:
         found = {f.relative_to(path).as_posix(): f.read_bytes() for f in path.rglob("*") if f.is_file()}
         del found["manifest.json"]
         return found == expected
+
+
+@pytest.fixture
+def digested(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """The pieces whose digest is computed, one after the other."""
+    read: list[Path] = []
+
+    def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
+        read.append(path)
+        return digest_file(path, progress)
+
+    monkeypatch.setattr(verify, "digest_file", spy)
+    return read
 
 
 @pytest.fixture(scope="session")

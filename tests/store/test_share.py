@@ -16,9 +16,7 @@ from ttp.core.agreement import agree, is_unread
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Candidate, Piece, RestoreView
 from ttp.store import share as module
-from ttp.store import verify
 from ttp.store.choice import Found, check_chosen, look_back
-from ttp.store.digest import Progress, digest_file
 from ttp.store.manifest import Manifest
 from ttp.store.share import WHOLE, Share, everything, share_of
 
@@ -95,17 +93,10 @@ def test_damage_in_anybodys_share_is_everybodys(world: World, count: int) -> Non
     assert isinstance(verdict, Candidate) and verdict.version == 4
 
 
-def test_each_byte_is_read_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_byte_is_read_once(world: World, digested: list[Path]) -> None:
     world.make(8), world.make(12)
-    read: list[Path] = []
-
-    def spy(path: Path, progress: Progress | None) -> tuple[int, str]:
-        read.append(path)
-        return digest_file(path, progress)
-
-    monkeypatch.setattr(verify, "digest_file", spy)
     assert isinstance(agreed(world, 3), Candidate)
-    assert len(read) == len(set(read)) == len(Manifest.load(world.make(16)).pieces)
+    assert len(digested) == len(set(digested)) == len(Manifest.load(world.make(16)).pieces)
 
 
 def test_of_two_copies_each_rank_reads_all(world: World) -> None:
