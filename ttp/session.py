@@ -265,18 +265,15 @@ class Session:
         found = self._look_back(self._share)
         chosen, unread = self._agree(found)
         for share, older, why in (
-            (self._share, True, "not every rank found the newest checkpoint whole: older ones are read"),
-            (
-                everything,
-                False,
-                "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or ranks see different copies: all is read",
-            ),
+            (self._share, True, "shares of older checkpoints are read too"),
+            (everything, False, "LOCAL_RANK or LOCAL_WORLD_SIZE is wrong, or ranks see different copies: all is read"),
         ):
-            if unread:
-                log.warning("%s was not read in full: %s", chosen.name, why)
-                if any(reading.count != 1 for reading in found.readings):
-                    found = self._look_back(share, older=older, told=found)
-                chosen, unread = self._agree(found)
+            if not unread:
+                break
+            log.warning("the ranks have not read all of %s: %s", chosen.name, why)
+            if any(reading.count != 1 for reading in found.readings):
+                found = self._look_back(share, older=older, told=found)
+            chosen, unread = self._agree(found)
         while unread:  # others may not have heard yet that they are to
             chosen, unread = self._agree(found)
         return found, chosen

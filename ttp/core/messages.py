@@ -439,7 +439,7 @@ class RestoreDecision:
     """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
 
     An error with a version: that one was committed and has vanished, which only an operator can mend.
-    ``unread``: the shares of the ranks are not all of it. They read everything, and say once more what they found.
+    ``unread``: what the ranks have read is not all of it. They read more, and say once more what they found.
     """
 
     rank: Rank
