@@ -3,8 +3,8 @@
 ::
 
     forward        the tail of the last update is through
-    backward       provisional capture for n + 1, before this rank's last gradient can leave it
-    step, before   provisional capture again; a barrier where the layout needs one; the gate; a copy of n where asked
+    backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
+    step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device import Fence
+from ttp.adapters.torch.no_sync import NoSync
 from ttp.adapters.torch.tail import Tail
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
@@ -52,6 +53,9 @@ class Capture(Protocol):
 
     def capture(self, version: int, final: bool) -> None:
         """Take the rank-local state of this moment; never raises."""
+
+    def look_again(self, version: int) -> None:
+        """Just before the update: take what has changed since the last capture for ``version``; never raises."""
 
 
 def attach(
@@ -146,9 +150,11 @@ class Attachment:
         self._evaluating = False
         self._complained = False
         self._handles: list[Any] = []
+        self._no_sync = NoSync(nn.Module())
 
     def connect(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
         """Register the hooks."""
+        self._no_sync = NoSync(model)
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
@@ -209,7 +215,8 @@ class Attachment:
         if task != self._task or task == -1:
             self._task = task
             self._pass()
-            self._capture.capture(self._version() + 1, final=False)
+            if not self._no_sync.withholds():
+                self._capture.capture(self._version() + 1, final=False)
 
     def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if not self._begun:
@@ -218,8 +225,9 @@ class Attachment:
 
     def _begin(self, has_closure: bool) -> None:
         self._pass()
+        self._no_sync.at_gate()
         self._safely(self._tail.at_gate)
-        self._capture.capture(self._version() + 1, final=False)
+        self._capture.look_again(self._version() + 1)
         self.redoable = not (has_closure or self._by_hand)
         self._before_gate()
         self._reporter.begin_update()

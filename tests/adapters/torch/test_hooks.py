@@ -64,6 +64,9 @@ class Job:
     def capture(self, version: int, final: bool) -> None:
         self.log.append((version, "final" if final else "early"))
 
+    def look_again(self, version: int) -> None:
+        self.log.append((version, "again"))
+
     def scheduler_state(self, version: int) -> Any:
         return self.tail.job_state(version).scheduler
 
@@ -75,7 +78,7 @@ class Job:
         return log
 
 
-UPDATE = [(1, "early"), "begin", (1, "final"), "after", "end"]
+UPDATE = [(1, "again"), "begin", (1, "final"), "after", "end"]
 
 
 class TestBracket:
@@ -158,7 +161,7 @@ class TestBracket:
             before_update=lambda version: job.log.append(("copy of", version)),
         )
         job.optimizer.step()
-        assert job.taken() == [(1, "early"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
+        assert job.taken() == [(1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
 
     def test_a_barrier_that_fails_leaves_the_bracket_as_it_was(self) -> None:
         job = Job()
@@ -356,7 +359,7 @@ class TestByHand:
         job.backward()
         job.optimizer.step()
         job.scheduler.step()
-        assert job.taken() == [(2, "early"), (2, "early"), "begin"]
+        assert job.taken() == [(2, "early"), (2, "again"), "begin"]
         assert job.gate.state().phase is Phase.UPDATING
         job.detach.step_done()
         assert job.taken() == [(2, "final"), "after", "end"]

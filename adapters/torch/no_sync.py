@@ -1,0 +1,52 @@
+"""Backward passes that give nothing away: gradient accumulation under ``no_sync``.
+
+A provisional capture belongs before the moment at which a rank's gradients can leave it. Under ``no_sync`` a backward
+pass of DistributedDataParallel only adds to the local gradients, so none is needed there.
+
+What DistributedDataParallel says is believed only of programs that were seen to work like that: the last backward pass
+before the update was one that reduces. Otherwise (all passes under ``no_sync``, and a reduction of the program's own;
+a forward pass outside of the ``no_sync`` that its backward pass is in) every backward pass gets its capture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class NoSync:
+    """Tells which backward passes of ``model`` cannot give gradients away.
+
+    Args:
+        model: the outermost module that the loop calls.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._reducing = _reducing(model)
+        self._usual = False  # the last backward pass before the last update was one that reduces
+        self._reduced = False
+
+    def withholds(self) -> bool:
+        """A backward pass begins: whether nothing of it can leave this rank."""
+        self._reduced = not self._usual or any(
+            ddp.require_backward_grad_sync or ddp.require_forward_param_sync for ddp in self._reducing
+        )
+        return not self._reduced
+
+    def at_gate(self) -> None:
+        """All backward passes of the update are through."""
+        self._usual = self._reduced and bool(self._reducing)
+
+
+def _reducing(model: nn.Module) -> list[Any]:
+    """Every DistributedDataParallel of the model; none where some gradients are not theirs to reduce."""
+    found: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    theirs = {
+        id(parameter)
+        for ddp in found
+        for name, parameter in ddp.module.named_parameters()
+        if name not in getattr(ddp, "parameters_to_ignore", ())
+    }
+    return found if all(id(p) in theirs for p in model.parameters() if p.requires_grad) else []
