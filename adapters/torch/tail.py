@@ -23,15 +23,13 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.hyperparameters import PLAIN, Groups, Hyperparameters
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.watch import watch_method
 from ttp.errors import UsageError
 from ttp.store.encoding import EncodingError, encode
 
 log = logging.getLogger("ttp.adapters.torch")
-
-Groups = list[dict[str, Any]]
-"""The hyperparameters of an optimizer's param groups, without the parameters."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +76,7 @@ class Tail:
         averages: bool = False,
         version: int = 0,
     ) -> None:
-        self._optimizers = tuple(optimizers)
+        self._groups = Hyperparameters(tuple(optimizers), copied)
         self._scheduler = scheduler
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
@@ -235,8 +233,7 @@ class Tail:
         scheduler = self._snapshot.scheduler if self._watched and not self._stale else self._scheduler_state()
         self._stale = False
         scaler = None if self._scaler is None else _scaler_numbers(self._scaler)
-        groups = [[_without_parameters(group) for group in opt.param_groups] for opt in self._optimizers]
-        return _Snapshot(version, scheduler, scaler, groups, scheduler_steps, scaler_updates)
+        return _Snapshot(version, scheduler, scaler, self._groups.now(), scheduler_steps, scaler_updates)
 
     def _scheduler_state(self) -> Any:
         return None if self._scheduler is None else copied(self._scheduler.state_dict())
@@ -248,27 +245,20 @@ class Tail:
             raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
 
 
-_PLAIN = frozenset({float, int, bool, str, type(None)})
-
-
 def copied(value: Any) -> Any:
     """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind is dict:
-        return {key: item if type(item) in _PLAIN else copied(item) for key, item in value.items()}
+        return {key: item if type(item) in PLAIN else copied(item) for key, item in value.items()}
     if kind is list:
-        return [item if type(item) in _PLAIN else copied(item) for item in value]
+        return [item if type(item) in PLAIN else copied(item) for item in value]
     if kind is tuple:
-        return tuple([item if type(item) in _PLAIN else copied(item) for item in value])
+        return tuple([item if type(item) in PLAIN else copied(item) for item in value])
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, (dict, list, set)) else value
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if type(value) in _PLAIN else copied(value) for key, value in group.items() if key != "params"}
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:
