@@ -82,6 +82,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if incident.snapshot or not (incident.faulty",
         "if incident.snapshot and not (incident.faulty",
     ),
+    "an update proves nothing": (CONTROLLER, "not version > known > self.base_version", "version >= 0"),
+    "a restore is taken for an update": (
+        CONTROLLER,
+        "not version > known > self.base_version",
+        "not version > self.base_version",
+    ),
     "the fenced are let in": (MEMBERS, "if taken.fenced:", "if False:"),
     "a takeover keeps the term": (MEMBERS, "if hello.term_seen > self.term or", "if False and"),
     "two may claim a rank": (

@@ -85,7 +85,7 @@ class Rescue:
 
     def request(self, event: SaveRequested, now: float) -> None:
         """A checkpoint is wanted; a rescue that is going on will do."""
-        if not self._job.complete or self._job.ended:
+        if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
         if self.incident is None:

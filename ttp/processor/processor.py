@@ -117,6 +117,7 @@ class Processor:
         )
         self._joined = threading.Event()
         self._problem: TtpError | None = None
+        self._started = False  # the training thread does not wait for the controller any more
         self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
         self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._closed = False
@@ -140,15 +141,15 @@ class Processor:
         self.company.show_stacks()
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
-            log.error(
-                "no controller at %s:%s for %g s: training begins UNPROTECTED, ttp keeps trying",
-                self.env.master_addr,
-                self.config.port,
-                JOIN_PATIENCE_S,
-            )
+            self._started = True
+            log.error("%s: training begins UNPROTECTED, ttp keeps trying", self._unjoined())
         if self._problem is not None:
             self._leases.disarm(os.getpid())
             raise self._problem
+        self._started = True
+
+    def _unjoined(self) -> str:
+        return f"no controller at {self.env.master_addr}:{self.config.port} for {JOIN_PATIENCE_S:g} s"
 
     def begin_update(self) -> None:
         """See ``UpdateReporter``."""
@@ -179,9 +180,17 @@ class Processor:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:
-            ConfigError: what the job has committed has vanished.
+            ConfigError: what the job has committed has vanished, or no controller can be reached.
+            RefusedError: the controller does not accept this rank.
             RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
         """
+        if not self._joined.wait(JOIN_PATIENCE_S):  # the other ranks may have one: without it nobody agrees with them
+            raise ConfigError(
+                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, TTP_PORT "
+                "and what is between this host and that one, and at the controller's log there"
+            )
+        if self._problem is not None:
+            raise self._problem
         self._inbox.put(pm.RestoreWanted(candidates, skipped, readings))
         try:
             decision = self._decision.get(timeout=self.config.restore_patience_s)
@@ -333,8 +342,7 @@ class Processor:
             case pm.Decided(decision):
                 self._decision.put(decision)
             case pm.LetGo(rescued):
-                if not self._let_go.done():
-                    self._let_go.set_result(rescued)
+                self._set_let_go(rescued)
             case pm.Exit(code, text):
                 self._exit(code, text)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
@@ -382,8 +390,16 @@ class Processor:
         self._cannot_join(problem)
 
     def _cannot_join(self, problem: TtpError) -> None:
+        """No other attempt will mend it. A rank that trains without protection by now goes on, and waits for nobody."""
         self._problem = problem
+        if self._started:
+            log.error("rank %s trains UNPROTECTED, and for good: %s", self.env.rank, problem)
+            self._set_let_go(False)
         self._joined.set()
+
+    def _set_let_go(self, rescued: bool) -> None:
+        if not self._let_go.done():
+            self._let_go.set_result(rescued)
 
     def _joining(self) -> bool:
         return not self._joined.is_set()
