@@ -186,8 +186,8 @@ class Processor:
         """
         if not self._joined.wait(JOIN_PATIENCE_S):  # the other ranks may have one: without it nobody agrees with them
             raise ConfigError(
-                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, TTP_PORT "
-                "and what is between this host and that one, and at the controller's log there"
+                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, "
+                "TTP_PORT and what is between this host and that one, and at the controller's log there"
             )
         if self._problem is not None:
             raise self._problem
