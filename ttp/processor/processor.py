@@ -34,6 +34,7 @@ from ttp.processor.copy_wire import Receiver
 from ttp.processor.copying import Copying
 from ttp.processor.gate import Gate
 from ttp.processor.greeting import hello, manners
+from ttp.processor.lane import Lane
 from ttp.processor.looking import Look, Looker
 from ttp.processor.saver import Saver
 from ttp.processor.source import StateSource
@@ -43,6 +44,9 @@ log = logging.getLogger("ttp.processor")
 
 EXIT_S = 10.0
 """How long a last word may take."""
+
+LEASE_S = 1.0
+"""How long a process that leaves waits for its lease to be taken back."""
 
 STACK_S = 3.0
 """How long a process that hangs may take to say where its threads are."""
@@ -87,6 +91,7 @@ class Processor:
         """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
+        self._lease_writer = Lane("ttp-lease")  # the run directory may hang, and the gate has to close all the same
         self._inbox: queue.SimpleQueue[pm.Event | Look] = queue.SimpleQueue()
         put = self._inbox.put
         self.copying, copies_at = self._keep_copies() if buddy and layout.unreplicated() else (None, "")
@@ -269,8 +274,9 @@ class Processor:
         if self._closed:
             return
         self._closed = True
-        self._leases.revoke(os.getpid())
-        self._leases.disarm(os.getpid())
+        self._lease_writer.submit(lambda: self._leases.disarm(os.getpid()))
+        self._lease_writer.wait_done(LEASE_S)
+        self._lease_writer.close()
         self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
         self._line.finish(timeout_s=1.0)
         self._saver.close()
@@ -291,9 +297,18 @@ class Processor:
                         continue  # the gate was open in between
                     event = event.quiet
                 for action in self._machine.on_event(event, time.monotonic()):
-                    self._perform(action)
+                    self._try(action)
             except Exception:  # whatever happens here, training goes on
                 log.exception("the processor stumbled; training is not affected")
+
+    def _try(self, action: pm.Action) -> None:
+        """One that fails keeps none of those after it from being done."""
+        try:
+            self._perform(action)
+        except Exception as problem:
+            log.exception("%s could not be done; training is not affected", type(action).__name__)
+            if isinstance(action, pm.Connect):
+                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
@@ -332,9 +347,9 @@ class Processor:
             case pm.StartCommit(commit):
                 self._saver.commit(commit)
             case pm.HoldLease(until):
-                self._leases.grant(os.getpid(), until)
+                self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
             case pm.DropLease():
-                self._leases.revoke(os.getpid())
+                self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case pm.Rejected(code, text):
