@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -490,6 +491,8 @@ class Processor:
         last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
         last_resort.daemon = True
         last_resort.start()
+        with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
+            signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
         log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
         if self.before_exit is not None:
             last_word = threading.Thread(target=self.before_exit, name="ttp-exit", daemon=True)
