@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.torch")
+
+_POLL_S = 5e-5
+"""Between two looks of a training thread that stays where it is until the world is thawed."""
 
 
 class TorchAdapter:
@@ -87,6 +90,7 @@ class TorchAdapter:
         self._source = TorchSource(model, self._names, optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
 
     @property
@@ -124,9 +128,7 @@ class TorchAdapter:
         if self._undo is not None:
             modules = self._extra.modules.values()
             self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             sharding.stepping,
@@ -149,7 +151,12 @@ class TorchAdapter:
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+
+    def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
+        if not needs_barrier(processor.layout, self._undo):
+            return None
+        return UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
 
     def _gradient_final(self) -> None:
         assert self._processor is not None
@@ -165,6 +172,9 @@ class TorchAdapter:
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
