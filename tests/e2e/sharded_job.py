@@ -319,7 +319,8 @@ def finish(model: nn.Module, scheduler: Any) -> None:
 def main() -> None:
     """The job on this rank; leaves without waiting for threads of a broken world."""
     torch.set_num_threads(1)
-    barrier.Meeting = WatchedMeeting
+    library: Any = barrier
+    library.Meeting = WatchedMeeting
     store = os.environ.get("JOB_STORE")
     if store:
         dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)

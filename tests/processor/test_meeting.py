@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
+import time
+from pathlib import Path
 
 import pytest
 
 from tests.processor.meeting_model import Host, World, Wrong
+from tests.processor.meeting_ranks import Ranks
 from ttp.processor.futex import Mapping
 from ttp.processor.gate import Gate
 from ttp.processor.meeting import (
@@ -234,6 +238,30 @@ def test_a_host_is_let_go_by_its_courier_alone(words: Words) -> None:
     run(second.come(2))
     with pytest.raises(BrokenError, match="the hosts cannot meet"):
         run(second.wait(2, stay))
+
+
+# -------------------------------------------------------------------------------------------------------- of processes
+
+
+@pytest.mark.parametrize("campaign", [1, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+def test_processes_that_are_killed_while_they_meet(tmp_path: Path, campaign: int) -> None:
+    """Nobody wakes by a time-out there: whoever is not woken hangs."""
+    chance = random.Random(campaign)
+    for number in range(campaign):
+        count = chance.choice((3, 4)) if campaign > 1 else 3
+        dead = chance.sample(range(count), chance.randint(1, count - 2))
+        with Ranks(tmp_path / f"{number}", count) as ranks:
+            time.sleep(chance.random() * 0.3)
+            for rank in dead:
+                ranks.processes[rank].kill()
+            told = [ranks.told(rank) for rank in range(count) if rank not in dead]
+            assert not any(one["early"] for one in told), "an update before all have their gradients"
+            assert all("has ended" in one["why"] for one in told)
+            turns = [one["turn"] for one in told]
+            assert max(turns) - min(turns) <= 1 and min(turns) > 1
+            assert not list((tmp_path / f"{number}" / "pages").glob(".meeting*")), "nothing to clean up"
+        print(f"{count} ranks, {dead} killed after {max(turns)} meetings")
 
 
 def test_meetings_are_counted_past_32_bits() -> None:
