@@ -128,6 +128,8 @@ class Processor:
         self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._closed = False
         self._exit_code: int | None = None
+        self.on_death: Callable[[], None] = lambda: None
+        """Called when a neighbour has died, on any thread; must not block."""
         self.on_act: Callable[[rm.Act], None] | None = None
         """Carries out rounds; must not block. ``acted`` says what came of it."""
         self.before_exit: Callable[[], None] | None = None
@@ -156,6 +158,11 @@ class Processor:
 
     def _unjoined(self) -> str:
         return f"no controller at {self.env.master_addr}:{self.config.port} for {JOIN_PATIENCE_S:g} s"
+
+    @property
+    def page_dir(self) -> Path | None:
+        """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
+        return self.company.pages.path if self.company.pages is not None else None
 
     def begin_update(self) -> None:
         """See ``UpdateReporter``."""
@@ -252,6 +259,7 @@ class Processor:
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
         """Another process of this host has ended. May be called from any thread."""
         self._inbox.put(pm.NeighbourDied(Rank(rank), nonce, text))
+        self.on_death()
 
     def report_preemption(self, text: str) -> None:
         """A signal asked this process to end; unlike an exception it leaves a running update alone."""
