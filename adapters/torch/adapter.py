@@ -350,11 +350,15 @@ class DeviceReporter:
     def activity(self, activity: str) -> None:
         self._processor.activity = activity
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         self._reduced.record(self._processor.gate.version + 1)
-        self._processor.begin_update()
+        self._processor.begin_update(again)
         self._begun.record(self._processor.gate.version + 1)
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""

@@ -164,11 +164,15 @@ class Processor:
         """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
         return self.company.pages.path if self.company.pages is not None else None
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         if self.copying is not None:
             self.copying.hold()
-        self.gate.begin_update()
+        self.gate.begin_update(again)
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
