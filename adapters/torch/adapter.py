@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -117,8 +117,8 @@ class TorchAdapter:
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
         self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
-        ddp = find_ddp(self._model)
-        buckets = BucketWatch(ddp) if ddp is not None else None
+        ddps = ddps_of(self._model)
+        buckets = LayoutWatch(ddps, self._names)
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = self._optimizer not in sharding.stepping
         if self._undo is not None:
@@ -138,7 +138,8 @@ class TorchAdapter:
             version=lambda: processor.gate.version,
             before_gate=barrier.wait if barrier is not None else lambda: None,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=buckets.update_finished if buckets is not None else lambda: None,
+            after_update=buckets.update_finished,
+            ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)

@@ -25,14 +25,15 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.data_parallel import ddps_of
+from ttp.adapters.torch.ddp import Ddp
 from ttp.adapters.torch.device import Fence
 from ttp.adapters.torch.tail import Tail
 from ttp.errors import UsageError
@@ -64,6 +65,7 @@ def attach(
     fence: Fence,
     version: Callable[[], int],
     chain: bool = False,
+    ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
     after_update: Callable[[], None] = lambda: None,
@@ -80,6 +82,7 @@ def attach(
         fence: of the device.
         version: finished updates, as the gate counts them.
         chain: several optimizers are stepped one after the other, each of them once, and make one version together.
+        ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
         after_update: called on the training thread after each update; may not block.
@@ -102,7 +105,7 @@ def attach(
         after_update=after_update,
         after_end=after_end,
     )
-    attachment.connect(many, model)
+    attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
     return attachment
 
 
@@ -147,12 +150,12 @@ class Attachment:
         self._complained = False
         self._handles: list[Any] = []
 
-    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module, ddps: Sequence[Ddp]) -> None:
         """Register the hooks."""
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        for parameter in gradient_triggers(model):
+        for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(self._on_gradient))
         for module in gathering(model):
@@ -260,7 +263,7 @@ class Attachment:
                 log.warning("ttp could not follow an update; training goes on", exc_info=True)
 
 
-def gradient_triggers(model: nn.Module) -> list[Tensor]:
+def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
     """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
 
     One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
@@ -269,7 +272,9 @@ def gradient_triggers(model: nn.Module) -> list[Tensor]:
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
-    for ddp in _all_used(model):
+    for ddp in ddps:
+        if ddp.find_unused_parameters or ddp.static_graph:
+            continue
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         fresh = [parameter for parameter in reduced if id(parameter) not in covered]
@@ -292,11 +297,3 @@ def gathering(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(map(id, module.modules()))
     return found
-
-
-def _all_used(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            ddp: Any = module
-            if not ddp.find_unused_parameters and not ddp.static_graph:
-                yield ddp
