@@ -20,7 +20,7 @@ from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -130,8 +130,8 @@ class TorchAdapter:
         averages = bool(self._extra.modules)
         members = members_of(self._optimizer)
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
-        ddp = find_ddp(self._model)
-        buckets = BucketWatch(ddp) if ddp is not None else None
+        ddps = ddps_of(self._model)
+        buckets = LayoutWatch(ddps, self._names)
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
@@ -150,7 +150,8 @@ class TorchAdapter:
             version=lambda: processor.gate.version,
             before_gate=barrier.wait if barrier is not None else lambda: None,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=buckets.update_finished if buckets is not None else lambda: None,
+            after_update=buckets.update_finished,
+            ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)
