@@ -1,0 +1,107 @@
+"""What ``get_extra_state()`` of Megatron's modules gives: with Transformer Engine the history and the scales of FP8.
+
+It changes in the forward and the backward pass and is equal on all replicas of a shard (Megatron reduces it), so it is
+taken at the gate of each update, as that of the version which the update makes, and written with the shard. Nothing is
+sent and nothing is encoded until a checkpoint is written. A module may ask its device for it, as Transformer Engine
+does: then every update waits for the device once, which is said in the log.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ttp.adapters.torch.reader import read_value
+from ttp.adapters.torch.table import Item
+from ttp.errors import CheckpointError
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+_KEPT = 4
+"""Versions: a host may be some updates ahead of its device."""
+_LEARNING = 3
+"""Updates after which a module that never had a state is asked only when a checkpoint is written."""
+
+
+class ExtraStates:
+    """Of the modules of one rank.
+
+    Args:
+        owners: by name in the checkpoint.
+        written: names of those that this rank writes, where several parts of the model hold the same.
+        on_device: the state may lie on an accelerator.
+    """
+
+    def __init__(self, owners: Mapping[str, nn.Module], written: Iterable[str], *, on_device: bool = False) -> None:
+        self._owners, self._written, self._on_device = dict(owners), set(written), on_device
+        self._asked = dict(owners)
+        self._kept: dict[int, dict[str, Any]] = {}
+        self._left = _LEARNING
+        self._complained = False
+
+    def take(self, version: int) -> None:
+        """Keep the states of this moment as those of ``version``, beside those of some before. Never raises."""
+        try:
+            found = {key: copy.deepcopy(value) for key, value in self._now(self._asked).items()}
+        except Exception:
+            if not self._complained:
+                self._complained = True
+                log.warning("get_extra_state() of a module failed: checkpoints have it as it was before", exc_info=True)
+            return
+        if found and self._on_device and self._left == _LEARNING:
+            log.warning(
+                "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
+            )
+        before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
+        self._kept = {known: self._kept[known] for known in before} | {version: found}
+        self._left -= 1
+        if self._left == 0:
+            ever = set().union(*self._kept.values())
+            self._asked = {key: owner for key, owner in self._asked.items() if key in ever}
+
+    def of(self, version: int) -> dict[str, tuple[Any]]:
+        """What this rank writes of ``version``, in the form that Megatron gives such values.
+
+        Raises:
+            CheckpointError: the states of that version were not kept.
+        """
+        if version not in self._kept:
+            raise CheckpointError(f"the extra states of version {version} are not known, only of {sorted(self._kept)}")
+        states = self._kept[version]
+        return {key: (states.get(key),) for key in self._owners if key in self._written}
+
+    def restore(self, path: Path, saved: Mapping[str, Sequence[Item]]) -> list[str]:
+        """Give every module its state back. Returns notes on what could not be.
+
+        Raises:
+            CheckpointError: it cannot be read, or a module does not take it.
+        """
+        lost = []
+        for key, owner in self._owners.items():
+            if key not in saved:
+                lost.append(key)
+                continue
+            (value,) = read_value(path, saved[key][0])
+            if is_empty(value):
+                continue
+            try:
+                owner.set_extra_state(value)
+            except Exception as problem:
+                raise CheckpointError(f"{key}: set_extra_state() refused what was saved: {problem}") from problem
+        present = [key for key in lost if key in self._now(self._owners)]
+        return [f"the extra state of {', '.join(present[:5])} was not saved: it begins anew"] if present else []
+
+    @staticmethod
+    def _now(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
+        states = ((key, owner.get_extra_state()) for key, owner in owners.items())
+        return {key: value for key, value in states if not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a module says by this that it has none."""
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)
