@@ -15,14 +15,12 @@ stepped  ``step()`` is about to return; schedulers, averages and whatever else a
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import json
 import os
 import random
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +31,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.optim import adam, sgd
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+from tests.programs.digests import digest
 
 JOB_DIR = Path(os.environ["JOB_DIR"])
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -106,32 +107,7 @@ def report(step: int, loss: Any) -> None:
         log.write(f"{step} {float(loss).hex()}\n")
 
 
-def digest(value: Any) -> str:
-    found = hashlib.sha256()
-    feed(found, value)
-    return found.hexdigest()[:16]
-
-
-def feed(found: Any, value: Any) -> None:
-    """All bits of a state."""
-    if isinstance(value, Tensor):
-        local = value.to_local() if hasattr(value, "to_local") else value
-        plain = local.detach().contiguous()
-        found.update(f"{plain.dtype}{tuple(plain.shape)}".encode())
-        found.update(plain.flatten().view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, Mapping):
-        for key, entry in sorted(value.items(), key=lambda item: str(item[0])):
-            found.update(str(key).encode())
-            feed(found, entry)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            feed(found, entry)
-    else:
-        found.update(repr(value).encode())
-
-
 def main() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2]))
     program = importlib.import_module(f"tests.programs.{os.environ['JOB_PROGRAM']}")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
