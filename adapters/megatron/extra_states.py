@@ -16,15 +16,16 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ttp.adapters.torch.leaves import dump
 from ttp.adapters.torch.reader import read_value
 from ttp.adapters.torch.table import Item
-from ttp.errors import CheckpointError
+from ttp.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("ttp.adapters.megatron")
 
 _KEPT = 4
 """Versions: a host may be some updates ahead of its device."""
-_LEARNING = 3
+_LEARNING = 4
 """Updates after which a module that never had a state is asked only when a checkpoint is written."""
 
 
@@ -42,27 +43,43 @@ class ExtraStates:
         self._asked = dict(owners)
         self._kept: dict[int, dict[str, Any]] = {}
         self._left = _LEARNING
+        self._seen: set[str] = set()  # names that ever had one
         self._complained = False
 
     def take(self, version: int) -> None:
-        """Keep the states of this moment as those of ``version``, beside those of some before. Never raises."""
+        """Keep the states of this moment as those of ``version``, beside those of some before.
+
+        Raises:
+            ConfigError: a module gives something that has no form on disk.
+        """
         try:
-            found = {key: copy.deepcopy(value) for key, value in self._now(self._asked).items()}
+            found = {key: copy.deepcopy(value) for key, value in _states(self._asked).items()}
         except Exception:
             if not self._complained:
                 self._complained = True
-                log.warning("get_extra_state() of a module failed: checkpoints have it as it was before", exc_info=True)
+                log.warning("get_extra_state() failed: what it gave is not saved any more", exc_info=True)
             return
-        if found and self._on_device and self._left == _LEARNING:
-            log.warning(
-                "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
-            )
+        self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
         self._kept = {known: self._kept[known] for known in before} | {version: found}
         self._left -= 1
         if self._left == 0:
-            ever = set().union(*self._kept.values())
-            self._asked = {key: owner for key, owner in self._asked.items() if key in ever}
+            self._asked = {key: owner for key, owner in self._asked.items() if key in self._seen}
+
+    def _look_at_new(self, found: Mapping[str, Any]) -> None:
+        """Say once what it costs, and at once what cannot be saved."""
+        if found and not self._seen and self._on_device:
+            log.warning(
+                "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
+            )
+        for key in found.keys() - self._seen:
+            self._seen.add(key)
+            if dump((found[key],), lambda tensor: tensor.cpu()) is None:
+                raise ConfigError(
+                    f"{key}: get_extra_state() of a {type(self._owners[key]).__name__} gives a "
+                    f"{type(found[key]).__name__}, which cannot be loaded without unpickling: give a tensor of bytes, "
+                    "as newer releases of Transformer Engine do"
+                )
 
     def of(self, version: int) -> dict[str, tuple[Any]]:
         """What this rank writes of ``version``, in the form that Megatron gives such values.
@@ -93,13 +110,13 @@ class ExtraStates:
                 owner.set_extra_state(value)
             except Exception as problem:
                 raise CheckpointError(f"{key}: set_extra_state() refused what was saved: {problem}") from problem
-        present = [key for key in lost if key in self._now(self._owners)]
+        present = [key for key in lost if key in _states(self._owners)]
         return [f"the extra state of {', '.join(present[:5])} was not saved: it begins anew"] if present else []
 
-    @staticmethod
-    def _now(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
-        states = ((key, owner.get_extra_state()) for key, owner in owners.items())
-        return {key: value for key, value in states if not is_empty(value)}
+
+def _states(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
+    states = ((key, owner.get_extra_state()) for key, owner in owners.items())
+    return {key: value for key, value in states if not is_empty(value)}
 
 
 def is_empty(value: Any) -> bool:

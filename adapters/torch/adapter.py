@@ -116,6 +116,8 @@ class TorchAdapter:
         self._processor = processor
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
+        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+            log.warning("%s", note)
         self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
         ddp = find_ddp(self._model)
         buckets = BucketWatch(ddp) if ddp is not None else None
