@@ -57,7 +57,7 @@ class ExtraStates:
         except Exception:
             if not self._complained:
                 self._complained = True
-                log.warning("get_extra_state() failed: what it gave is not saved any more", exc_info=True)
+                log.warning("get_extra_state() failed: checkpoints have what it gave before", exc_info=True)
             return
         self._look_at_new(found)
         before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
@@ -82,14 +82,11 @@ class ExtraStates:
                 )
 
     def of(self, version: int) -> dict[str, tuple[Any]]:
-        """What this rank writes of ``version``, in the form that Megatron gives such values.
-
-        Raises:
-            CheckpointError: the states of that version were not kept.
-        """
-        if version not in self._kept:
-            raise CheckpointError(f"the extra states of version {version} are not known, only of {sorted(self._kept)}")
-        states = self._kept[version]
+        """What this rank writes of ``version``, in the form that Megatron gives such values."""
+        known = max((each for each in self._kept if each <= version), default=min(self._kept, default=None))
+        if known != version:
+            log.warning("the extra states in the checkpoint of version %s are those of %s", version, known)
+        states = {} if known is None else self._kept[known]
         return {key: (states.get(key),) for key in self._owners if key in self._written}
 
     def restore(self, path: Path, saved: Mapping[str, Sequence[Item]]) -> list[str]:
