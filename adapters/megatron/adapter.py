@@ -23,6 +23,7 @@ from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.combined import combined
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import attach
 from ttp.adapters.torch.job_state import JobState
@@ -85,7 +86,7 @@ class MegatronAdapter(TorchAdapter):
         outline = outline_text(geometry, plain, optimizer, inners, args)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, outline)
-        self._together: Any = Together(self._held)
+        self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self._source = MegatronSource(
             modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
@@ -211,23 +212,6 @@ class MegatronAdapter(TorchAdapter):
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
         return world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
-
-
-class Together:
-    """Several plain optimizers as one, as far as keeping copies of their state needs it."""
-
-    def __init__(self, held: Held) -> None:
-        self._held = held
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of all of them."""
-        return [group for optimizer in self._held.stepping for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """Of all of them."""
-        return {key: value for optimizer in self._held.stepping for key, value in list(optimizer.state.items())}
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:

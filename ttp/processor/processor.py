@@ -150,11 +150,15 @@ class Processor:
             self._leases.disarm(os.getpid())
             raise self._problem
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         if self.copying is not None:
             self.copying.hold()
-        self.gate.begin_update()
+        self.gate.begin_update(again)
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
