@@ -128,6 +128,8 @@ class TorchAdapter:
         self._processor = processor
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
+        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+            log.warning("%s", note)
         members = members_of(self._optimizer)
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
         ddps = ddps_of(self._model)
