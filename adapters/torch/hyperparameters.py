@@ -40,10 +40,7 @@ class _Group:
         known = self.values
         if [*map(type, values)] != self.types or known is _NEVER:
             return False
-        for index in self.others:
-            if values[index] is not known[index]:
-                return False
-        return True
+        return [values[index] for index in self.others] == [known[index] for index in self.others]
 
     def look_at(self, group: dict[str, Any], names: list[str], values: list[Any], copied: Callable[[Any], Any]) -> None:
         """The long way, for a group that is new, or has values that can change in place."""

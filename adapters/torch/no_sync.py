@@ -10,10 +10,11 @@ a forward pass outside of the ``no_sync`` that its backward pass is in) every ba
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adapters.torch.ddp import Ddp
 
 
 class NoSync:
@@ -21,10 +22,11 @@ class NoSync:
 
     Args:
         model: the outermost module that the loop calls.
+        ddps: what reduces its gradients.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._reducing = _reducing(model)
+    def __init__(self, model: nn.Module, ddps: Sequence[Ddp] = ()) -> None:
+        self._reducing = ddps if _is_all_theirs(model, ddps) else ()
         self._usual = False  # the last backward pass before the last update was one that reduces
         self._reduced = False
 
@@ -40,13 +42,12 @@ class NoSync:
         self._usual = self._reduced and bool(self._reducing)
 
 
-def _reducing(model: nn.Module) -> list[Any]:
-    """Every DistributedDataParallel of the model; none where some gradients are not theirs to reduce."""
-    found: list[Any] = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:
+    """Whether no gradient is anybody else's to reduce."""
     theirs = {
         id(parameter)
-        for ddp in found
+        for ddp in ddps
         for name, parameter in ddp.module.named_parameters()
         if name not in getattr(ddp, "parameters_to_ignore", ())
     }
-    return found if all(id(p) in theirs for p in model.parameters() if p.requires_grad) else []
+    return all(id(parameter) in theirs for parameter in model.parameters() if parameter.requires_grad)
