@@ -129,7 +129,6 @@ class MegatronAdapter(TorchAdapter):
             tail=self._tail,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            chain=True,
             before_gate=barrier.wait if barrier is not None else lambda: None,
             before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
         )

@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.device import Fence
 from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.turns import Turns
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
@@ -55,7 +56,7 @@ class Capture(Protocol):
 
 
 def attach(
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer | Sequence[Optimizer]],
     model: nn.Module,
     reporter: UpdateReporter,
     capture: Capture,
@@ -63,42 +64,47 @@ def attach(
     tail: Tail,
     fence: Fence,
     version: Callable[[], int],
-    chain: bool = False,
+    turns: Turns | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
+    before_turn: Callable[[int, int], None] = lambda _version, _number: None,
     after_update: Callable[[], None] = lambda: None,
     after_end: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Report every update of ``optimizers``, and capture what belongs to it.
 
     Args:
-        optimizers: one, or several that make one version together (then the user has to call ``step_done``).
+        optimizers: one, or several that make one version together; of wrappers those inside too, as a list, of which
+            the outermost step counts.
         model: the outermost module that the loop calls.
         reporter: begin waits while the world is frozen.
         capture: of rank-local state.
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
-        chain: several optimizers are stepped one after the other, each of them once, and make one version together.
+        turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
+        before_turn: the same before each step of several, with the number of the optimizer too, where training may
+            stand between the steps of one version.
         after_update: called on the training thread after each update; may not block.
         after_end: called when the update was reported as finished, before ``step()`` returns; may block, may not raise.
 
     Returns:
         Call it to detach.
     """
-    many = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
     attachment = Attachment(
         reporter,
         capture,
-        by_hand=len(many) > 1 and not chain,
-        last=many[-1] if chain else None,
+        turns=turns or Turns([type(each[0]).__name__ for each in many], chained=True),
         tail=tail,
         fence=fence,
         version=version,
         before_gate=before_gate,
         before_update=before_update,
+        before_turn=before_turn,
         after_update=after_update,
         after_end=after_end,
     )
@@ -118,13 +124,13 @@ class Attachment:
         reporter: UpdateReporter,
         capture: Capture,
         *,
-        by_hand: bool,
-        last: Optimizer | None,
+        turns: Turns,
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
         before_gate: Callable[[], None],
         before_update: Callable[[int], None],
+        before_turn: Callable[[int, int], None],
         after_update: Callable[[], None],
         after_end: Callable[[], None],
     ) -> None:
@@ -134,22 +140,25 @@ class Attachment:
         self._fence = fence
         self._version = version
         self._before_gate, self._before_update, self._after_update = before_gate, before_update, after_update
-        self._after_end = after_end
+        self._before_turn, self._after_end = before_turn, after_end
         self.redoable = False
         """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
         self._depth = 0
         self._begun = False
-        self._by_hand = by_hand  # the user says when a step is done
-        self._last = last  # whose step is the last one of an update; None: there is one only
+        self._stands = False  # training may stand between the steps of the open update
+        self._between = False  # it does
+        self._turns = turns
+        self._numbers: dict[int, int] = {}  # of the optimizers, by identity
         self._task = -1
         self._mark = 0
         self._evaluating = False
         self._complained = False
         self._handles: list[Any] = []
 
-    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module) -> None:
         """Register the hooks."""
-        for optimizer in optimizers:
+        for number, optimizer in ((number, each) for number, several in enumerate(optimizers) for each in several):
+            self._numbers[id(optimizer)] = number
             self._handles.append(optimizer.register_step_pre_hook(self._before_step))
             self._handles.append(optimizer.register_step_post_hook(self._after_step))
         for parameter in gradient_triggers(model):
@@ -177,12 +186,12 @@ class Attachment:
         """
         if self._depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
+        hand, self._turns.by_hand = self._turns.by_hand, True
         if self._begun:
             self._end()
-        elif not self._by_hand:  # the hooks have ended this update already, too early
+        elif not hand:  # the hooks have ended this update already, too early
             self._safely(self._tail.step_done)
             self._capture.capture(self._version(), final=True)
-        self._by_hand = True
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
@@ -209,18 +218,37 @@ class Attachment:
         if task != self._task or task == -1:
             self._task = task
             self._pass()
+            self._turns.backward()
             self._capture.capture(self._version() + 1, final=False)
 
-    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self._begun:
-            self._begin(has_closure=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._depth == 0:
+            self._take_turn(
+                self._numbers[id(optimizer)],
+                has_closure=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
+            )
         self._depth += 1
+
+    def _take_turn(self, number: int, has_closure: bool) -> None:
+        """The outermost step of an optimizer begins: it opens an update, or goes on with the one that is open."""
+        if self._turns.overdue(number):
+            self._end()
+        self._turns.begins(number)
+        if not self._begun:
+            self._begin(has_closure)
+        elif self._stands:
+            self._pass()
+            self._reporter.begin_update()
+            self._between = False
+        if self._stands:
+            self._before_turn(self._version(), number)
 
     def _begin(self, has_closure: bool) -> None:
         self._pass()
         self._safely(self._tail.at_gate)
         self._capture.capture(self._version() + 1, final=False)
-        self.redoable = not (has_closure or self._by_hand)
+        self._stands = self._turns.stands_between
+        self.redoable = not (has_closure or self._turns.by_hand or self._stands)
         self._before_gate()
         self._reporter.begin_update()
         self._begun = True
@@ -228,16 +256,24 @@ class Attachment:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._depth -= 1
-        if self._depth == 0 and not self._by_hand and self._last in (None, optimizer):
+        if self._depth:
+            return
+        if self._turns.ended(self._numbers[id(optimizer)]):
             self._end()
+        elif self._stands:
+            self._between = True
+            self._reporter.stand_between()
 
     def _end(self) -> None:
+        if self._between:
+            self._reporter.begin_update()  # who stands between is frozen like anybody before the gate
         version = self._version() + 1
+        self._turns.over()
         self._capture.capture(version, final=True)
-        self._safely(self._tail.update_finished, version, whole=self._by_hand)
+        self._safely(self._tail.update_finished, version, whole=self._turns.by_hand)
         self._safely(self._fence.record, version)
         self._safely(self._after_update)
-        self._begun = False
+        self._begun = self._between = False
         self._mark = self._reporter.mark = 0
         self._reporter.end_update()
         self._after_end()

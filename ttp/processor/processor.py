@@ -156,6 +156,10 @@ class Processor:
             self.copying.hold()
         self.gate.begin_update()
 
+    def stand_between(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.stand_between()
+
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
         self.gate.end_update()

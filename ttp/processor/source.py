@@ -91,5 +91,8 @@ class UpdateReporter(Protocol):
     def begin_update(self) -> None:
         """Just before the first write of an update. Waits while the world is frozen."""
 
+    def stand_between(self) -> None:
+        """Between two steps that make one update together; ``begin_update`` goes on with it."""
+
     def end_update(self) -> None:
         """Just after the last write of an update."""

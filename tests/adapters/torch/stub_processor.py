@@ -40,6 +40,9 @@ class StubProcessor:
         self.gate.begin_update()
         self.begun.append(self.gate.version + 1)
 
+    def stand_between(self) -> None:
+        self.gate.stand_between()
+
     def end_update(self) -> None:
         self.gate.end_update()
 

@@ -57,6 +57,10 @@ class Job:
         self.gate.begin_update()
         self.log.append("begin")
 
+    def stand_between(self) -> None:
+        self.gate.stand_between()
+        self.log.append("between")
+
     def end_update(self) -> None:
         self.gate.end_update()
         self.log.append("end")
