@@ -16,12 +16,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -49,6 +49,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 _LISTED_MAX = 4
+_POLL_S = 5e-5
+"""Between two looks of a training thread that stays where it is until the world is thawed."""
 
 
 class TorchAdapter:
@@ -98,6 +100,7 @@ class TorchAdapter:
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
 
     @property
@@ -127,18 +130,18 @@ class TorchAdapter:
         self._processor = processor
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
+        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+            log.warning("%s", note)
         members = members_of(self._optimizer)
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
-        ddp = find_ddp(self._model)
-        buckets = BucketWatch(ddp) if ddp is not None else None
+        ddps = ddps_of(self._model)
+        buckets = LayoutWatch(ddps, self._names)
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
             self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
@@ -158,6 +161,7 @@ class TorchAdapter:
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
             before_turn=between.before_turn if self._undo is None else lambda _version, _number: None,
             after_update=lambda: self._updated(buckets),
+            ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)
@@ -171,18 +175,22 @@ class TorchAdapter:
         )
         return self._source.between
 
-    def _updated(self, buckets: BucketWatch | None) -> None:
+    def _updated(self, buckets: LayoutWatch) -> None:
         assert self._source.between is not None
         self._source.between.after_update()
-        if buckets is not None:
-            buckets.update_finished()
+        buckets.update_finished()
 
     def _stay_redone(self) -> None:
         """After an update that was made by order, do not enter an exchange with ranks that may be dead."""
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+
+    def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
+        if not needs_barrier(processor.layout, self._undo):
+            return None
+        return UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
 
     def _gradient_final(self) -> None:
         assert self._processor is not None
@@ -198,6 +206,9 @@ class TorchAdapter:
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
@@ -243,8 +254,7 @@ class TorchAdapter:
             self._tail.restored(restored.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
-        if self._source.preimage is not None:
-            self._source.preimage.forget()
+        self._source.forget_images()
         if protected:
             self._capture.capture(restored.version, final=True)
         return Version(restored.version)
@@ -372,15 +382,19 @@ class DeviceReporter:
     def activity(self, activity: str) -> None:
         self._processor.activity = activity
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         self._reduced.record(self._processor.gate.version + 1)
-        self._processor.begin_update()
+        self._processor.begin_update(again)
         self._begun.record(self._processor.gate.version + 1)
 
     def stand_between(self) -> None:
         """See ``UpdateReporter``."""
         self._processor.stand_between()
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""

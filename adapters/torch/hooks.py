@@ -25,15 +25,28 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.closures import Closure, closure_of, evaluates_first, with_closure
+from ttp.adapters.torch.data_parallel import ddps_of
+from ttp.adapters.torch.ddp import Ddp
 from ttp.adapters.torch.device import Fence
+from ttp.adapters.torch.hook import Hook
+from ttp.adapters.torch.misuse import (
+    Strangers,
+    capturing,
+    graph_task,
+    in_backward,
+    refuse_capture,
+    refuse_in_backward,
+)
+from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.turns import Turns
 from ttp.errors import UsageError
@@ -41,11 +54,23 @@ from ttp.processor.source import UpdateReporter
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-"""Number of the backward pass that runs; -1 outside of one."""
-
 EVALUATING = "a forward pass without gradients"
 """What a rank is said to do from such a pass until the next point of a step."""
+
+_WHOLE_STEP = (
+    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
+    "whole step counts as the update, forward and backward passes included. If a rank is lost in it, this step cannot "
+    'be saved before it ends; with undo="preimage" ranks that get an exception from the loss can go back. To have the '
+    "update begin later, call the closure yourself: loss = closure(); optimizer.step()"
+)
+
+_LEFT = (
+    "step() was left by an exception that the program has caught, in the update after version %d. Parts of that update "
+    "may be in the weights: nothing can be saved from this rank until its next whole step. If other ranks did not "
+    "raise alike, their weights differ from those of this one from now on; that is compared when a checkpoint is made"
+)
+
+_NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of this update when it was over"
 
 
 class Capture(Protocol):
@@ -65,6 +90,7 @@ def attach(
     fence: Fence,
     version: Callable[[], int],
     turns: Turns | None = None,
+    ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
     before_turn: Callable[[int, int], None] = lambda _version, _number: None,
@@ -83,6 +109,7 @@ def attach(
         fence: of the device.
         version: finished updates, as the gate counts them.
         turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
+        ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
         before_turn: the same before each step of several, with the number of the optimizer too, where training may
@@ -108,15 +135,16 @@ def attach(
         after_update=after_update,
         after_end=after_end,
     )
-    attachment.connect(many, model)
+    attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
     return attachment
 
 
 class Attachment:
     """The bracket around an update; see ``attach`` for its parts.
 
-    An exception inside ``optimizer.step()`` leaves the bracket open: the copy is torn, which is the truth. ``step`` of
-    a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts.
+    ``step`` of a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts. An exception
+    of ``step()`` leaves the bracket open: the copy is torn, which is the truth. A program that catches it and goes on
+    is told so; see docs/decisions/0028-the-bracket.md for what becomes of the version.
     """
 
     def __init__(
@@ -143,37 +171,54 @@ class Attachment:
         self._before_turn, self._after_end = before_turn, after_end
         self.redoable = False
         """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
-        self._depth = 0
+        self._stepping = Stepping(())
+        self._strangers: Strangers | None = None
         self._begun = False
         self._stands = False  # training may stand between the steps of the open update
         self._between = False  # it does
         self._turns = turns
         self._numbers: dict[int, int] = {}  # of the optimizers, by identity
+        self._number = 0  # whose turn it is
+        self._opened = False  # nothing keeps it from writing any more
+        self._left = False  # the last update, half made; until the next one begins
+        self._again = False  # no gradient has come since
+        self._closures = 0  # that run
         self._task = -1
         self._mark = 0
         self._evaluating = False
         self._complained = False
+        self._said: set[str] = set()
         self._handles: list[Any] = []
 
-    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module) -> None:
-        """Register the hooks."""
-        for number, optimizer in ((number, each) for number, several in enumerate(optimizers) for each in several):
-            self._numbers[id(optimizer)] = number
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
-        for parameter in gradient_triggers(model):
+    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
+        """Register the hooks.
+
+        Raises:
+            UsageError: parameters are updated in the backward pass.
+        """
+        refuse_in_backward(model)
+        self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
+        every = [each for several in optimizers for each in several]
+        self._stepping = Stepping(every)
+        self._strangers = Strangers(every, model, lambda: self._begun)
+        for optimizer in every:
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+        for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._on_gradient))
+            self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
-            self._handles.append(module.register_forward_hook(self._on_output))
+            self._handles.append(module.register_forward_hook(Hook(self._on_output)))
         if self._tail.wants_forward:
-            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+            self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._strangers is not None:
+            self._strangers.remove()
         self._tail.close()
 
     def step_done(self) -> None:
@@ -184,7 +229,8 @@ class Attachment:
         Raises:
             UsageError: called from inside ``optimizer.step()``.
         """
-        if self._depth:
+        self._look_for_exception()
+        if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
         hand, self._turns.by_hand = self._turns.by_hand, True
         if self._begun:
@@ -198,6 +244,7 @@ class Attachment:
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
+        self._look_for_exception()
         learning = torch.is_grad_enabled()
         if learning:
             self._pass()
@@ -214,51 +261,94 @@ class Attachment:
                     hook(self._on_gradient)
 
     def _on_gradient(self, _tensor: Tensor) -> None:
-        task = _graph_task()
+        task = graph_task()
         if task != self._task or task == -1:
             self._task = task
+            if capturing():
+                return  # of a CUDA graph: this happens once, not in each of its replays
+            self._look_for_exception()
+            self._again = False
             self._pass()
             self._turns.backward()
-            self._capture.capture(self._version() + 1, final=False)
+            self._capture.capture(self._next_version(), final=False)
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._depth == 0:
-            self._take_turn(
-                self._numbers[id(optimizer)],
-                has_closure=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None,
-            )
-        self._depth += 1
+    def _before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        in_backward(optimizer)
+        refuse_capture()
+        self._look_for_exception(entering=True)
+        if self._stepping.depth:  # in another step
+            self._stepping.entered()
+            return None
+        self._take_turn(self._numbers[id(optimizer)])
+        kind: Any = type(optimizer)
+        closure = closure_of(args, kwargs)
+        self._again = self._again and closure is None  # a closure makes a gradient of its own
+        if closure is None:
+            self._open(redoable=True)
+        elif not evaluates_first(kind):
+            self._say_once(_WHOLE_STEP.format(kind.__name__))
+            self._open(redoable=False)
+        self._stepping.entered()
+        return None if closure is None else with_closure(partial(self._evaluate, closure), args, kwargs)
 
-    def _take_turn(self, number: int, has_closure: bool) -> None:
-        """The outermost step of an optimizer begins: it opens an update, or goes on with the one that is open."""
+    def _take_turn(self, number: int) -> None:
+        """It is the turn of this optimizer; nothing of its step is done yet."""
+        if self._left and not self._again:
+            self._turns.forget()
         if self._turns.overdue(number):
             self._end()
         self._turns.begins(number)
+        self._number, self._opened = number, False
+
+    def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """What the optimizer calls in place of ``closure``: behind it the gradient is there, and nothing is written."""
+        self._closures += 1
+        try:
+            result = closure(*args, **kwargs)
+        finally:
+            self._closures -= 1
+        if not self._opened:
+            with torch.no_grad():
+                self._open(redoable=True)
+        return result
+
+    def _open(self, redoable: bool) -> None:
+        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one."""
+        fresh, self._opened = not self._left, True  # what was left half made is nothing to go back to
         if not self._begun:
-            self._begin(has_closure)
-        elif self._stands:
+            self._begin(redoable)
+        elif self._between:
             self._pass()
             self._reporter.begin_update()
             self._between = False
-        if self._stands:
-            self._before_turn(self._version(), number)
+        if self._stands and fresh:
+            self._before_turn(self._version(), self._number)
 
-    def _begin(self, has_closure: bool) -> None:
+    def _begin(self, redoable: bool) -> None:
+        again = self._again
         self._pass()
         self._safely(self._tail.at_gate)
-        self._capture.capture(self._version() + 1, final=False)
+        self._capture.capture(self._next_version(), final=False)
         self._stands = self._turns.stands_between
-        self.redoable = not (has_closure or self._turns.by_hand or self._stands)
-        self._before_gate()
-        self._reporter.begin_update()
+        self.redoable = redoable and not (self._turns.by_hand or self._stands)
+        if not again:
+            self._before_gate()
+        self._reporter.begin_update(again)
         self._begun = True
-        self._before_update(self._version())
+        if not self._left:  # what was left half made is nothing to go back to
+            self._before_update(self._version())
+        self._left = self._again = False
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth:
+        self._stepping.returned()
+        if not self._opened:
+            self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
+            self._open(redoable=False)
+        if self._stepping.depth:
             return
-        if self._turns.ended(self._numbers[id(optimizer)]):
+        if self._turns.ended(self._number):
             self._end()
         elif self._stands:
             self._between = True
@@ -278,6 +368,17 @@ class Attachment:
         self._reporter.end_update()
         self._after_end()
 
+    def _next_version(self) -> int:
+        """Of the update that comes. One that was left half made has used up its number, unless it is made again."""
+        return self._version() + (2 if self._left and not self._again else 1)
+
+    def _look_for_exception(self, *, entering: bool = False) -> None:
+        """Whether the program has caught an exception of ``step()`` and goes on."""
+        if self._stepping.depth and not self._closures and self._stepping.was_left(entering=entering) and self._begun:
+            self._begun, self._left, self._again = False, True, True
+            self._reporter.leave_update()
+            log.error(_LEFT, self._version())
+
     def _pass(self) -> None:
         """One more point of the step."""
         self._mark += 1
@@ -286,6 +387,11 @@ class Attachment:
             self._evaluating = False
             if self._reporter.activity == EVALUATING:  # else the user has said something since
                 self._reporter.activity = ""
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
 
     def _safely(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         try:
@@ -296,7 +402,7 @@ class Attachment:
                 log.warning("ttp could not follow an update; training goes on", exc_info=True)
 
 
-def gradient_triggers(model: nn.Module) -> list[Tensor]:
+def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
     """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
 
     One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
@@ -305,7 +411,9 @@ def gradient_triggers(model: nn.Module) -> list[Tensor]:
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
-    for ddp in _all_used(model):
+    for ddp in ddps:
+        if ddp.find_unused_parameters or ddp.static_graph:
+            continue
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         fresh = [parameter for parameter in reduced if id(parameter) not in covered]
@@ -328,11 +436,3 @@ def gathering(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(map(id, module.modules()))
     return found
-
-
-def _all_used(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            ddp: Any = module
-            if not ddp.find_unused_parameters and not ddp.static_graph:
-                yield ddp

@@ -17,7 +17,7 @@ from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch
+from ttp.adapters.torch.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.dealing import Share
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
@@ -93,7 +93,7 @@ class TorchSource:
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
         self.tail: Tail | None = None
-        self.buckets: BucketWatch | None = None
+        self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
@@ -158,6 +158,12 @@ class TorchSource:
         finished = self.finished.finished_version()  # the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
         return whole and preimage.whole and preimage.version == finished - 1
+
+    def forget_images(self) -> None:
+        """The state was replaced: what is kept of another one belongs to nothing."""
+        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
+            if preimage is not None:
+                preimage.forget()
 
     @property
     def _preimage_now(self) -> PreImage | None:
@@ -265,7 +271,7 @@ class TorchSource:
         job.extra["constant"] = self._extra.capture_constant()
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
-    def _bucket_layout(self, version: Version) -> str | None:
+    def _bucket_layout(self, version: Version) -> Layouts | None:
         assert self._processor is not None
         if self.buckets is None:
             return None
@@ -301,7 +307,7 @@ class TorchSource:
 
     def _agreed(self) -> Callable[[ItemPath], bool]:
         """Of which entries of a shard replicas are known to have the same."""
-        return agreed_on(self._names, self._model)
+        return agreed_on(self._names)
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """What of ``state`` belongs to ``shard``."""
@@ -311,7 +317,7 @@ class TorchSource:
     def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
         """What replicas of each of these shards have to have in common."""
         assert self.sharding is not None
-        everything = replicated(self._names, self._optimizer, self._model)
+        everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
 
     def _finalise(self, draft: Path, order: Commit) -> list[Piece]:

@@ -97,6 +97,10 @@ class Turns:
         if self._made:
             self.interleaved = True
 
+    def forget(self) -> None:
+        """The version was left half made, and the loop begins another one."""
+        self._made = []
+
     def over(self) -> None:
         """The version is finished; the next step begins another one."""
         made, self._made = tuple(self._made), []
