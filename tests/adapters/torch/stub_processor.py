@@ -50,9 +50,12 @@ class StubProcessor:
     def directory(self, _order: object) -> Path:
         return self.save_dir
 
-    def begin_update(self) -> None:
-        self.gate.begin_update()
+    def begin_update(self, again: bool = False) -> None:
+        self.gate.begin_update(again)
         self.begun.append(self.gate.version + 1)
+
+    def leave_update(self) -> None:
+        self.gate.leave_update()
 
     def end_update(self) -> None:
         self.gate.end_update()
