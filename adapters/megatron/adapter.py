@@ -21,7 +21,7 @@ from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
-from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.combined import combined
 from ttp.adapters.torch.extra import ExtraState
@@ -93,6 +93,7 @@ class MegatronAdapter(TorchAdapter):
         )
         self._attachment = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
         self._syncs = ParamSyncs(self._chunks)
 
@@ -120,9 +121,7 @@ class MegatronAdapter(TorchAdapter):
         self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
         self._attachment = attach(
             self._held.stepping,
             self._chunks[0],

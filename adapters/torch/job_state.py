@@ -38,7 +38,8 @@ class JobState:
         scaler: ``state_dict()`` of the GradScaler; None without one.
         scheduler_pending: the update was finished but ``scheduler.step()`` after it was not: it is due on restore.
         scaler_pending: the same for ``scaler.update()``.
-        ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it.
+        ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it; with several
+            DistributedDataParallel modules that of each, by name.
         extra: whatever else is equal everywhere, by name.
         several: of several LR schedulers ``[state_dict(), pending]``; None with one or none.
     """
@@ -48,7 +49,7 @@ class JobState:
     scaler: dict[str, Any] | None = None
     scheduler_pending: bool = False
     scaler_pending: bool = False
-    ddp_buckets: str | None = None
+    ddp_buckets: str | dict[str, str] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     several: list[Any] | None = None
 
@@ -121,7 +122,7 @@ _KINDS: dict[str, Any] = {
     "scaler": dict | None,
     "scheduler_pending": bool,
     "scaler_pending": bool,
-    "ddp_buckets": str | None,
+    "ddp_buckets": str | dict | None,
     "extra": dict,
     "several": list | None,
 }
