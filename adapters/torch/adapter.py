@@ -16,11 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.adapters.torch")
 
 _LISTED_MAX = 4
+_POLL_S = 5e-5
+"""Between two looks of a training thread that stays where it is until the world is thawed."""
 
 
 class TorchAdapter:
@@ -96,6 +98,7 @@ class TorchAdapter:
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
 
     @property
@@ -125,18 +128,18 @@ class TorchAdapter:
         self._processor = processor
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
+        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+            log.warning("%s", note)
         members = members_of(self._optimizer)
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
-        ddp = find_ddp(self._model)
-        buckets = BucketWatch(ddp) if ddp is not None else None
+        ddps = ddps_of(self._model)
+        buckets = LayoutWatch(ddps, self._names)
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
             self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             sharding.stepping,
@@ -149,7 +152,8 @@ class TorchAdapter:
             version=lambda: processor.gate.version,
             before_gate=barrier.wait if barrier is not None else lambda: None,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=buckets.update_finished if buckets is not None else lambda: None,
+            after_update=buckets.update_finished,
+            ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)
@@ -160,7 +164,12 @@ class TorchAdapter:
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+
+    def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
+        if not needs_barrier(processor.layout, self._undo):
+            return None
+        return UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
 
     def _gradient_final(self) -> None:
         assert self._processor is not None
@@ -176,6 +185,9 @@ class TorchAdapter:
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""

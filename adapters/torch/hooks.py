@@ -25,16 +25,17 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.closures import Closure, closure_of, evaluates_first, with_closure
+from ttp.adapters.torch.data_parallel import ddps_of
+from ttp.adapters.torch.ddp import Ddp
 from ttp.adapters.torch.device import Fence
 from ttp.adapters.torch.hook import Hook
 from ttp.adapters.torch.misuse import (
@@ -88,6 +89,7 @@ def attach(
     fence: Fence,
     version: Callable[[], int],
     chain: bool = False,
+    ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
     after_update: Callable[[], None] = lambda: None,
@@ -104,6 +106,7 @@ def attach(
         fence: of the device.
         version: finished updates, as the gate counts them.
         chain: several optimizers are stepped one after the other, each of them once, and make one version together.
+        ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
         after_update: called on the training thread after each update; may not block.
@@ -126,7 +129,7 @@ def attach(
         after_update=after_update,
         after_end=after_end,
     )
-    attachment.connect(many, model)
+    attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
     return attachment
 
 
@@ -177,7 +180,7 @@ class Attachment:
         self._said: set[str] = set()
         self._handles: list[Any] = []
 
-    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module) -> None:
+    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module, ddps: Sequence[Ddp]) -> None:
         """Register the hooks.
 
         Raises:
@@ -189,7 +192,7 @@ class Attachment:
         for optimizer in optimizers:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
-        for parameter in gradient_triggers(model):
+        for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
@@ -354,7 +357,7 @@ class Attachment:
                 log.warning("ttp could not follow an update; training goes on", exc_info=True)
 
 
-def gradient_triggers(model: nn.Module) -> list[Tensor]:
+def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
     """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
 
     One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
@@ -363,7 +366,9 @@ def gradient_triggers(model: nn.Module) -> list[Tensor]:
     """
     chosen: list[Tensor] = []
     covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
-    for ddp in _all_used(model):
+    for ddp in ddps:
+        if ddp.find_unused_parameters or ddp.static_graph:
+            continue
         ignored = set(getattr(ddp, "parameters_to_ignore", ()))
         reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
         fresh = [parameter for parameter in reduced if id(parameter) not in covered]
@@ -386,11 +391,3 @@ def gathering(model: nn.Module) -> list[nn.Module]:
             found.append(module)
             inside.update(map(id, module.modules()))
     return found
-
-
-def _all_used(model: nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            ddp: Any = module
-            if not ddp.find_unused_parameters and not ddp.static_graph:
-                yield ddp

@@ -18,6 +18,10 @@ from ttp.core.layout import Version
 from ttp.core.messages import Phase
 
 
+def _nothing() -> None:
+    """Nobody is to be woken."""
+
+
 @dataclass(frozen=True, slots=True)
 class GateState:
     """What the gate guards, at one moment.
@@ -28,7 +32,7 @@ class GateState:
         parked: the training thread stands at the closed gate.
         closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
             be said of them: under one closure nothing goes back to where it was.
-        near: it is about to: it waits for its peers, looks at the gate all the time and stands aside once it is closed.
+        near: it is about to: it waits for its peers, is told when the gate is closed and stands aside then.
     """
 
     version: Version
@@ -64,6 +68,7 @@ class Gate:
         "_parked",
         "_torn",
         "_updating",
+        "_wake",
         "redone",
         "version",
     )
@@ -81,6 +86,7 @@ class Gate:
         self._torn = False
         self._parked = False
         self._near = False
+        self._wake: Callable[[], None] = _nothing
         self._done = False
         self._halted = False
         self.redone = False
@@ -135,15 +141,20 @@ class Gate:
             self._parked = False
 
     @contextlib.contextmanager
-    def nearby(self) -> Iterator[None]:
-        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``."""
+    def nearby(self, wake: Callable[[], None] = _nothing) -> Iterator[None]:
+        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``.
+
+        Args:
+            wake: called by whoever closes the gate, when it is closed: the training thread is to look at it. Must not
+                block. May be called once more when the thread has left already.
+        """
         with self._lock:
-            self._near = True
+            self._near, self._wake = True, wake
         try:
             yield
         finally:
             with self._lock:
-                self._near = False
+                self._near, self._wake = False, _nothing
 
     @property
     def updating(self) -> bool:
@@ -209,7 +220,9 @@ class Gate:
         """Let no update start. The answer is stable unless its phase is UPDATING; then ``on_quiet`` follows."""
         with self._lock:
             self._closed = True
-            return self._state()
+            state, wake = self._state(), self._wake
+        wake()
+        return state
 
     def admit(self) -> bool:
         """Let the training thread, if it stands at the closed gate, make one update. Whether it stands there."""

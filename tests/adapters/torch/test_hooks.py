@@ -343,7 +343,7 @@ class TestTriggers:
     def test_every_parameter_outside_of_ddp(self) -> None:
         model = nn.Linear(2, 2)
         model.bias.requires_grad_(False)
-        assert gradient_triggers(model) == [model.weight]
+        assert gradient_triggers(model, []) == [model.weight]
 
     def test_an_unused_parameter_does_not_matter(self) -> None:
         job = Job()
