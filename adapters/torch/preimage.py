@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.cuts import is_distributed, local
 from ttp.adapters.torch.device import Runtime, make_fence
+from ttp.adapters.torch.habit import copied
 from ttp.adapters.torch.inner import inner_of
-from ttp.adapters.torch.tail import copied
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")

@@ -349,7 +349,7 @@ class TorchSource:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
             state["optim"]["state"] = counted_back(state["optim"]["state"], ahead)
-        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+        kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules
