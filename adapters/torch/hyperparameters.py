@@ -1,94 +1,97 @@
-"""The hyperparameters of param groups, kept as they were: copied for a group when one of its values has changed.
+"""The hyperparameters of param groups, as they were: copied for a group when one of its values has changed.
 
-A job may have a thousand groups, and this happens twice in each step. So what did not change is only compared, by
-lists of values as they lie in the group.
+A job may have a thousand groups, and they are looked at twice in each step. So what did not change is only compared, by
+the list of values as they lie in the group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
+
+from ttp.adapters.torch.habit import PLAIN, copied
 
 Groups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
-PLAIN = frozenset({float, int, bool, str, type(None)})
-"""Types of values that stay as they are."""
 
-_NEVER: list[Any] = [object()]
-
-
-class _Group:
-    """A group as it was when last looked at."""
-
-    __slots__ = ("copy", "names", "others", "types", "values")
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.values = _NEVER
-        """In the group's order; ``_NEVER`` where some can change in place."""
-        self.types: list[type] = []
-        """Of the values."""
-        self.others: list[int] = []
-        """Where values are that are no numbers: the parameters, tuples."""
-        self.copy: dict[str, Any] = {}
-
-    def only_numbers_changed(self, values: list[Any]) -> bool:
-        """Whether all that is new among these values are numbers in the place of numbers."""
-        known = self.values
-        if [*map(type, values)] != self.types or known is _NEVER:
-            return False
-        return [values[index] for index in self.others] == [known[index] for index in self.others]
-
-    def look_at(self, group: dict[str, Any], names: list[str], values: list[Any], copied: Callable[[Any], Any]) -> None:
-        """The long way, for a group that is new, or has values that can change in place."""
-        items = [(name, value) for name, value in group.items() if name != "params"]
-        self.copy = {name: value if type(value) in PLAIN else copied(value) for name, value in items}
-        self.names, self.types = names, [*map(type, values)]
-        self.others = [index for index, value in enumerate(values) if type(value) not in PLAIN]
-        self.values = values if all(_is_fixed(value) for _, value in items) else _NEVER
-
-
-class Hyperparameters:
-    """Of all param groups of some optimizers.
+class _Group(NamedTuple):
+    """A group as it was.
 
     Args:
-        optimizers: whose groups.
-        copied: copies a value that can change in place.
+        names: of all its values, in its order.
+        values: of these, where all of them can only be replaced; None: some can change in place.
+        types: of the values.
+        others: where those are that are no numbers: the parameters, tuples.
+        copy: of it, without the parameters.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], copied: Callable[[Any], Any]) -> None:
-        self._optimizers = optimizers
-        self._copied = copied
-        self._known: list[list[_Group]] = [[] for _ in optimizers]
-        self._taken: list[Groups] = [[] for _ in optimizers]
+    names: list[str]
+    values: list[Any] | None
+    types: list[type]
+    others: list[int]
+    copy: dict[str, Any]
 
-    def now(self) -> list[Groups]:
-        """Of each optimizer, as they are now. What is returned is not changed any more, by nobody."""
-        self._taken = [
-            self._groups(optimizer.param_groups, known, taken)
-            for optimizer, known, taken in zip(self._optimizers, self._known, self._taken, strict=True)
-        ]
-        return self._taken
+    def is_number_in_place_of_number(self, values: list[Any]) -> bool:
+        """Whether all that is new among these values is."""
+        known = self.values
+        if known is None or [*map(type, values)] != self.types:
+            return False
+        return _equal([values[index] for index in self.others], [known[index] for index in self.others])
 
-    def _groups(self, groups: list[dict[str, Any]], known: list[_Group], taken: Groups) -> Groups:
-        while len(known) < len(groups):
-            known.append(_Group())
-        del known[len(groups) :]
-        changed = len(taken) != len(groups)
-        for group, last in zip(groups, known, strict=True):
-            values, names = [*group.values()], [*group]
-            if names == last.names and _equal(values, last.values):
+
+class Hyperparameters(NamedTuple):
+    """Of all param groups of some optimizers, at one moment; nobody changes it.
+
+    Args:
+        groups: of each optimizer.
+        known: the same, with what they are compared by.
+    """
+
+    groups: list[Groups]
+    known: list[list[_Group]]
+
+    @staticmethod
+    def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
+        """As they are now: ``before`` itself when none has changed since."""
+        olds = before.known if before is not None else [[]] * len(optimizers)
+        known = [_looked_at(optimizer.param_groups, old) for optimizer, old in zip(optimizers, olds, strict=True)]
+        if before is not None and all(new is old for new, old in zip(known, olds, strict=True)):
+            return before
+        return Hyperparameters([[group.copy for group in groups] for groups in known], known)
+
+
+def _looked_at(groups: list[dict[str, Any]], before: list[_Group]) -> list[_Group]:
+    """``before`` itself when no group has changed."""
+    found: list[_Group] = []
+    changed = len(groups) != len(before)
+    for index, group in enumerate(groups):
+        values, names = [*group.values()], [*group]
+        last = before[index] if index < len(before) else None
+        if last is not None and names == last.names:
+            if last.values is not None and _equal(values, last.values):
+                found.append(last)
                 continue
-            changed = True
-            if names == last.names and last.only_numbers_changed(values):
-                last.copy, last.values = group.copy(), values
-                last.copy.pop("params", None)
-            else:
-                last.look_at(group, names, values, self._copied)
-        return [last.copy for last in known] if changed else taken
+            if last.is_number_in_place_of_number(values):
+                copy = group.copy()
+                copy.pop("params", None)
+                found.append(_Group(names, values, last.types, last.others, copy))
+                changed = True
+                continue
+        found.append(_new(group, names, values))
+        changed = True
+    return found if changed else before
+
+
+def _new(group: dict[str, Any], names: list[str], values: list[Any]) -> _Group:
+    """The long way, for a group that is new, or has values that can change in place."""
+    items = [(name, value) for name, value in group.items() if name != "params"]
+    copy = {name: value if type(value) in PLAIN else copied(value) for name, value in items}
+    others = [index for index, value in enumerate(values) if type(value) not in PLAIN]
+    fixed = all(map(_is_fixed, (value for _, value in items)))
+    return _Group(names, values if fixed else None, [*map(type, values)], others, copy)
 
 
 def _equal(values: list[Any], last: list[Any]) -> bool:
