@@ -19,6 +19,7 @@ from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.ddp import BucketWatch, find_ddp
+from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -28,7 +29,7 @@ from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
 from ttp.adapters.torch.restore import Restored, restore_into
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
-from ttp.adapters.torch.source import TorchSource, runtime_of
+from ttp.adapters.torch.source import TorchSource
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail
 from ttp.core.agreement import agree
@@ -81,10 +82,12 @@ class TorchAdapter:
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._names = ModelNames(model, optimizer)
-        self._device = device
-        self._source = TorchSource(model, self._names, optimizer, self._capture, self._extra, device)
+        owned = [p for group in optimizer.param_groups for p in group["params"]]
+        averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
+        devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._source = TorchSource(model, self._names, optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._tail: Tail | None = None
@@ -123,7 +126,7 @@ class TorchAdapter:
         self._source.exchanges = self._optimizer not in sharding.stepping
         if self._undo is not None:
             modules = self._extra.modules.values()
-            self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
+            self._source.preimage = PreImage(inner_of(self._optimizer), modules, self._source.runtimes)
         barrier = None
         if needs_barrier(processor.layout, self._undo):
             barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
