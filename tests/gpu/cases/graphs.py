@@ -48,7 +48,8 @@ def whole_step(stand: Stand) -> None:
     training = Training(stand, "adam-capturable")
     with stand.protected():
         training.protect()
-        stream = torch.cuda.Stream()
+        cuda: Any = torch.cuda
+        stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
