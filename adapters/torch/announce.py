@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+import xxhash
+from torch import Tensor, nn
 
 from ttp.adapters.torch import cuts
 from ttp.adapters.torch.checkpoint import Chunk, Stored
 from ttp.adapters.torch.cuts import Ranks
+from ttp.adapters.torch.device import flat_bytes
 from ttp.adapters.torch.flat import flat_scopes
 from ttp.adapters.torch.names import module_tensors
 from ttp.adapters.torch.sharding import Parts
@@ -50,11 +51,13 @@ class Said:
         names: digest of what it is about: names and whole shapes.
         parts: digest of that, and of which part of each is here.
         label: the shard of an explicit layout; empty: nobody has named it.
+        alone: some of the names, where nothing makes these parameters equal on several ranks; else empty.
     """
 
     names: str
     parts: str
     label: str = ""
+    alone: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,28 +69,36 @@ class View:
         scopes: the lowest rank of each group of ranks that it trains with; all members of a group say the same.
         stages: numbers of the pipeline stages that it runs.
         groups: digest of the optimizer's param groups.
+        frozen: digest of the content of parameters that are not trained, and that nothing makes equal; empty: none.
+        frozen_names: some of their names.
     """
 
     shards: tuple[Said, ...]
     scopes: tuple[int, ...] = ()
     stages: tuple[int, ...] = ()
     groups: str = ""
+    frozen: str = ""
+    frozen_names: tuple[str, ...] = ()
 
     def encode(self) -> bytes:
         """For ``decode`` on other ranks."""
-        said = [[s.names, s.parts, s.label] for s in self.shards]
-        return encode([said, list(self.scopes), list(self.stages), self.groups])
+        said = [[s.names, s.parts, s.label, s.alone] for s in self.shards]
+        return encode([said, self.scopes, self.stages, self.groups, self.frozen, self.frozen_names])
 
     @classmethod
     def decode(cls, data: bytes) -> View:
         """Inverse of ``encode``."""
-        said, scopes, stages, groups = decode(data)
-        return cls(tuple(Said(*shard) for shard in said), tuple(scopes), tuple(stages), groups)
+        said, *others = decode(data)
+        return cls(tuple(Said(*shard) for shard in said), *others)
 
 
 Key = Ranks | str
 """What the entries of one shard of this rank have in common: how they are cut, or the shard of an explicit layout."""
 
+
+ALONE: Key = (-1,)
+"""What is trained, and left alone by DistributedDataParallel."""
+_LISTED_MAX = 4
 
 UNNAMED: Key = ()
 """What is cut in no way; beside an explicit layout, what no shard of it names: buffers, which go with all."""
@@ -100,22 +111,28 @@ def held(parts: Parts, rank: int) -> dict[Key, list[Entry]]:
         ConfigError: an explicit layout does not say where a parameter belongs.
     """
     found: dict[Key, list[Entry]] = defaultdict(list)
-    if parts.layout is None:
-        for entry in (*_parameters(parts), *_others(parts)):
-            found[entry.cut].append(entry)
-    else:
-        for entry in _parameters(parts):
-            found[label_of(parts, entry.name.removeprefix("model."), rank)].append(entry)
-        found[UNNAMED] = list(_others(parts))
+    for entry in _parameters(parts):
+        found[key_of(parts, entry.name.removeprefix("model."), rank)].append(entry)
+    for entry in _others(parts):
+        found[entry.cut if parts.layout is None else UNNAMED].append(entry)
     return found
+
+
+def key_of(parts: Parts, name: str, rank: int) -> Key:
+    """Where the parameter of this name belongs. Raises: as ``held``."""
+    if parts.layout is not None:
+        return label_of(parts, name, rank)
+    return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 
 def view_of(parts: Parts, shards: Mapping[Key, Iterable[Entry]]) -> View:
     """What to say of ``shards``, in their order."""
     said = tuple(_said(key, entries) for key, entries in shards.items())
-    scopes = sorted({min(ranks) for ranks in _scopes(parts.model) if ranks})
+    scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
     groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
-    return View(said, tuple(scopes), _stages(parts.model), _digest(groups))
+    frozen = [] if parts.layout is not None else sorted(n for n, trained in parts.left_alone.items() if not trained)
+    content = _content([parts.names.parameters[name] for name in frozen]) if frozen else ""
+    return View(said, tuple(scopes), _stages(parts.model), _digest(groups), content, tuple(frozen[:_LISTED_MAX]))
 
 
 def label_of(parts: Parts, name: str, rank: int) -> Shard:
@@ -170,20 +187,31 @@ def _text(stored: Stored) -> str:
 
 def _said(key: Key, entries: Iterable[Entry]) -> Said:
     listed = sorted((e.name, list(e.shape), e.part) for e in entries)
-    return Said(_digest([row[:2] for row in listed]), _digest(listed), key if isinstance(key, str) else "")
+    label = key if isinstance(key, str) else ""
+    alone = tuple(row[0].removeprefix("model.") for row in listed[:_LISTED_MAX]) if key == ALONE else ()
+    return Said(_digest([row[:2] for row in listed]), _digest(listed), label, alone)
+
+
+def _content(tensors: Iterable[Tensor]) -> str:
+    """Equal for equal bytes. Reads all of them: for what nobody else would ever compare."""
+    digest = xxhash.xxh3_128()
+    for tensor in tensors:
+        memory = tensor.detach().cpu().contiguous()
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        digest.update(flat_bytes(memory).numpy())
+    return digest.hexdigest()
 
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
 
 
-def _scopes(model: nn.Module) -> Iterator[Ranks]:
+def _scopes(parts: Parts) -> Iterator[Ranks]:
     """The groups of ranks that train parts of this model together, as far as they show."""
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            yield tuple(dist.get_process_group_ranks(module.process_group))
-    yield from flat_scopes(model)
-    yield from {cuts.mesh_ranks(parameter) for parameter in model.parameters()}
+    for ddp in parts.ddps:
+        yield tuple(dist.get_process_group_ranks(ddp.process_group))
+    yield from flat_scopes(parts.model)
+    yield from {cuts.mesh_ranks(parameter) for parameter in parts.model.parameters()}
 
 
 def _stages(model: nn.Module) -> tuple[int, ...]:

@@ -158,6 +158,10 @@ class Cutter:
         """See ``cut_among``; ``owner`` is as in ``Sharding.stored``."""
         return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
 
+    def is_cut(self, owner: str, tensor: Tensor) -> bool:
+        """Whether a library that shards has it: then that library says who holds what."""
+        return owner in self._flat or is_distributed(tensor)
+
     def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
         """Of the whole parameter."""
         return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)

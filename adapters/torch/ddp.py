@@ -26,8 +26,7 @@ from functools import partial
 from typing import Any
 
 import torch.distributed
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 Buckets = list[list[int]]
 Ddp = Any
@@ -42,12 +41,6 @@ _applied: weakref.WeakKeyDictionary[Ddp, str] = weakref.WeakKeyDictionary()
 _WHAT_MAY_FAIL = (AttributeError, TypeError, ValueError, RuntimeError, KeyError, IndexError)
 
 
-def find_ddp(model: nn.Module) -> DistributedDataParallel | None:
-    """The DistributedDataParallel in ``model`` or ``model`` itself; None when there is none, or more than one."""
-    found = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
-    return found[0] if len(found) == 1 else None
-
-
 def bucket_layout(ddp: Ddp) -> str | None:
     """Layout of the buckets for the next step, e.g. ``"7 6 5 4, 2 3 1 0"``: parameter numbers, bucket by bucket.
 
@@ -59,6 +52,11 @@ def bucket_layout(ddp: Ddp) -> str | None:
     except _WHAT_MAY_FAIL:
         text = None
     return str(text) if text else _applied.get(ddp)
+
+
+def applied_layout(ddp: Ddp) -> str | None:
+    """The layout that ``apply_bucket_layout`` gave to ``ddp``; None: it gave none."""
+    return _applied.get(ddp)
 
 
 def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:

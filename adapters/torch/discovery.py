@@ -24,8 +24,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ttp.adapters.torch.announce import Entry, Key, View, describe, held, label_of, view_of
+from ttp.adapters.torch.announce import Entry, Key, View, describe, held, key_of, view_of
 from ttp.adapters.torch.checkpoint import Stored
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.exchange import broadcast_bytes, gather_bytes
 from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
@@ -62,13 +63,12 @@ class FoundSharding:
         self, parts: Parts, layout: Layout, mine: Mapping[Key, Shard], flat_groups: bool, elsewhere: Collection[str]
     ) -> None:
         self.layout, self.flat_groups = layout, flat_groups
-        self.stepping = (parts.optimizer,)
+        self.stepping = members_of(parts.optimizer)
         self._cutter, self._mine, self._explicit = parts.cutter, dict(mine), parts.layout is not None
         self._elsewhere = frozenset(elsewhere)
         self._parameters: dict[Shard, list[str]] = defaultdict(list)
-        for name, parameter in parts.names.parameters.items():
-            key = label_of(parts, name, dist.get_rank()) if self._explicit else parts.cutter.cut(name, parameter)
-            self._parameters[self._mine[key]].append(name)
+        for name in parts.names.parameters:
+            self._parameters[self._mine[key_of(parts, name, dist.get_rank())]].append(name)
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
         """See ``Sharding``."""
@@ -98,6 +98,7 @@ def discover(parts: Parts) -> FoundSharding:
     views = [View.decode(data) for data in gather_bytes(view_of(parts, mine).encode())]
     shards = same_shards(views)
     if parts.layout is None:
+        refuse_left_alone(views)
         refuse_strangers(shards, views)
         layout, names = named(shards, parts.world_size)
     else:
@@ -163,6 +164,43 @@ def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[
                 f"{one} and {two} hold parameters of the same names and shapes, and neither a mesh nor a "
                 f"DistributedDataParallel connects them. If they are different parts of the model, {RENAME}. If they "
                 "are replicas, give wrap_optimizer() layout=ttp.Layout(world_size, {shard: ranks, ...})"
+            )
+
+
+def refuse_left_alone(views: Sequence[View]) -> None:
+    """Parameters that DistributedDataParallel was told to ignore, where it cannot be told who has copies of them.
+
+    Trained ones are sound where each rank has names of its own for them: they are shards of their own. Ones that are
+    not trained are sound where they are equal.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    holders: dict[str, list[Rank]] = defaultdict(list)
+    listed: dict[str, tuple[str, ...]] = {}
+    for rank, view in enumerate(views):
+        for said in view.shards:
+            if said.alone:
+                holders[said.names].append(Rank(rank))
+                listed[said.names] = said.alone
+    for names, ranks in holders.items():
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"DistributedDataParallel was told to ignore {', '.join(listed[names])}, so nothing makes these "
+                f"parameters equal on ranks {compact_ranks(ranks)}, and the optimizer trains them under one name on "
+                "all of these: a checkpoint would have those of one rank. If they are different parameters (experts), "
+                "give them a name of their own on each rank, for example nn.ModuleDict({f'expert{rank}': expert}); "
+                "each rank that has them is then the only one that can save them, unless wrap_optimizer() is given "
+                "buddy=True. If they are copies that the program keeps equal itself, say so: wrap_optimizer("
+                f"layout=ttp.Layout.data_parallel({len(views)}))"
+            )
+    contents: dict[tuple[str, ...], str] = {}
+    for view in views:
+        if view.frozen and contents.setdefault(view.frozen_names, view.frozen) != view.frozen:
+            raise ConfigError(
+                f"DistributedDataParallel was told to ignore {', '.join(view.frozen_names)}, which no optimizer "
+                "trains, and they are not equal on all ranks: a checkpoint would have those of one rank. Make them "
+                "equal, or give them a name of their own on each rank"
             )
 
 

@@ -1,9 +1,9 @@
 """Whether replicas still agree: a digest of what must be equal on them, and tensors that hold NaN or Inf.
 
 Looked at are parameters and the optimizer's tensors. Left out is what may differ between healthy replicas: buffers
-(BatchNorm statistics, until the next forward pass broadcasts them), parameters that DistributedDataParallel was told
-to ignore, plain numbers and param groups (a schedule may have been stepped on one rank and not yet on another), and,
-where the state is on a device, tensors on the host (they may be an update ahead of the device).
+(BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule may have
+been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host (they may be
+an update ahead of the device).
 
 By default a sample is looked at: everything where that is little, else evenly spaced blocks of every tensor. Which
 ones depends on the version, so that damage that is missed today is seen at another save. Digests can be compared at
@@ -23,12 +23,10 @@ from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device import Runtime, poll
-from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.sharding import Sharding, local_tensors
@@ -80,16 +78,13 @@ class Findings:
     bad: tuple[str, ...]
 
 
-def replicated(names: ModelNames, optimizer: Optimizer, model: nn.Module) -> list[Leaf]:
+def replicated(names: ModelNames, optimizer: Optimizer) -> list[Leaf]:
     """The tensors to look at, each once, by name; see the module's text for what is left out."""
-    ignored = set(_ignored(model))
     trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    others = {names.of(p) for p in list(inner_of(optimizer).state) if isinstance(p, Tensor) and id(p) in ignored}
-    state = {name: values for name, values in optimizer_state(names, optimizer)["state"].items() if name not in others}
+    state = optimizer_state(names, optimizer)["state"]
     found: dict[int, Leaf] = {}
     for name, parameter in sorted(names.parameters.items()):
-        if id(parameter) not in ignored:
-            found.setdefault(id(parameter), Leaf(f"model.{name}", parameter, id(parameter) in trained, name))
+        found.setdefault(id(parameter), Leaf(f"model.{name}", parameter, id(parameter) in trained, name))
     for path, _, value in leaves({"optim": {"state": state}}):
         if isinstance(value, Tensor):
             found.setdefault(id(value), Leaf(".".join(map(str, path)), value, True, str(path[2])))
@@ -107,10 +102,9 @@ def leaves_of(sharding: Sharding, shard: Shard, everything: Iterable[Leaf], name
     ]
 
 
-def agreed_on(names: ModelNames, model: nn.Module) -> Callable[[Path], bool]:
+def agreed_on(names: ModelNames) -> Callable[[Path], bool]:
     """Whether what is at a path of the state is compared between replicas, so that a mixture of theirs is as good."""
-    ignored = set(_ignored(model))
-    known = {name for name, parameter in names.parameters.items() if id(parameter) not in ignored}
+    known = set(names.parameters)
 
     def agreed(path: Path) -> bool:
         if path[0] == "model":
@@ -118,13 +112,6 @@ def agreed_on(names: ModelNames, model: nn.Module) -> Callable[[Path], bool]:
         return len(path) > 2 and path[:2] == ("optim", "state") and path[2] in known
 
     return agreed
-
-
-def _ignored(model: nn.Module) -> Iterator[int]:
-    for module in model.modules():
-        if isinstance(module, DistributedDataParallel):
-            ignored = set(getattr(module, "parameters_to_ignore", ()))
-            yield from (id(p) for name, p in module.module.named_parameters() if name in ignored)
 
 
 class Inspector:

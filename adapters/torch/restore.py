@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.checkpoint import Chunk
 from ttp.adapters.torch.compare import is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.cuts import Cutter, local
-from ttp.adapters.torch.ddp import apply_bucket_layout, find_ddp, missing_layout
+from ttp.adapters.torch.data_parallel import apply_layouts, ddps_of
 from ttp.adapters.torch.groups import groups_for
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState, read_job_state
@@ -94,7 +94,7 @@ def restore_into(
     job = saved.job
     notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
     notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
-    notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, job)
+    notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
     return Restored(job.version, job, tuple(notes))
@@ -282,9 +282,6 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 # ------------------------------------------------------------------------------------------------------------- the rest
 
 
-def _load_buckets(model: nn.Module, job: JobState) -> list[str]:
-    ddp = find_ddp(model)
-    if ddp is None:
-        return []
-    reason = missing_layout(ddp) if job.ddp_buckets is None else apply_bucket_layout(ddp, job.ddp_buckets)
-    return [] if reason is None else [f"the next steps may differ in the last bits from an unbroken run: {reason}"]
+def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[str]:
+    reasons = apply_layouts(ddps_of(model), names, job.ddp_buckets)
+    return [f"the next steps may differ in the last bits from an unbroken run: {reason}" for reason in reasons]

@@ -21,8 +21,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.cuts import Cutter
-from ttp.adapters.torch.ddp import find_ddp
+from ttp.adapters.torch.data_parallel import ddps_of, not_replicated
+from ttp.adapters.torch.ddp import Ddp
 from ttp.adapters.torch.exchange import connected
 from ttp.adapters.torch.inner import is_sharded
 from ttp.adapters.torch.names import ModelNames
@@ -98,6 +100,23 @@ class Parts:
         """Knows how the parameters are cut."""
         return Cutter(self.model, self.names)
 
+    @cached_property
+    def ddps(self) -> Sequence[Ddp]:
+        """What reduces gradients of the model."""
+        return ddps_of(self.model)
+
+    @cached_property
+    def left_alone(self) -> Mapping[str, bool]:
+        """Names of whole parameters that no DistributedDataParallel makes equal on all ranks, and whether they are
+        trained."""
+        alone = {id(parameter) for parameter in not_replicated(self.ddps)}
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {
+            name: parameter.requires_grad and id(parameter) in given
+            for name, parameter in self.names.parameters.items()
+            if id(parameter) in alone and not self.cutter.is_cut(name, parameter)
+        }
+
 
 class PlainSharding:
     """Every rank holds everything: plain data parallelism.
@@ -108,7 +127,7 @@ class PlainSharding:
 
     def __init__(self, parts: Parts) -> None:
         self.layout = parts.layout or Layout.data_parallel(parts.world_size)
-        self.stepping: Sequence[Optimizer] = (parts.optimizer,)
+        self.stepping: Sequence[Optimizer] = members_of(parts.optimizer)
         self.flat_groups = False
         self._names = parts.names
 
@@ -154,11 +173,9 @@ def sharding_of(parts: Parts) -> Sharding:
 
 
 def _all_together(parts: Parts) -> bool:
-    """One DistributedDataParallel of all ranks: nobody has to be asked."""
-    ddp = find_ddp(parts.model)
-    return parts.world_size == 1 or (
-        ddp is not None and len(dist.get_process_group_ranks(ddp.process_group)) == parts.world_size
-    )
+    """DistributedDataParallel of all ranks, which leaves nothing alone: nobody has to be asked."""
+    sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
+    return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
 
 
 # ---------------------------------------------------------------------------------------------------------- one shard

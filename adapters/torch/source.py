@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +16,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.ddp import BucketWatch
+from ttp.adapters.torch.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.dealing import Share
 from ttp.adapters.torch.device import Fence, HostCopier, make_fence
 from ttp.adapters.torch.extra import ExtraState
@@ -88,7 +89,7 @@ class TorchSource:
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
         self.tail: Tail | None = None
-        self.buckets: BucketWatch | None = None
+        self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
@@ -248,17 +249,9 @@ class TorchSource:
         assert self.tail is not None
         job = self.tail.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
-        return JobState(
-            version=job.version,
-            scheduler=job.scheduler,
-            scaler=job.scaler,
-            scheduler_pending=job.scheduler_pending,
-            scaler_pending=job.scaler_pending,
-            ddp_buckets=self._bucket_layout(version),
-            extra=job.extra,
-        )
+        return replace(job, ddp_buckets=self._bucket_layout(version))
 
-    def _bucket_layout(self, version: Version) -> str | None:
+    def _bucket_layout(self, version: Version) -> Layouts | None:
         assert self._processor is not None
         if self.buckets is None:
             return None
@@ -294,7 +287,7 @@ class TorchSource:
 
     def _agreed(self) -> Callable[[ItemPath], bool]:
         """Of which entries of a shard replicas are known to have the same."""
-        return agreed_on(self._names, self._model)
+        return agreed_on(self._names)
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         """What of ``state`` belongs to ``shard``."""
@@ -304,7 +297,7 @@ class TorchSource:
     def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
         """What replicas of each of these shards have to have in common."""
         assert self.sharding is not None
-        everything = replicated(self._names, self._optimizer, self._model)
+        everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
 
     def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
@@ -336,7 +329,8 @@ class TorchSource:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
             state["optim"]["state"] = counted_back(state["optim"]["state"], ahead)
-        for group, kept in zip(state["optim"]["param_groups"], self.tail.param_groups(job.version)[0], strict=True):
+        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+        for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules
         if modules:

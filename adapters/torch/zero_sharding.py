@@ -25,7 +25,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.checkpoint import Stored
-from ttp.adapters.torch.ddp import find_ddp
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer
@@ -140,8 +139,7 @@ def _spans(optimizer: Any, world_size: int) -> bool:
 
 
 def _reduced_over_all(parts: Parts) -> bool:
-    ddp: Any = find_ddp(parts.model)
-    return ddp is not None and dist.get_world_size(ddp.process_group) == parts.world_size
+    return any(dist.get_world_size(ddp.process_group) == parts.world_size for ddp in parts.ddps)
 
 
 def _alone(layout: Layout, optimizer: Optimizer) -> str:

@@ -24,9 +24,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch import restore
+from ttp.adapters.torch import data_parallel, restore
 from ttp.adapters.torch.checkpoint import write_shard
-from ttp.adapters.torch.ddp import BucketWatch
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames
@@ -35,6 +34,8 @@ from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.store.digest import digest_bytes
 from ttp.store.manifest import MANIFEST, Manifest
+
+Watch = data_parallel.LayoutWatch
 
 
 @dataclass
@@ -75,13 +76,15 @@ def train(job: Job, rank: int) -> dict[str, object]:
         static_graph=job.static_graph,
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    names, watch, start = ModelNames(model, optimizer), BucketWatch(model), 0
+    registered: Any = model.module if job.load else model  # either will do, and the other one when it is resumed
+    names, start = ModelNames(registered, optimizer), 0
+    watch = data_parallel.LayoutWatch(data_parallel.ddps_of(registered), names)
     notes: tuple[str, ...] = ()
     if job.load:
         if job.forget_layout:
-            vars(restore)["apply_bucket_layout"] = lambda *_: "forgotten"
+            vars(data_parallel)["apply_bucket_layout"] = lambda *_: "forgotten"
         manifest = Manifest.load(Path(job.load))
-        restored = restore.restore_into(Path(job.load), manifest, model=model, optimizer=optimizer)
+        restored = restore.restore_into(Path(job.load), manifest, model=registered, optimizer=optimizer)
         start, notes = restored.version, restored.notes
     layouts, previous = [watch.layout], []
     for step in range(start, job.steps):
@@ -137,7 +140,7 @@ def hang(rank: int, save: Callable[[], None], model: DistributedDataParallel) ->
         threading.Thread(target=work).start()
 
 
-def save(job: Job, version: int, names: ModelNames, optimizer: torch.optim.Optimizer, watch: BucketWatch) -> None:
+def save(job: Job, version: int, names: ModelNames, optimizer: torch.optim.Optimizer, watch: Watch) -> None:
     """As the processor's thread does it."""
     draft, pieces = Path(job.save_to) / str(version), list[Piece]()
     draft.mkdir(parents=True)

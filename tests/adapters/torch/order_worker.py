@@ -83,7 +83,7 @@ def run(directory: Path, case: str, capture: Holder | Looker) -> dict[str, Any]:
         find_unused_parameters=case == "unused",
         static_graph=case == "static",
     )
-    assert len(gradient_triggers(ddp)) == (8 if case in ("unused", "static") else 1)
+    assert len(gradient_triggers(ddp, [ddp])) == (8 if case in ("unused", "static") else 1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     gate = Reporter()
     attach(optimizer, ddp, gate, capture, tail=Tail([optimizer]), fence=HostFence(), version=lambda: gate.version)

@@ -178,7 +178,7 @@ def test_whoever_holds_something_else_says_so(change: Any) -> None:
 
 def test_what_is_compared_between_replicas_is_dealt_out() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
-    dealt = agreed_on(ModelNames(model, torch.optim.SGD(model.parameters(), lr=1.0)), model)
+    dealt = agreed_on(ModelNames(model, torch.optim.SGD(model.parameters(), lr=1.0)))
     assert dealt(("model", "0.weight")) and dealt(("optim", "state", "1.bias", "exp_avg"))
     for path in (("model", "1.running_mean"), ("optim", "param_groups", 0, "lr"), ("scheduler", "last_epoch"),
                  ("ttp", "version"), ("extra", "ema", "0.weight"), ("optim", "state", "other", "step")):  # fmt: skip

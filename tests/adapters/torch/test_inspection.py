@@ -33,7 +33,7 @@ class Replica:
         self.names = ModelNames(self.model, self.optimizer)
 
     def leaves(self) -> list[Leaf]:
-        return replicated(self.names, self.optimizer, self.model)
+        return replicated(self.names, self.optimizer)
 
     def digest(self, version: int = 3, mode: str = "sample") -> str:
         return Inspector(mode).look(self.leaves(), version).digest

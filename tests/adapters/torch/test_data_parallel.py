@@ -1,0 +1,171 @@
+"""Which DistributedDataParallel reduces the gradients of a model, wherever it stands."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel  # noqa: E402
+
+from ttp.adapters.torch import data_parallel  # noqa: E402
+from ttp.adapters.torch.data_parallel import (  # noqa: E402
+    LayoutWatch,
+    apply_layouts,
+    came_late,
+    ddps_of,
+    not_replicated,
+)
+from ttp.adapters.torch.hooks import gradient_triggers  # noqa: E402
+from ttp.adapters.torch.job_state import JobState  # noqa: E402
+from ttp.adapters.torch.names import ModelNames  # noqa: E402
+
+Ddp: Any = DistributedDataParallel
+
+
+@pytest.fixture(autouse=True)
+def world_of_one(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def layers() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
+
+
+class TestWhereItIsFound:
+    def test_itself(self) -> None:
+        ddp = Ddp(layers())
+        assert ddps_of(ddp) == [ddp]
+
+    def test_around_the_module_given(self) -> None:
+        model = layers()
+        ddp = Ddp(model)
+        assert ddps_of(model) == [ddp]
+
+    def test_around_a_part_of_it(self) -> None:
+        generator, critic = layers(), layers()
+        both = nn.ModuleDict({"generator": generator, "critic": critic})
+        one, other = Ddp(critic), Ddp(generator)
+        assert ddps_of(both) == [other, one], "in the order of the model"
+
+    def test_inside_of_it(self) -> None:
+        ddp = Ddp(layers())
+        assert ddps_of(nn.ModuleDict({"main": ddp, "loss": nn.Linear(1, 1)})) == [ddp]
+
+    def test_around_what_is_around_it(self) -> None:
+        model = layers()
+        ddp = Ddp(nn.Sequential(model, nn.ReLU()))
+        assert ddps_of(model) == [ddp]
+
+    def test_not_that_of_another_model(self) -> None:
+        other = Ddp(layers())
+        assert ddps_of(layers()) == []
+        assert other is not None
+
+    def test_not_one_that_is_garbage(self) -> None:
+        model = layers()
+        gc.disable()
+        try:
+            first: Any = Ddp(model)
+            first.cycle = first
+            del first
+            second = Ddp(model)
+            assert ddps_of(model) == [second]
+        finally:
+            gc.enable()
+
+    def test_without_a_process_group_nothing_is_searched(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(dist, "is_initialized", lambda: False)
+        monkeypatch.setattr(gc, "get_objects", lambda: pytest.fail("searched"))
+        assert ddps_of(layers()) == []
+
+
+def test_one_hook_is_enough_for_the_backward_pass_of_a_ddp_around_the_module() -> None:
+    model = layers()
+    ddp = Ddp(model)
+    assert gradient_triggers(model, ddps_of(model)) == [model[0].weight]
+    assert gradient_triggers(ddp, ddps_of(ddp)) == [model[0].weight]
+
+
+class TestLayouts:
+    """Of which torch shows none here: the world has one rank."""
+
+    @pytest.fixture
+    def shown(self, monkeypatch: pytest.MonkeyPatch) -> dict[Any, str]:
+        """DDP -> its layout, as if it had been rebuilt."""
+        found: dict[Any, str] = {}
+
+        class Watch:
+            def __init__(self, ddp: Any) -> None:
+                self.layout = self.previous = found.get(ddp)
+
+        monkeypatch.setattr(data_parallel, "BucketWatch", Watch)
+        monkeypatch.setattr(data_parallel, "missing_layout", lambda _ddp: "no layout")
+        monkeypatch.setattr(data_parallel, "apply_bucket_layout", lambda ddp, layout: found.update({ddp: layout}))
+        return found
+
+    def test_of_one_it_is_what_it_always_was(self, shown: dict[Any, str]) -> None:
+        model = layers()
+        ddp = Ddp(model)
+        names = ModelNames(model, None)
+        shown[ddp] = "1 0"
+        saved = LayoutWatch([ddp], names).layout
+        assert saved == "1 0"
+        shown.clear()
+        assert apply_layouts([ddp], names, saved) == [] and shown == {ddp: "1 0"}
+
+    def test_of_several_by_name(self, shown: dict[Any, str]) -> None:
+        model = nn.ModuleDict({"generator": Ddp(layers()), "critic": Ddp(layers())})
+        names, ddps = ModelNames(model, None), ddps_of(model)
+        assert LayoutWatch(ddps, names).layout is None
+        shown[ddps[1]] = "1 0"
+        saved = LayoutWatch(ddps, names).layout
+        assert saved == {"critic.0.weight": "1 0"}
+        saved = JobState.decode(JobState(3, ddp_buckets=saved).encode()).ddp_buckets
+        shown.clear()
+        assert apply_layouts(ddps, names, saved) == ["no layout"], "the generator's was not known"
+        assert shown == {ddps[1]: "1 0"}
+
+    def test_a_layout_of_one_is_not_for_several(self, shown: dict[Any, str]) -> None:
+        model = nn.ModuleDict({"generator": Ddp(layers()), "critic": Ddp(layers())})
+        names, ddps = ModelNames(model, None), ddps_of(model)
+        assert apply_layouts(ddps, names, "1 0") == ["no layout"] * 2 and shown == {}
+
+    def test_one_made_late_is_noticed_and_said(self, shown: dict[Any, str], caplog: pytest.LogCaptureFixture) -> None:
+        model = layers()
+        before = ddps_of(model)
+        ddp = Ddp(model)
+        with caplog.at_level(logging.WARNING):
+            assert came_late(before, model, resumed=False) == [ddp]
+            assert not caplog.messages, "there is no layout to be kept yet"
+            assert came_late(before, model, resumed=True) == [ddp]
+        assert "made after ttp.restore()" in caplog.text
+        assert came_late([ddp], model, resumed=True) == []
+
+
+class TestLeftAlone:
+    def test_what_it_was_told_to_ignore(self) -> None:
+        model = layers()
+        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+        assert not_replicated([Ddp(model)]) == [model[1].weight]
+
+    def test_not_what_is_reduced_later(self) -> None:
+        model = layers()
+        late = [("1.weight", model[1].weight)]
+        ddp = Ddp(model, delay_all_reduce_named_params=late, param_to_hook_all_reduce=model[0].weight)
+        assert not_replicated([ddp]) == []
+
+    def test_not_what_another_one_reduces(self) -> None:
+        model = layers()
+        inner = Ddp(model[1])
+        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight", "1.bias"])
+        assert not_replicated([Ddp(model), inner]) == []
