@@ -61,12 +61,16 @@ def whole_step(stand: Stand) -> None:
         stand.numbers["refusal"] = str(problem)
 
 
-def _capture(training: Training) -> Exception | None:
+def _capture(training: Training) -> BaseException | None:
+    """What comes of capturing a step; the first error, for ending a capture that was broken off may be one more."""
     graph: Any = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             training.gradient()
             training.optimizer.step()
     except Exception as problem:
-        return problem
+        first: BaseException = problem
+        while first.__context__ is not None:
+            first = first.__context__
+        return first
     return None
