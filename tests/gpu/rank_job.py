@@ -73,13 +73,13 @@ def act(action: str) -> None:
 
 
 def spin_for_ever() -> None:
-    """As long as a spin may be; the main thread waits behind it."""
+    """A kernel spins for as long as it may, the main thread waits behind it, and never comes back."""
     if CUDA:
         from tests.gpu.spinning import Spinner
 
         Spinner().spin()
         torch.cuda.synchronize()
-    time.sleep(60)
+    time.sleep(3600)
 
 
 class Net(nn.Module):
