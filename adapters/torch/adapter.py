@@ -18,11 +18,15 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
-from ttp.adapters.torch.exchange import connected, gather_bytes
+from ttp.adapters.torch.data_parallel import (
+    LayoutWatch,
+    ddps_of,
+    hook_refusal,
+)
+from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
-from ttp.adapters.torch.inner import inner_of
+from ttp.adapters.torch.inner import inner_of, is_sharded
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
@@ -31,9 +35,11 @@ from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource, runtime_of
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.trial import Trial, left_out, refusal
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
+from ttp.errors import ConfigError, UsageError
 from ttp.processor.local_piece import why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest
@@ -88,6 +94,7 @@ class TorchAdapter:
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._tail: Tail | None = None
+        self._resumed = False
 
     @property
     def source(self) -> TorchSource:
@@ -95,8 +102,34 @@ class TorchAdapter:
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups, as the objects show them. All ranks ask at the same point of their programs."""
+        """The replica groups, as the objects show them. All ranks ask at the same point of their programs.
+
+        Raises:
+            ConfigError: this state, or that of another rank, could not be saved; all ranks say the same.
+        """
+        if connected(world_size):
+            gather_or_refuse(self._try)
+        else:
+            self._try()
         return self.sharding(world_size).layout
+
+    def _try(self) -> bytes:
+        """See ``trial``."""
+        state = self._source.everything()
+        if why := refusal(state, self._model) or hook_refusal(ddps_of(self._model)):
+            raise ConfigError(why)
+        for key in left_out(state):
+            log.warning("%s is in no checkpoint: it has no form on disk, and the program has to make it again", key)
+        for name in self._capture.skipped:
+            if self._names.canonical(name) not in self._names.buffers:
+                log.warning(
+                    "the buffer %s is in no checkpoint: it is no plain memory; the program has to make it", name
+                )
+        return b""
+
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """This rank did not get as far as ``layout``: the others, which wait there, hear why. Raises it as they do."""
+        refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
         """How the state is spread over the ranks; found out once. All ranks ask at the same point of their programs.
@@ -119,6 +152,11 @@ class TorchAdapter:
         self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
+        self._trial = trial = Trial([self._optimizer], self._model, self._names, self._source.everything)
+        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        if not is_sharded(self._optimizer):  # else it deals out itself what is added
+            mine = processor.layout.shards_of(Rank(processor.env.rank))
+            trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = self._optimizer not in sharding.stepping
         if self._undo is not None:
@@ -136,9 +174,9 @@ class TorchAdapter:
             tail=self._tail,
             fence=self._source.finished,
             version=lambda: processor.gate.version,
-            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_gate=in_turn(trial.before_update, barrier.wait if barrier is not None else None),
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=buckets.update_finished,
+            after_update=in_turn(buckets.update_finished, trial.update_finished),
             ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
@@ -198,6 +236,7 @@ class TorchAdapter:
             scaler=self._scaler,
             elsewhere=elsewhere,
         )
+        self._resumed = True
         self._load_modules(checkpoint, manifest)
         if manifest.extra.get("disputed"):
             log.warning(
@@ -270,6 +309,17 @@ class TorchAdapter:
             return world_size == manifest.world_size
         here = self.sharding(world_size).layout.groups.values()
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+
+
+def in_turn(*calls: Callable[[], None] | None) -> Callable[[], None]:
+    """One call for several; None is left out."""
+    wanted = [call for call in calls if call is not None]
+
+    def call_all() -> None:
+        for call in wanted:
+            call()
+
+    return wanted[0] if len(wanted) == 1 else call_all
 
 
 class DeviceReporter:
