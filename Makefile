@@ -7,6 +7,8 @@
 #                                  JOBS=2 runs so many at a time (3: two cores idle while jobs wait for each other). A test that fails is tried
 #                                  once more, and the summary counts it: real processes on a busy machine can be late
 #   make lint types protos         what CI checks, through nox
+#   make test-gpu PYTHON=python3   what only a GPU can show, with the Python that has torch with CUDA: installs nothing, says what
+#                                  is missing, 20 minutes at most; ARGS="-k host_ahead" for a part of it. See docs/gpu.md
 #   make bench                     benchmarks, a table at the end
 #   make clean                     remove .venv and what was installed into it
 #
@@ -23,7 +25,7 @@ JOBS ?= 3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test bench lint types protos clean
+.PHONY: help demo test test-gpu bench lint types protos clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +36,11 @@ demo: $(VENV)/.installed-demo
 
 test: $(VENV)/.installed-test
 	$(PY) -m pytest -n $(JOBS) --dist loadgroup --reruns 1 --durations 15 $(ARGS)
+
+test-gpu:
+	@PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" $(PYTHON) -m tests.gpu.needs
+	PYTHONPATH="$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH}" timeout --kill-after=30 1200 \
+	    $(PYTHON) -m pytest tests/gpu -m gpu -W default -p no:cacheprovider --durations 10 $(ARGS)
 
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)

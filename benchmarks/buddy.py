@@ -72,8 +72,8 @@ def _measure(save_dir: str, address: str, megabytes: int, blocks: int) -> list[R
         parameter.grad = torch.full_like(parameter, 1e-3)
     wrap_optimizer(optimizer, model=model, save_dir=save_dir, buddy=True)
     current = session.current()
-    assert current.processor is not None and current.processor._copying is not None
-    copying = current.processor._copying
+    assert current.processor is not None and current.processor.copying is not None
+    copying = current.processor.copying
     copying.named(CopyTo(Rank(0), 1, Rank(1), address))
     arrived = _watch(copying)
     on, off = _steps(copying, optimizer, blocks)

@@ -1,14 +1,20 @@
-"""The steady state: step time with ttp on and off, and what the adapter does around an update."""
+"""The steady state: what ttp takes from the step of several kinds of jobs, as a ratio and as CPU time of its hooks."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import Result, median_of, time_us
 from benchmarks.world import controller, scratch
@@ -18,10 +24,80 @@ from ttp.api import wrap_optimizer
 
 STEP_S = 0.010
 BLOCK_STEPS = 20
+GROUPS = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What a step consists of.
+
+    Args:
+        title: in the table.
+        budget: of step time with ttp on / off; None: only the CPU time counts.
+        micro_batches: backward passes of a step; all but the last under ``no_sync``.
+        groups: param groups.
+        extra: makes the ``extra_state``, given the model.
+    """
+
+    title: str
+    budget: float | None = 1.005
+    micro_batches: int = 1
+    groups: int = 1
+    extra: Callable[[nn.Module], Any] = lambda _model: None
+
+
+class Cursor:
+    """6 KB of what a data loader would want back: where it is, and the order of a shuffled epoch."""
+
+    def __init__(self) -> None:
+        self.position, self.order = 0, [index * 7919 % 2003 for index in range(2_000)]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": 3, "position": self.position, "order": list(self.order)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position, self.order = state["position"], state["order"]
+
+
+class Average:
+    """An average of 16 MB that is no module, as many programs write it."""
+
+    def __init__(self) -> None:
+        self.shadow = {f"layer{n}.weight": torch.zeros(1 << 20) for n in range(4)}
+
+    def update(self) -> None:
+        with torch.no_grad():
+            for tensor in self.shadow.values():
+                tensor.mul_(0.999).add_(1e-3)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"decay": 0.999, "shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+JOBS = {
+    "plain": Job("10 ms step"),
+    "accumulate": Job("two micro-batches", micro_batches=2),
+    "extra": Job("two micro-batches, extra_state of 6 KB", 1.01, 2, extra=lambda _model: Cursor()),
+    "groups": Job(f"{GROUPS} param groups", None, groups=GROUPS),
+    "average": Job("an average of 16 MB as extra_state", None, extra=lambda _model: Average()),
+}
+"""All of them have BatchNorm, dropout and a scheduler, in DistributedDataParallel."""
 
 
 def run(quick: bool) -> list[Result]:
-    """One real rank with a real controller; ttp's hooks are on and off in alternating blocks of one run."""
+    """One real rank with a real controller for each job; ttp's hooks are on and off in alternating blocks of one run."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        return [result for job in JOBS.values() for result in _protected(job, quick)]
+    finally:
+        dist.destroy_process_group()
+
+
+def _protected(job: Job, quick: bool) -> list[Result]:
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
@@ -30,60 +106,145 @@ def run(quick: bool) -> list[Result]:
                 "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_LOG": "ERROR",
             }  # fmt: skip
             try:
-                return measure(str(directory / "checkpoints"), 6 if quick else 60)
+                return measure(job, str(directory / "checkpoints"), *((2, 3) if quick else (60, BLOCK_STEPS)))
             finally:
                 for name in [n for n in os.environ if n.startswith("TTP_")]:
                     del os.environ[name]
 
 
-def measure(save_dir: str, blocks: int) -> list[Result]:
-    """A model with BatchNorm and dropout, AdamW, a scheduler; each step does a fixed 10 ms of work."""
-    torch.set_num_threads(1)
-    model = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10))
-    optimizer = torch.optim.AdamW(model.parameters())
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
-    step = _fixed_work(model, optimizer, scheduler)
-    wrap_optimizer(optimizer, model=model, scheduler=scheduler, save_dir=save_dir)
+def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:
+    """First the ratio, then the CPU time of the hooks: looking at the clock in each would be part of the ratio."""
+    model: Any = DistributedDataParallel(_model(job.groups))
+    extra = job.extra(model)
+    optimizer, scheduler, step = _training(job, model, extra)
+    wrap_optimizer(optimizer, model=model, scheduler=scheduler, save_dir=save_dir, extra_state=extra)
     current = session.current()
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
     on, off = [], []
     for _ in range(blocks):
-        on += [step() for _ in range(BLOCK_STEPS)]
+        on.append(statistics.median(step() for _ in range(steps)))
         adapter.detach()
-        off += [step() for _ in range(BLOCK_STEPS)]
+        off.append(statistics.median(step() for _ in range(steps)))
         adapter.attach(processor)
-    samples = time_us(lambda: adapter.capture.capture(processor.gate.version, True), 2_000)
-    value, p90 = median_of(samples)
-    size = sum(b.numel() * b.element_size() for b in model.buffers())
+    taken = _cpu_us(model, optimizer, step, blocks * steps // 4 + 1)
+    hot = time_us(lambda: adapter.capture.capture(processor.gate.version, True), 200) if job is JOBS["plain"] else []
     current.left()
     session.reset()
-    bare_ms = statistics.median(off) * 1e3
-    how = f"{len(on)} steps each, blocks of {BLOCK_STEPS} taking turns, medians; off: {bare_ms:.2f} ms"
-    return [
-        Result("step time, ttp on / off", statistics.median(on) / statistics.median(off), "x", 1.005, how),
-        Result("capture at the end of an update", value, "us", 40.0, f"random streams, {size} bytes of buffers", p90),
-    ]
+    ratio = statistics.median(a / b for a, b in zip(on, off, strict=True))
+    how = f"{blocks} blocks of {steps} steps by turns; off: {statistics.median(off) * 1e3:.2f} ms"
+    results = [Result(f"step time, ttp on / off, {job.title}", ratio, "x", job.budget, how)]
+    return results + list(_shares(job, taken, extra, hot))
 
 
-def _fixed_work(
-    model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: torch.optim.lr_scheduler.LRScheduler
-) -> Callable[[], float]:
-    """A training step of about ``STEP_S`` that always does the same work; returns its seconds."""
+def _shares(job: Job, taken: list[float], extra: Any, hot: list[float]) -> Iterator[Result]:
+    """The CPU time of the hooks, against what there is a budget for."""
+    value, p90 = median_of(taken)
+    how = f"training thread, {len(taken)} steps"
+    yield Result(f"CPU of ttp's hooks in a step, {job.title}", value, "us", None, how, p90)
+    if job.groups > 1:
+        yield Result("the same for each group", value / job.groups, "us", 2.0, f"{job.groups} groups")
+    if isinstance(extra, Average):
+        source = torch.cat(list(extra.shadow.values()))
+        target = torch.empty_like(source)
+        copy = statistics.median(time_us(lambda: target.copy_(source), 20))
+        yield Result("the same / a copy of its bytes", value / copy, "x", None, f"a copy takes {copy / 1e3:.2f} ms")
+    if hot:
+        value, p90 = median_of(hot)
+        yield Result("capture at the end of an update, hot", value, "us", 40.0, "nothing between two captures", p90)
+
+
+def _model(groups: int) -> nn.Module:
+    """A small one; with as many parameters as there are to be groups."""
+    layers: list[nn.Module] = [nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Dropout(0.1), nn.Linear(256, 10)]
+    scales = nn.ParameterList(nn.Parameter(torch.ones(10)) for _ in range(max(0, groups - 6)))
+    return _Scaled(nn.Sequential(*layers), scales)
+
+
+class _Scaled(nn.Module):
+    """Uses all its parameters."""
+
+    def __init__(self, inner: nn.Module, scales: nn.ParameterList) -> None:
+        super().__init__()
+        self.inner, self.scales = inner, scales
+
+    def forward(self, data: Tensor) -> Tensor:
+        found: Tensor = self.inner(data)
+        return found * torch.stack(list(self.scales)).prod(0) if len(self.scales) else found
+
+
+def _training(job: Job, model: Any, extra: Any) -> tuple[Any, Any, Callable[[], float]]:
+    """Optimizer, scheduler and a step of about ``STEP_S`` that always does the same work and returns its seconds."""
+    parameters = list(model.parameters())
+    grouped = [{"params": [parameter]} for parameter in parameters]
+    many = len(grouped) > 100
+    optimizer: Any = torch.optim.SGD(grouped, lr=1e-3) if many else torch.optim.AdamW(parameters)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100_000)
     data, target, square = torch.randn(64, 64), torch.randint(0, 10, (64,)), torch.randn(256, 256)
     loops = 0
 
     def step() -> float:
         begin = time.perf_counter()
         optimizer.zero_grad()
-        nn.functional.cross_entropy(model(data), target).backward()
-        for _ in range(loops):
-            torch.mm(square, square)
+        for left in reversed(range(job.micro_batches)):
+            if isinstance(extra, Cursor):
+                extra.position += 1
+            with model.no_sync() if left else nullcontext():
+                nn.functional.cross_entropy(model(data), target).backward()
+            for _ in range(loops // job.micro_batches):
+                torch.mm(square, square)
         optimizer.step()
         scheduler.step()
+        if isinstance(extra, Average):
+            extra.update()
         return time.perf_counter() - begin
 
-    bare = statistics.median(step() for _ in range(50))
+    bare = statistics.median(step() for _ in range(10 if many else 50))
     one = statistics.median(time_us(lambda: torch.mm(square, square), 200)) / 1e6
     loops = max(0, int((STEP_S - bare) / one))
-    return step
+    return optimizer, scheduler, step
+
+
+# ------------------------------------------------------------------------------------------------------------- CPU time
+
+
+def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: int) -> list[float]:
+    """Microseconds of CPU that the training thread spends in ttp's hooks, for each step."""
+    spent = [0]
+
+    def timed(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            begin = time.thread_time_ns()
+            try:
+                return hook(*args, **kwargs)
+            finally:
+                spent[0] += time.thread_time_ns() - begin - clock
+
+        return run
+
+    clock = int(statistics.median(-time.thread_time_ns() + time.thread_time_ns() for _ in range(1_000)))
+    taken = []
+    with _replaced(model, optimizer, timed):
+        for _ in range(steps):
+            spent[0] = 0
+            step()
+            taken.append(spent[0] / 1e3)
+    return taken
+
+
+@contextlib.contextmanager
+def _replaced(model: nn.Module, optimizer: Any, by: Callable[[Any], Any]) -> Iterator[None]:
+    """Every hook of ttp's, in the places where torch keeps hooks, until the end of the block."""
+    places = [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    for module in model.modules():
+        places += [module._forward_pre_hooks, module._forward_hooks]
+    places += [hooks for p in model.parameters() if (hooks := getattr(p, "_post_accumulate_grad_hooks", None))]
+    ours = [(p, key, hook) for p in places for key, hook in p.items() if str(hook.__module__).startswith("ttp.")]
+    assert ours, "ttp has no hooks here"
+    for place, key, hook in ours:
+        place[key] = by(hook)
+    try:
+        yield
+    finally:
+        for place, key, hook in ours:
+            place[key] = hook

@@ -1,11 +1,13 @@
 """Try To Persist: when a rank of a distributed training job dies, no finished step is lost.
 
-``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed.
+``import ttp`` loads no torch, mindspore or grpc; each is imported when it is first needed. With ``TTP_PORT`` it exports
+what NCCL has to know before a process group is made, see ``ttp.launch.nccl``.
 """
 
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from ttp._version import __version__
@@ -89,3 +91,9 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if os.environ.get("TTP_PORT"):
+    from ttp.launch.nccl import prepare
+
+    prepare()

@@ -125,12 +125,16 @@ def wrap_optimizer(
     """Register what belongs to the training state, and protect it when ttp is switched on (``TTP_PORT``).
 
     Args:
-        optimizer: a ``torch.optim.Optimizer``, or a ``MegatronOptimizer`` (see ``ttp.adapters.megatron.protect``). The
-            object comes back itself, with step hooks attached. Or a ``mindspore.nn.Optimizer``: a wrapper cell comes
-            back, to be used in its place; with ``model`` (a Cell) it is protected now, without by the callbacks of
+        optimizer: a ``torch.optim.Optimizer``, or a list of several (a GAN's two, Muon beside AdamW): all that step
+            parameters of ``model``. What was given comes back itself, with step hooks attached; wrappers and
+            containers of optimizers are looked into. A version is finished when each of several has stepped once, in
+            the order that the first iteration shows; a loop that steps them a different number of times calls
+            ``step_done()`` at the end of each iteration. Or a ``MegatronOptimizer`` (see
+            ``ttp.adapters.megatron.protect``). Or a ``mindspore.nn.Optimizer``: a wrapper cell comes back, to be used
+            in its place; with ``model`` (a Cell) it is protected now, without by the callbacks of
             ``ttp.adapters.mindspore``.
         model: the module that is trained, wrapped (DDP) or not.
-        scheduler: its learning-rate scheduler, if any.
+        scheduler: its learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at
             the end of every update unless the object has ``ttp_constant = True``; a ``torch.nn.Module`` (EMA) is read
@@ -154,7 +158,7 @@ def wrap_optimizer(
     """
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
-    if "mindspore" in _families(optimizer):
+    if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.mindspore.wrapping import wrap
 
         others = {"scheduler": scheduler, "extra_state": extra_state, "scaler": scaler, "shard_of": shard_of}
@@ -165,7 +169,9 @@ def wrap_optimizer(
 
 
 def _families(optimizer: Any) -> set[str]:
-    """The packages that an object's classes come from."""
+    """The packages that an object's classes come from; those that all of several have in common."""
+    if isinstance(optimizer, (list, tuple)):
+        return set.intersection(*map(_families, optimizer)) if optimizer else set()
     return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
 
 
@@ -227,16 +233,17 @@ def _adapter_for(
                 shard_of=shard_of,
                 buddy=buddy,
             )
-    if "megatron" in families:
+    if "megatron" in families and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.megatron.adapter import MegatronAdapter
 
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the chunks that this optimizer was made for")
         return MegatronAdapter(optimizer, model=model, scheduler=scheduler, extra_state=extra_state, undo=undo)
+    kinds = optimizer if isinstance(optimizer, (list, tuple)) else [optimizer]
+    said = ", ".join(f"{type(each).__module__}.{type(each).__qualname__}" for each in kinds) or "an empty list"
     raise UsageError(
-        f"wrap_optimizer() knows torch.optim.Optimizer, Megatron's MegatronOptimizer and "
-        f"mindspore.nn.Optimizer; {type(optimizer).__module__}."
-        f"{type(optimizer).__qualname__} is none of their kind"
+        f"wrap_optimizer() knows torch.optim.Optimizer (or a list of them), Megatron's MegatronOptimizer and "
+        f"mindspore.nn.Optimizer; {said} is none of their kind"
     )
 
 

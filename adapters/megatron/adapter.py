@@ -11,17 +11,19 @@ import torch
 from torch import nn
 
 from ttp.adapters.megatron.announce import announce
+from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
 from ttp.adapters.megatron.outline import outline_text
 from ttp.adapters.megatron.param_sync import ParamSyncs
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
-from ttp.adapters.megatron.restore import restore_groups, restore_into
+from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
-from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier
 from ttp.adapters.torch.capture import LocalCapture
+from ttp.adapters.torch.combined import combined
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import attach
 from ttp.adapters.torch.job_state import JobState
@@ -82,14 +84,16 @@ class MegatronAdapter(TorchAdapter):
         inners = inner_optimizers(optimizer, geometry)
         layout, shards = announce(inners)
         outline = outline_text(geometry, plain, optimizer, inners, args)
-        self._held = Held(geometry, tuple(inners), tuple(shards), layout, outline)
-        self._together: Any = Together(self._held)
+        extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
+        self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, outline)
+        self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self._source = MegatronSource(
             modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
         )
         self._attachment = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
         self._syncs = ParamSyncs(self._chunks)
 
@@ -117,9 +121,7 @@ class MegatronAdapter(TorchAdapter):
         self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
         self._attachment = attach(
             self._held.stepping,
             self._chunks[0],
@@ -129,13 +131,19 @@ class MegatronAdapter(TorchAdapter):
             fence=source.finished,
             version=lambda: processor.gate.version,
             chain=True,
-            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_gate=lambda: self._at_gate(processor, barrier),
             before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
         )
         self._syncs.attach(self._held.stepping)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
         source.connect(processor, self._attachment, self.sharding(processor.env.world_size))
+        self._held.extra_states.take(processor.gate.version)
         self._capture.capture(processor.gate.version, final=True)
+
+    def _at_gate(self, processor: Processor, barrier: UpdateBarrier | None) -> None:
+        self._held.extra_states.take(processor.gate.version + 1)
+        if barrier is not None:
+            barrier.wait()
 
     def detach(self) -> None:
         """Take the hooks away again; ``attach`` puts them back."""
@@ -165,7 +173,7 @@ class MegatronAdapter(TorchAdapter):
         """
         manifest = Manifest.load(checkpoint)
         job = restore_into(checkpoint, manifest, self._held)
-        notes = self._load_scheduler(job)
+        notes = [*self._held.extra_states.restore(checkpoint, items_by_key(manifest)), *self._load_scheduler(job)]
         restored = Restored(job.version, job, ())
         for note in [*notes, *self._load_local(checkpoint, manifest, restored, rank, world_size)]:
             log.warning("restored version %s, but %s", job.version, note)
@@ -175,6 +183,7 @@ class MegatronAdapter(TorchAdapter):
             fence.record(job.version)
         if self._source.preimage is not None:
             self._source.preimage.forget()
+        self._held.extra_states.take(job.version)
         if protected:
             self._capture.capture(job.version, final=True)
         return Version(job.version)
@@ -202,23 +211,6 @@ class MegatronAdapter(TorchAdapter):
 
     def _same_places(self, manifest: Manifest, world_size: int) -> bool:
         return world_size == manifest.world_size and dict(manifest.groups) == dict(self._held.layout.groups)
-
-
-class Together:
-    """Several plain optimizers as one, as far as keeping copies of their state needs it."""
-
-    def __init__(self, held: Held) -> None:
-        self._held = held
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """Of all of them."""
-        return [group for optimizer in self._held.stepping for group in optimizer.param_groups]
-
-    @property
-    def state(self) -> Mapping[Any, Any]:
-        """Of all of them."""
-        return {key: value for optimizer in self._held.stepping for key, value in list(optimizer.state.items())}
 
 
 def _extra_state(given: Any, progress: Progress) -> dict[str, Any]:

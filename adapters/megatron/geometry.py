@@ -19,6 +19,9 @@ from ttp.adapters.megatron.boxes import Box, boxes
 from ttp.adapters.torch.checkpoint import Chunk
 from ttp.errors import ConfigError
 
+_EXTRA_STATE = "_extra_state"
+"""What torch calls a module's own state in a state dict."""
+
 
 @dataclass(frozen=True, slots=True)
 class Part:
@@ -106,12 +109,14 @@ class Geometry:
 
     Args:
         tensors: by identity of the live tensor.
-        objects: plain values by their name in the checkpoint; what ``get_extra_state()`` gives.
+        owners: by the name in the checkpoint of what their ``get_extra_state()`` gives, modules of this rank.
+        written: of these names those that this rank writes, as ``Described.first`` says it of tensors.
         object_names: for each chunk, name in its state dict -> name in the checkpoint.
     """
 
     tensors: dict[int, Described] = field(default_factory=dict)
-    objects: dict[str, Any] = field(default_factory=dict)
+    owners: dict[str, nn.Module] = field(default_factory=dict)
+    written: set[str] = field(default_factory=set)
     object_names: list[dict[str, str]] = field(default_factory=list)
 
 
@@ -134,12 +139,27 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
         for _, name, entry in nested_items_iter(module.sharded_state_dict()):
             if isinstance(entry, ShardedObject):
                 found.object_names[-1][str(name)] = entry.unique_key
+                found.owners[entry.unique_key] = _owner(module, str(name))
                 if _is_first(entry.replica_id):
-                    found.objects[entry.unique_key] = entry.data
+                    found.written.add(entry.unique_key)
             elif id(entry.data) not in found.tensors or _is_first(entry.replica_id):
                 found.tensors[id(entry.data)] = _described(str(name), entry)
         _check_complete(chunk, found)
     return found
+
+
+def _owner(chunk: nn.Module, name: str) -> nn.Module:
+    """Of a plain value in the state dict of the chunk."""
+    path, _, last = name.rpartition(".")
+    try:
+        if last == _EXTRA_STATE:
+            return chunk.get_submodule(path)
+    except AttributeError:
+        pass
+    raise ConfigError(
+        f"sharded_state_dict() of the model has {name}, which is the extra state of none of its modules: "
+        "ttp cannot tell when it changes. Leave it out, or keep it in a module's get_extra_state()"
+    )
 
 
 def _described(name: str, entry: Any) -> Described:

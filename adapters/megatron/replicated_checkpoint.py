@@ -25,13 +25,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
+from ttp.adapters.torch.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.digest import digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably
@@ -299,12 +299,11 @@ def _agree(root: Path) -> int:
     bound = sys.maxsize
     while True:
         mine = _newest_whole(root, bound)
-        lowest, highest = torch.tensor(mine), torch.tensor(mine)
-        dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-        dist.all_reduce(highest, op=dist.ReduceOp.MAX)
-        if lowest == highest:
-            return int(lowest)
-        bound = int(lowest) + 1
+        seen = [int(text) for text in gather_bytes(str(mine).encode())]
+        lowest = min(seen)
+        if lowest == max(seen):
+            return lowest
+        bound = lowest + 1
         log.warning("ranks do not see the same checkpoints under %s: going back to step %d or before", root, lowest)
 
 

@@ -56,9 +56,7 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     job = read_job_state(path, manifest.pieces)
     if job.version != manifest.version or JOB_KEY not in job.extra:
         raise CheckpointError(f"{path} was not written by a Megatron job of version {manifest.version}")
-    saved: dict[str, list[Item]] = {}
-    for item in items_of(manifest.pieces):
-        saved.setdefault(item.key, []).append(item)
+    saved = items_by_key(manifest)
     wants = list(_weights(held))
     fresh = [_moments(inner, saved, wants) for inner in held.inners]
     _refuse_foreign(path, wants, saved)
@@ -67,6 +65,14 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     for inner, states in zip(held.inners, fresh, strict=True):
         _install(inner, states, _saved_of(inner, job))
     return job
+
+
+def items_by_key(manifest: Manifest) -> dict[str, list[Item]]:
+    """What there is in a checkpoint."""
+    saved: dict[str, list[Item]] = {}
+    for item in items_of(manifest.pieces):
+        saved.setdefault(item.key, []).append(item)
+    return saved
 
 
 def restore_groups(held: Held, job: JobState) -> None:

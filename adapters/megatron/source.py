@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
@@ -47,6 +48,7 @@ class Held:
         inners: its plain optimizers, in the order of their steps.
         shards: of each of them.
         layout: of the job.
+        extra_states: of its modules.
         outline: of this rank, for the files of its shards; see ``outline.outline_text``.
     """
 
@@ -54,6 +56,7 @@ class Held:
     inners: tuple[Inner, ...]
     shards: tuple[Shard, ...]
     layout: Layout
+    extra_states: ExtraStates
     outline: Mapping[str, list[str]] = field(default_factory=dict)
 
     @property
@@ -134,7 +137,7 @@ class MegatronSource(TorchSource):
         if pages.data:
             own = pages.data.get(Rank(self._processor.env.rank), pages.data[min(pages.data)])
             buffers = LocalCapture.decode(own).buffers
-        return {"image": image, "buffers": buffers}
+        return {"image": image, "buffers": buffers, "extra": self.held.extra_states.of(job.version)}
 
     def _state_of(self, shard: Shard, state: dict[str, Any]) -> dict[str, Any]:
         inner = self.held.inner_of(shard)
@@ -147,7 +150,7 @@ class MegatronSource(TorchSource):
         if inner is self.held.inners[0]:
             for key, chunk in self._fixed(inner, state["buffers"]):
                 found.setdefault(key, []).append(chunk)
-            result |= {key: [value] for key, value in self.held.geometry.objects.items()}
+            result |= state["extra"]
         return result | {key: tuple(chunks) for key, chunks in found.items()}
 
     def _fixed(self, inner: Inner, buffers: Mapping[str, Tensor]) -> Iterator[tuple[str, Chunk]]:

@@ -31,6 +31,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.adapters.mindspore")
 
+LEFT = (
+    "the update after version %d was left by an exception that the program has caught. Parts of it may be in the "
+    "parameters: nothing can be saved from this rank until its next whole step. If other ranks did not raise alike, "
+    "their parameters differ from those of this one from now on; that is compared when a checkpoint is made"
+)
+
 
 class MindSporeAdapter:
     """See ``ttp.session.Adapter``.
@@ -128,9 +134,13 @@ class MindSporeAdapter:
         processor = self._processor
         if processor is None:
             return
-        version = processor.gate.version
+        if processor.gate.updating:
+            log.error(LEFT, processor.gate.version)
+            processor.leave_update()
+        left = processor.gate.left
+        version = processor.gate.version + left  # what was left half made has used up its number
         self._capture.capture(version + 1, self._here(version + 1), final=False)
-        if self._preimage is not None:
+        if self._preimage is not None and not left:  # and is nothing to go back to
             self._preimage.take(version)
         processor.mark += 1
         if self._barrier is not None:

@@ -6,7 +6,7 @@ import logging
 import random
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,9 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
-from ttp.adapters.torch.barrier import POLL_S, UpdateBarrier, needs_barrier
+from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.data_parallel import (
     LayoutWatch,
@@ -26,7 +28,7 @@ from ttp.adapters.torch.data_parallel import (
 from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
-from ttp.adapters.torch.inner import inner_of, is_sharded
+from ttp.adapters.torch.inner import inner_of, is_sharded, owners_of
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
@@ -34,8 +36,8 @@ from ttp.adapters.torch.restore import Restored, restore_into
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource, runtime_of
 from ttp.adapters.torch.table import items_of
-from ttp.adapters.torch.tail import Tail
-from ttp.adapters.torch.trial import Trial, left_out, refusal
+from ttp.adapters.torch.tail import Tail, listed
+from ttp.adapters.torch.trial import Trial, try_before_training
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
@@ -49,14 +51,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.adapters.torch")
 
+_LISTED_MAX = 4
+_POLL_S = 5e-5
+"""Between two looks of a training thread that stays where it is until the world is thawed."""
+
 
 class TorchAdapter:
     """See ``ttp.session.Adapter``.
 
     Args:
-        optimizer: updates the parameters of ``model``.
+        optimizer: updates the parameters of ``model``; or a list of several.
         model: wrapped or not.
-        scheduler: its LR scheduler, or None.
+        scheduler: its LR scheduler, or None, or a list of them.
         extra_state: see ``ttp.wrap_optimizer``.
         scaler: a GradScaler, or None.
         undo: ``"preimage"`` or None; see ``ttp.wrap_optimizer``.
@@ -65,13 +71,13 @@ class TorchAdapter:
         buddy: see ``ttp.wrap_optimizer``.
 
     Raises:
-        ConfigError: the optimizer holds parameters that the model does not name.
-        UsageError: an extra state cannot be stored.
+        ConfigError: an optimizer holds parameters that the model does not name, or that another one holds too.
+        UsageError: an extra state cannot be stored, or there is no optimizer.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizer: Optimizer | Sequence[Optimizer],
         *,
         model: nn.Module,
         scheduler: Any,
@@ -82,17 +88,22 @@ class TorchAdapter:
         shard_of: Callable[[str], str] | None = None,
         buddy: bool = False,
     ) -> None:
-        self._optimizer, self._model, self._scheduler, self._scaler = optimizer, model, scheduler, scaler
+        self._given = _distinct(optimizer)
+        self._optimizer = combined([owner for each in self._given for owner in owners_of(each)])
+        self._model, self._schedulers, self._scaler = model, _schedulers(scheduler), scaler
         self._undo, self._layout, self._shard_of, self._buddy = undo, layout, shard_of, buddy
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._names = ModelNames(model, optimizer)
+        self._names = ModelNames(model, self._optimizer)
+        refuse_shared(members_of(self._optimizer), self._names)
+        _tell_forgotten(without_optimizer(self._optimizer, self._names))
         self._device = device
-        self._source = TorchSource(model, self._names, optimizer, self._capture, self._extra, device)
+        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, device)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
+        self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
         self._resumed = False
 
@@ -115,16 +126,9 @@ class TorchAdapter:
 
     def _try(self) -> bytes:
         """See ``trial``."""
-        state = self._source.everything()
-        if why := refusal(state, self._model) or hook_refusal(ddps_of(self._model)):
+        try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
+        if why := hook_refusal(ddps_of(self._model)):
             raise ConfigError(why)
-        for key in left_out(state):
-            log.warning("%s is in no checkpoint: it has no form on disk, and the program has to make it again", key)
-        for name in self._capture.skipped:
-            if self._names.canonical(name) not in self._names.buffers:
-                log.warning(
-                    "the buffer %s is in no checkpoint: it is no plain memory; the program has to make it", name
-                )
         return b""
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
@@ -149,22 +153,33 @@ class TorchAdapter:
         self._processor = processor
         sharding = self.sharding(processor.env.world_size)
         averages = bool(self._extra.modules)
-        self._tail = Tail([self._optimizer], scheduler=self._scheduler, scaler=self._scaler, averages=averages)
+        for note in self._extra.notes() if processor.env.world_size > 1 else ():
+            log.warning("%s", note)
+        members = members_of(self._optimizer)
+        self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
-        self._trial = trial = Trial([self._optimizer], self._model, self._names, self._source.everything)
+        self._trial = trial = Trial(members, self._model, self._names, self._source.everything)
         trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
         if not is_sharded(self._optimizer):  # else it deals out itself what is added
             mine = processor.layout.shards_of(Rank(processor.env.rank))
             trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         self._source.tail, self._source.buckets = self._tail, buckets
-        self._source.exchanges = self._optimizer not in sharding.stepping
+        self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
             self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
-        barrier = None
-        if needs_barrier(processor.layout, self._undo):
-            barrier = UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        barrier = self._barrier = self._make_barrier(processor)
+
+        def before_gate() -> None:
+            trial.before_update()
+            if barrier is not None:
+                barrier.wait()
+
+        def after_update() -> None:
+            buckets.update_finished()
+            trial.update_finished()
+
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(
             sharding.stepping,
@@ -172,11 +187,12 @@ class TorchAdapter:
             reporter,
             self._capture,
             tail=self._tail,
+            chain=True,
             fence=self._source.finished,
             version=lambda: processor.gate.version,
-            before_gate=in_turn(trial.before_update, barrier.wait if barrier is not None else None),
+            before_gate=before_gate,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=in_turn(buckets.update_finished, trial.update_finished),
+            after_update=after_update,
             ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
@@ -188,7 +204,12 @@ class TorchAdapter:
         assert self._processor is not None
         gate = self._processor.gate
         while gate.redone and gate.closed:
-            time.sleep(POLL_S)
+            time.sleep(_POLL_S)
+
+    def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
+        if not needs_barrier(processor.layout, self._undo):
+            return None
+        return UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
 
     def _gradient_final(self) -> None:
         assert self._processor is not None
@@ -204,6 +225,9 @@ class TorchAdapter:
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._barrier is not None:
+            self._barrier.close()
+            self._barrier = None
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
@@ -232,7 +256,7 @@ class TorchAdapter:
             manifest,
             model=self._model,
             optimizer=self._optimizer,
-            scheduler=self._scheduler,
+            scheduler=self._schedulers,
             scaler=self._scaler,
             elsewhere=elsewhere,
         )
@@ -311,15 +335,39 @@ class TorchAdapter:
         return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
 
 
-def in_turn(*calls: Callable[[], None] | None) -> Callable[[], None]:
-    """One call for several; None is left out."""
-    wanted = [call for call in calls if call is not None]
+def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
+    """The optimizers that were given, each once."""
+    given = list({id(each): each for each in listed(optimizer)}.values())
+    if not given:
+        raise UsageError("wrap_optimizer() was given no optimizer")
+    sharded = next((each for each in given if is_sharded(each)), None)
+    if sharded is not None and len(given) > 1:
+        raise ConfigError(
+            f"{type(sharded).__name__} shards its state over the ranks and cannot be protected beside other "
+            "optimizers: give all parameters to it, or use optimizers that do not shard their state"
+        )
+    return given
 
-    def call_all() -> None:
-        for call in wanted:
-            call()
 
-    return wanted[0] if len(wanted) == 1 else call_all
+def _tell_forgotten(names: Sequence[str]) -> None:
+    if names:
+        listing = ", ".join(names[:_LISTED_MAX]) + (", ..." if len(names) > _LISTED_MAX else "")
+        log.warning(
+            "%d parameters want gradients and are in no optimizer that wrap_optimizer() was given (%s): their weights "
+            "are saved; if another optimizer updates them, its state is not: give wrap_optimizer() a list of all",
+            len(names),
+            listing,
+        )
+
+
+def _schedulers(given: Any) -> list[Any]:
+    """Each scheduler; of a container that is none itself (torchtitan's) those inside, so that each state is kept."""
+    found: list[Any] = []
+    for each in listed(given):
+        inside = getattr(each, "schedulers", None)
+        unpack = isinstance(inside, (list, tuple)) and inside and not isinstance(each, LRScheduler)
+        found += _schedulers(list(inside)) if unpack and inside is not None else [each]
+    return found
 
 
 class DeviceReporter:
@@ -346,11 +394,15 @@ class DeviceReporter:
     def activity(self, activity: str) -> None:
         self._processor.activity = activity
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         self._reduced.record(self._processor.gate.version + 1)
-        self._processor.begin_update()
+        self._processor.begin_update(again)
         self._begun.record(self._processor.gate.version + 1)
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""

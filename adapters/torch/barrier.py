@@ -9,36 +9,54 @@ Who is frozen in the barrier stands at the gate there, as it holds its gradient:
 without the others (redo). So does who is left in a barrier that broke, because a peer died: it reports that, waits for
 the freeze and raises only when none comes or the rescue is over.
 
-It runs on the host, in a group of its own. On a device the host first waits for the gradient, because a host at the
-barrier says nothing about its device; that costs the host its lead.
+Ranks of a host meet in shared memory (``ttp.processor.meeting``); where there are several hosts, one thread of each
+meets those of the others over gloo, in a group of its own. The training thread sleeps on a word of memory, and is woken
+by whoever closes its gate or sees a neighbour die. Decision 33 says why this is sound.
+
+It runs on the host. On a device the host first waits for the gradient, because a host at the barrier says nothing about
+its device; that costs the host its lead.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
+from ttp.adapters.torch.exchange import gather_bytes
 from ttp.core.layout import Layout
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
 from ttp.processor.faults import describe
 from ttp.processor.gate import Gate
+from ttp.processor.meeting import BrokenError, Meeting, run
+from ttp.processor.meeting_place import find_place
 
-POLL_S = 5e-5
-"""Between two looks whether all have come, or the world is frozen."""
+log = logging.getLogger("ttp.adapters.torch")
+
 FREEZE_S = 30.0
 """How long a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+COMES_S = 1800.0
+"""After which a rank that does not come is an error; that of torch for its own collectives."""
 
 
 class Frozen(Protocol):
     """The processor, as the barrier needs it."""
 
     gate: Gate
+    on_death: Callable[[], None]
+
+    @property
+    def page_dir(self) -> Path | None:
+        """Where ranks of this host may share memory."""
 
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
         """This rank cannot train on."""
@@ -84,7 +102,18 @@ class UpdateBarrier:
                 'give wrap_optimizer() undo="preimage"'
             )
         self._device, self._processor, self._reduced = device, processor, reduced
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
+        self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
+        place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
+        wide = len(place.firsts) > 1
+        self.meeting = Meeting(place.words, place.number, len(place.ranks), wide=wide, gone=place.gone)
+        self._turn = 0
+        self._couriers: list[Courier] = []
+        if wide:
+            group = dist.new_group(list(place.firsts), backend="gloo", timeout=timeout)
+            if place.number == 0:
+                self._couriers.append(Courier(self.meeting, group))
+        log.debug("rank meets %d ranks in shared memory, and %d other hosts", len(place.ranks), len(place.firsts) - 1)
+        processor.on_death = self._ring
 
     def wait(self) -> None:
         """Return when every rank holds its final gradient, or this one is to make the update without them.
@@ -95,26 +124,82 @@ class UpdateBarrier:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
         self._reduced()
+        self._turn += 1
         gate = self._processor.gate
-        with gate.nearby():
-            self._meet(gate)
+        with gate.nearby(self._ring):
+            try:
+                run(self.meeting.come(self._turn))
+                run(self.meeting.wait(self._turn, self._patience(gate, self._timeout_s)))
+            except (BrokenError, TimeoutError) as problem:
+                if not self._rescued(problem):
+                    raise RuntimeError(f"the barrier before the update broke: {self._why(problem)}") from problem
 
-    def _meet(self, gate: Gate) -> None:
-        try:
-            work = dist.barrier(group=self._group, async_op=True)
-            while not work.is_completed():
-                if gate.closed and gate.stand_aside():
-                    return
-                time.sleep(POLL_S)
-            work.wait()
-        except RuntimeError as problem:
-            if not self._rescued(problem):
-                raise
+    def close(self) -> None:
+        """Let go of the courier. The training thread makes no more updates."""
+        for courier in self._couriers:
+            courier.close()
 
-    def _rescued(self, problem: RuntimeError) -> bool:
+    def _ring(self) -> None:
+        """Whoever waits here is to look at the gate, and at the signs of life."""
+        with contextlib.suppress(OSError):
+            run(self.meeting.ring())
+
+    @staticmethod
+    def _patience(gate: Gate, patience_s: float) -> Any:
+        """What is asked when the training thread is woken: whether to leave; no longer than ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+
+        async def leave() -> bool:
+            if gate.closed and gate.stand_aside():
+                return True
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks came within {patience_s:g} s")
+            return False
+
+        return leave
+
+    def _why(self, problem: Exception) -> str:
+        return "; ".join([describe(problem), *(courier.problem for courier in self._couriers if courier.problem)])
+
+    def _rescued(self, problem: Exception) -> bool:
         """The barrier broke, the gradient is whole: whether the update is to be made all the same."""
-        self._processor.report(FaultKind.COLLECTIVE, f"the barrier before the update broke: {describe(problem)}")
+        self._processor.report(FaultKind.COLLECTIVE, f"the barrier before the update broke: {self._why(problem)}")
         gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
         while not gate.closed and time.monotonic() < deadline:
-            time.sleep(POLL_S)
+            run(self.meeting.pause(lambda: gate.closed))
         return gate.closed and gate.stand_aside()
+
+
+class Courier:
+    """A thread that meets those of other hosts, for all ranks of this one.
+
+    Args:
+        meeting: of this host.
+        group: of one rank of every host.
+    """
+
+    def __init__(self, meeting: Meeting, group: Any) -> None:
+        self._meeting, self._group, self._closed = meeting, group, False
+        self.problem = ""
+        threading.Thread(target=self._run, name="ttp-courier", daemon=True).start()
+
+    def close(self) -> None:
+        """End, when all couriers have come to where they are."""
+        self._closed = True
+        run(self._meeting.ring_front())
+
+    async def _leave(self) -> bool:
+        return self._closed
+
+    def _run(self) -> None:
+        turn = 1
+        try:
+            while run(self._meeting.all_here(turn, self._leave)):
+                dist.barrier(group=self._group)
+                run(self._meeting.release(turn))
+                turn += 1
+        except Exception as problem:
+            self.problem = describe(problem)
+            log.debug("the hosts do not meet any more", exc_info=True)
+            with contextlib.suppress(OSError):
+                run(self._meeting.break_up())

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.announce import Entry, Key, View, describe, held, key_of, view_of
 from ttp.adapters.torch.checkpoint import Stored
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.exchange import broadcast_bytes, gather_or_refuse
 from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
@@ -62,7 +63,7 @@ class FoundSharding:
         self, parts: Parts, layout: Layout, mine: Mapping[Key, Shard], flat_groups: bool, elsewhere: Collection[str]
     ) -> None:
         self.layout, self.flat_groups = layout, flat_groups
-        self.stepping = (parts.optimizer,)
+        self.stepping = members_of(parts.optimizer)
         self._cutter, self._mine, self._explicit = parts.cutter, dict(mine), parts.layout is not None
         self._elsewhere, self._names = frozenset(elsewhere), parts.names
         self._parameters: dict[Shard, list[str]] = defaultdict(list)

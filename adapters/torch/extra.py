@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.encoding import EncodingError, decode, encode
@@ -42,6 +43,16 @@ class ExtraState:
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value)
+
+    def notes(self) -> list[str]:
+        """What those should know who train on several ranks."""
+        return [
+            f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
+            "rank has those of the rank that saved. For the bits of each rank use SyncBatchNorm, or let the average "
+            "copy the model's buffers at each update"
+            for name, module in self.modules.items()
+            if (layer := _own_statistics(module)) is not None
+        ]
 
     @property
     def changing(self) -> tuple[str, ...]:
@@ -75,6 +86,13 @@ class ExtraState:
                 raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
         notes = [f"{_path(name)} was not saved: it begins anew" for name in objects if name not in saved]
         return notes + [f"{_path(name)} was saved, and this job has none" for name in saved if name not in objects]
+
+
+def _own_statistics(module: nn.Module) -> str | None:
+    """The first layer whose statistics each rank makes from its own batches."""
+    kept = ((name, each) for name, each in module.named_modules() if isinstance(each, _NormBase))
+    own = ((name, each) for name, each in kept if each.track_running_stats and not isinstance(each, nn.SyncBatchNorm))
+    return next((name for name, _ in own), None)
 
 
 def _named(given: Any) -> dict[str, Any]:

@@ -26,26 +26,50 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.closures import Closure, closure_of, evaluates_first, with_closure
 from ttp.adapters.torch.data_parallel import ddps_of
 from ttp.adapters.torch.ddp import Ddp
 from ttp.adapters.torch.device import Fence
+from ttp.adapters.torch.hook import Hook
+from ttp.adapters.torch.misuse import (
+    Strangers,
+    capturing,
+    graph_task,
+    in_backward,
+    refuse_capture,
+    refuse_in_backward,
+)
+from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
-"""Number of the backward pass that runs; -1 outside of one."""
-
 EVALUATING = "a forward pass without gradients"
 """What a rank is said to do from such a pass until the next point of a step."""
+
+_WHOLE_STEP = (
+    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
+    "whole step counts as the update, forward and backward passes included. If a rank is lost in it, this step cannot "
+    'be saved before it ends; with undo="preimage" ranks that get an exception from the loss can go back. To have the '
+    "update begin later, call the closure yourself: loss = closure(); optimizer.step()"
+)
+
+_LEFT = (
+    "step() was left by an exception that the program has caught, in the update after version %d. Parts of that update "
+    "may be in the weights: nothing can be saved from this rank until its next whole step. If other ranks did not "
+    "raise alike, their weights differ from those of this one from now on; that is compared when a checkpoint is made"
+)
+
+_NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of this update when it was over"
 
 
 class Capture(Protocol):
@@ -112,8 +136,9 @@ def attach(
 class Attachment:
     """The bracket around an update; see ``attach`` for its parts.
 
-    An exception inside ``optimizer.step()`` leaves the bracket open: the copy is torn, which is the truth. ``step`` of
-    a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts.
+    ``step`` of a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts. An exception
+    of ``step()`` leaves the bracket open: the copy is torn, which is the truth. A program that catches it and goes on
+    is told so; see docs/decisions/0028-the-bracket.md for what becomes of the version.
     """
 
     def __init__(
@@ -140,34 +165,48 @@ class Attachment:
         self._after_end = after_end
         self.redoable = False
         """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
-        self._depth = 0
+        self._stepping = Stepping(())
+        self._strangers: Strangers | None = None
         self._begun = False
+        self._left = False  # the last update, half made; until the next one begins
+        self._again = False  # no gradient has come since
+        self._closures = 0  # that run
         self._by_hand = by_hand  # the user says when a step is done
         self._last = last  # whose step is the last one of an update; None: there is one only
         self._task = -1
         self._mark = 0
         self._evaluating = False
         self._complained = False
+        self._said: set[str] = set()
         self._handles: list[Any] = []
 
     def connect(self, optimizers: Sequence[Optimizer], model: nn.Module, ddps: Sequence[Ddp]) -> None:
-        """Register the hooks."""
+        """Register the hooks.
+
+        Raises:
+            UsageError: parameters are updated in the backward pass.
+        """
+        refuse_in_backward(model)
+        self._stepping = Stepping(optimizers)
+        self._strangers = Strangers(optimizers, model, lambda: self._begun)
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(self._before_step))
-            self._handles.append(optimizer.register_step_post_hook(self._after_step))
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
         for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
-            self._handles.append(register(self._on_gradient))
+            self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
-            self._handles.append(module.register_forward_hook(self._on_output))
+            self._handles.append(module.register_forward_hook(Hook(self._on_output)))
         if self._tail.wants_forward:
-            self._handles.append(model.register_forward_pre_hook(self._on_forward))
+            self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
         """Take all hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        if self._strangers is not None:
+            self._strangers.remove()
         self._tail.close()
 
     def step_done(self) -> None:
@@ -178,7 +217,8 @@ class Attachment:
         Raises:
             UsageError: called from inside ``optimizer.step()``.
         """
-        if self._depth:
+        self._look_for_exception()
+        if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
         if self._begun:
             self._end()
@@ -192,6 +232,7 @@ class Attachment:
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
         if torch.compiler.is_compiling():
             return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
+        self._look_for_exception()
         learning = torch.is_grad_enabled()
         if learning:
             self._pass()
@@ -208,30 +249,68 @@ class Attachment:
                     hook(self._on_gradient)
 
     def _on_gradient(self, _tensor: Tensor) -> None:
-        task = _graph_task()
+        task = graph_task()
         if task != self._task or task == -1:
             self._task = task
+            if capturing():
+                return  # of a CUDA graph: this happens once, not in each of its replays
+            self._look_for_exception()
+            self._again = False
             self._pass()
-            self._capture.capture(self._version() + 1, final=False)
+            self._capture.capture(self._next_version(), final=False)
 
-    def _before_step(self, _optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        in_backward(optimizer)
+        refuse_capture()
+        self._look_for_exception(entering=True)
+        if self._begun or self._stepping.depth:  # in an update, or in a step() that will begin one
+            self._stepping.entered()
+            return None
+        kind: Any = type(optimizer)
+        closure = closure_of(args, kwargs)
+        self._again = self._again and closure is None  # a closure makes a gradient of its own
+        if closure is None:
+            self._begin(redoable=True)
+        elif not evaluates_first(kind):
+            self._say_once(_WHOLE_STEP.format(kind.__name__))
+            self._begin(redoable=False)
+        self._stepping.entered()
+        return None if closure is None else with_closure(partial(self._evaluate, closure), args, kwargs)
+
+    def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """What the optimizer calls in place of ``closure``: behind it the gradient is there, and nothing is written."""
+        self._closures += 1
+        try:
+            result = closure(*args, **kwargs)
+        finally:
+            self._closures -= 1
         if not self._begun:
-            self._begin(has_closure=(args[1] if len(args) > 1 else kwargs.get("closure")) is not None)
-        self._depth += 1
+            with torch.no_grad():
+                self._begin(redoable=True)
+        return result
 
-    def _begin(self, has_closure: bool) -> None:
+    def _begin(self, redoable: bool) -> None:
+        again = self._again
         self._pass()
         self._safely(self._tail.at_gate)
-        self._capture.capture(self._version() + 1, final=False)
-        self.redoable = not (has_closure or self._by_hand)
-        self._before_gate()
-        self._reporter.begin_update()
+        self._capture.capture(self._next_version(), final=False)
+        self.redoable = redoable and not self._by_hand
+        if not again:
+            self._before_gate()
+        self._reporter.begin_update(again)
         self._begun = True
-        self._before_update(self._version())
+        if not self._left:  # what was left half made is nothing to go back to
+            self._before_update(self._version())
+        self._left = self._again = False
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        self._depth -= 1
-        if self._depth == 0 and not self._by_hand and self._last in (None, optimizer):
+        self._stepping.returned()
+        if not self._begun:
+            self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
+            self._begin(redoable=False)
+        if self._stepping.depth == 0 and not self._by_hand and self._last in (None, optimizer):
             self._end()
 
     def _end(self) -> None:
@@ -245,6 +324,17 @@ class Attachment:
         self._reporter.end_update()
         self._after_end()
 
+    def _next_version(self) -> int:
+        """Of the update that comes. One that was left half made has used up its number, unless it is made again."""
+        return self._version() + (2 if self._left and not self._again else 1)
+
+    def _look_for_exception(self, *, entering: bool = False) -> None:
+        """Whether the program has caught an exception of ``step()`` and goes on."""
+        if self._stepping.depth and not self._closures and self._stepping.was_left(entering=entering) and self._begun:
+            self._begun, self._left, self._again = False, True, True
+            self._reporter.leave_update()
+            log.error(_LEFT, self._version())
+
     def _pass(self) -> None:
         """One more point of the step."""
         self._mark += 1
@@ -253,6 +343,11 @@ class Attachment:
             self._evaluating = False
             if self._reporter.activity == EVALUATING:  # else the user has said something since
                 self._reporter.activity = ""
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
 
     def _safely(self, call: Callable[..., object], *args: Any, **kwargs: Any) -> None:
         try:

@@ -1,8 +1,14 @@
-"""Optimizers that shard their state have another one inside, of the parameters of this rank: it keeps the state."""
+"""Optimizers that have others inside: which of them keep the state, and whose steps are the update.
+
+Sharding optimizers have one inside, of the parameters of this rank: it keeps the state. Wrappers and containers
+(Lookahead, torchtitan's container, accelerate's) have one or several in their attributes, which own the parameters that
+the wrapper shows as its own.
+"""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch.optim import Optimizer
@@ -29,3 +35,39 @@ def is_torch_zero(optimizer: Any) -> bool:
     """Whether it is torch's ``ZeroRedundancyOptimizer``; does not import what nobody has imported."""
     library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
     return library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer)
+
+
+def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers in the attributes of ``optimizer`` that together own its parameters; none: it owns them itself."""
+    if is_sharded(optimizer):
+        return []
+    found: dict[int, Optimizer] = {}
+    for value in list(vars(optimizer).values()):
+        found.update((id(each), each) for each in _optimizers_in(value) if each is not optimizer)
+    inside = list(found.values())
+    owned = [id(p) for each in inside for group in each.param_groups for p in group["params"]]
+    shown = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return inside if inside and shown <= set(owned) else []
+
+
+def owners_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that keep the state of its parameters: the innermost ones of wrappers and containers."""
+    inside = wrapped_by(optimizer)
+    return [owner for each in inside for owner in owners_of(each)] if inside else [optimizer]
+
+
+def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The wrappers and containers around the owners, the outermost first."""
+    inside = wrapped_by(optimizer)
+    if inside:
+        yield optimizer
+    for each in inside:
+        yield from wrappers_of(each)
+
+
+def _optimizers_in(value: Any) -> Iterable[Optimizer]:
+    if isinstance(value, Optimizer):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [each for each in value if isinstance(each, Optimizer)] if isinstance(value, (list, tuple)) else []

@@ -16,18 +16,32 @@ JOB_KIND = "job"
 
 
 @dataclass(frozen=True, slots=True)
+class Schedule:
+    """Where one LR scheduler is.
+
+    Args:
+        state: its ``state_dict()``.
+        pending: the update was finished but the scheduler's step after it was not: it is due on restore.
+    """
+
+    state: dict[str, Any]
+    pending: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class JobState:
     """The job-wide scalars of one version.
 
     Args:
         version: finished updates.
-        scheduler: ``state_dict()`` of the LR scheduler; None without one.
+        scheduler: ``state_dict()`` of the LR scheduler; None without one, and where there are several.
         scaler: ``state_dict()`` of the GradScaler; None without one.
         scheduler_pending: the update was finished but ``scheduler.step()`` after it was not: it is due on restore.
         scaler_pending: the same for ``scaler.update()``.
         ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it; with several
             DistributedDataParallel modules that of each, by name.
         extra: whatever else is equal everywhere, by name.
+        several: of several LR schedulers ``[state_dict(), pending]``; None with one or none.
     """
 
     version: int
@@ -37,6 +51,33 @@ class JobState:
     scaler_pending: bool = False
     ddp_buckets: str | dict[str, str] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
+    several: list[Any] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        version: int,
+        schedules: Sequence[Schedule],
+        scaler: dict[str, Any] | None = None,
+        scaler_pending: bool = False,
+    ) -> JobState:
+        """That of ``version``, with any number of LR schedulers."""
+        one = schedules[0] if len(schedules) == 1 else None
+        return cls(
+            version=version,
+            scheduler=None if one is None else one.state,
+            scaler=scaler,
+            scheduler_pending=one is not None and one.pending,
+            scaler_pending=scaler_pending,
+            several=[[each.state, each.pending] for each in schedules] if len(schedules) > 1 else None,
+        )
+
+    @property
+    def schedules(self) -> list[Schedule]:
+        """Every LR scheduler, in the order in which they were given."""
+        if self.several is not None:
+            return [Schedule(state, pending) for state, pending in self.several]
+        return [] if self.scheduler is None else [Schedule(self.scheduler, self.scheduler_pending)]
 
     def encode(self) -> bytes:
         """The bytes of ``job_{g}.msgpack``.
@@ -44,7 +85,10 @@ class JobState:
         Raises:
             EncodingError: something in it has no form on disk; the text says where.
         """
-        return encode({f.name: getattr(self, f.name) for f in fields(self)}, "job")
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        if self.several is None:
+            del values["several"]  # a job with one schedule looks as it always did
+        return encode(values, "job")
 
     @classmethod
     def decode(cls, data: bytes) -> JobState:
@@ -63,7 +107,13 @@ class JobState:
         wrong = [name for name, value in known.items() if not isinstance(value, _KINDS[name])]
         if wrong:
             raise CheckpointError(f"the job state is garbled: {wrong[0]} is {known[wrong[0]]!r:.60}")
+        if not all(map(_is_schedule, known.get("several") or ())):
+            raise CheckpointError("the job state is garbled: an LR scheduler of several is none")
         return cls(**known)
+
+
+def _is_schedule(entry: Any) -> bool:
+    return isinstance(entry, list) and [type(part) for part in entry] == [dict, bool]
 
 
 _KINDS: dict[str, Any] = {
@@ -74,6 +124,7 @@ _KINDS: dict[str, Any] = {
     "scaler_pending": bool,
     "ddp_buckets": str | dict | None,
     "extra": dict,
+    "several": list | None,
 }
 
 

@@ -1,19 +1,24 @@
 """The random streams of one process: python, numpy's global one, torch, the device.
 
-Taking them costs a few microseconds: see ``ttp.processor.host_rng``.
+Taking them costs a few microseconds: see ``ttp.processor.host_rng``. Torch's own stream is a Mersenne Twister too, and
+is handed over as the memory it lies in: its ``get_state()`` makes a tensor of twice the size. Where that memory is, is
+looked for at start on a private generator, and checked against ``get_state()``.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import logging
 import struct
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ttp.errors import CheckpointError
-from ttp.processor.host_rng import HostStreams, numpy_tuple, python_state
+from ttp.processor.host_rng import HostStreams, memory_at, numpy_tuple, python_state
 from ttp.processor.pages import Buffer
 from ttp.store.encoding import EncodingError
 
@@ -30,11 +35,12 @@ class RngState:
     def __init__(self) -> None:
         self._host = HostStreams()
         self._torch: torch.Generator = torch.default_generator
+        self._live = live_memory(self._torch)
 
     def capture(self) -> list[Buffer]:
         """The state of every stream now. Some parts are live memory: copy them before the next random number."""
         python, python_gauss, numpy, numpy_gauss = self._host.capture()
-        host = _tensor_bytes(self._torch.get_state())
+        host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
         device = _capture_device()
         sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
@@ -49,7 +55,7 @@ class RngState:
         notes: list[str] = []
         try:
             notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
-            self._torch.set_state(torch.frombuffer(bytearray(host), dtype=torch.uint8))
+            self._torch.set_state(_torch_state(host))
             if device:
                 notes += _restore_device(device)
         except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
@@ -72,7 +78,7 @@ def streams_of(data: bytes) -> dict[str, Any]:
         return {
             "python": python_state(python, python_gauss),
             "numpy": numpy_tuple(numpy, numpy_gauss) if numpy else None,
-            "torch": torch.frombuffer(bytearray(host), dtype=torch.uint8),
+            "torch": _torch_state(host),
             "device": torch.frombuffer(bytearray(device), dtype=torch.uint8) if device else None,
         }
     except (ValueError, TypeError, LookupError, struct.error, EncodingError) as problem:
@@ -95,6 +101,75 @@ def _split(data: bytes) -> list[bytes]:
 
 def _tensor_bytes(tensor: torch.Tensor) -> bytes:
     return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+_WORDS = 624
+_LIVE = struct.Struct(f"<Qi?3xI{_WORDS}I4xf?3xd?7x")
+"""As it lies in memory: seed, numbers left, seeded, next, words; spare normal numbers and whether they are there."""
+
+_OFFICIAL = struct.Struct(f"<QiiQ{_WORDS}QdddI4xf?3x")
+"""As ``get_state()`` says it: words of eight bytes; three doubles of which the second is the spare normal number."""
+
+_LOOKED_THROUGH = 512
+"""Bytes of a generator in which its stream begins; it has more than two thousand."""
+
+
+def live_memory(generator: torch.Generator) -> memoryview | None:
+    """The stream of a host generator as the memory it lies in; None where that cannot be told: another torch."""
+    try:
+        offset = _offset() if sys.byteorder == "little" else None
+        address: Any = generator._cdata
+        return memory_at(address + offset, _LIVE.size) if offset is not None else None
+    except Exception:
+        return None
+
+
+@functools.cache
+def _offset() -> int | None:
+    """Where in a generator its stream lies, found and checked on a private one."""
+    probe: Any = torch.Generator()
+    probe.manual_seed(20_11)
+    begin = _OFFICIAL.unpack(_tensor_bytes(probe.get_state()))
+    needle = struct.pack("<8I", *begin[4:12])
+    found = ctypes.string_at(probe._cdata, _LOOKED_THROUGH).find(needle) - 20
+    if found < 0:
+        return None
+    memory = memory_at(probe._cdata + found, _LIVE.size)
+    draws: list[Callable[[], object]] = [
+        lambda: torch.rand((), generator=probe),
+        lambda: torch.rand(700, generator=probe),
+        lambda: torch.randn((), generator=probe),  # leaves a spare normal number
+        lambda: torch.randn((), generator=probe),
+        lambda: probe.set_state(_crafted(probe.get_state(), 1.5, 2.5)),
+        lambda: probe.manual_seed(20_12),
+    ]
+    for draw in draws:
+        if bytes(_torch_state(bytes(memory)).numpy()) != _tensor_bytes(probe.get_state()):
+            return None
+        draw()
+    return found
+
+
+def _crafted(state: torch.Tensor, single: float, double: float) -> torch.Tensor:
+    """A state with spare normal numbers of both kinds."""
+    fields = list(_OFFICIAL.unpack(_tensor_bytes(state)))
+    fields[-5], fields[-3:] = double, [1, single, True]
+    return torch.frombuffer(bytearray(_OFFICIAL.pack(*fields)), dtype=torch.uint8)
+
+
+def _torch_state(data: bytes) -> torch.Tensor:
+    """What ``capture`` gave of torch's stream, for ``set_state``: it may be as it lay in memory.
+
+    Raises:
+        struct.error: it is neither.
+    """
+    if len(data) == _LIVE.size:
+        seed, left, seeded, following, *words, single, has_single, double, has_double = _LIVE.unpack(data)
+        spare = (0.0, double if has_double else 0.0, 0.0, int(has_double), single if has_single else 0.0, has_single)
+        data = _OFFICIAL.pack(seed, left, int(seeded), following, *words, *spare)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
 
 
 # --------------------------------------------------------------------------------------------------------------- device

@@ -14,18 +14,26 @@ from typing import Any
 import torch
 
 from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.tail import listed
 
 
 def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
-    """Load the LR scheduler and make the step that was due; notes on what could not be done.
+    """Load the LR scheduler, or the list of them, and make the steps that were due; notes on what could not be done.
 
-    After the optimizer's param groups are back: the step changes them.
+    After the optimizer's param groups are back: the steps change them.
     """
-    if scheduler is None or job.scheduler is None:
-        return _one_sided("an LR scheduler", scheduler, job.scheduler)
-    scheduler.load_state_dict(job.scheduler)
-    if not job.scheduler_pending:
-        return []
+    here, there = listed(scheduler), job.schedules
+    if not here or not there:
+        return _one_sided("an LR scheduler", here or None, there)
+    if len(here) != len(there):
+        return [f"it has the states of {len(there)} LR schedulers and this job has {len(here)}: these begin anew"]
+    for each, saved in zip(here, there, strict=True):
+        each.load_state_dict(saved.state)
+    due = [each for each, saved in zip(here, there, strict=True) if saved.pending]
+    return [note for each in due for note in _make_due_step(each)]
+
+
+def _make_due_step(scheduler: Any) -> list[str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's advice on the order of the two steps does not apply here

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.checkpoint import Chunk, Stored
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.cuts import Cutter
 from ttp.adapters.torch.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.ddp import Ddp
@@ -126,7 +127,7 @@ class PlainSharding:
 
     def __init__(self, parts: Parts) -> None:
         self.layout = parts.layout or Layout.data_parallel(parts.world_size)
-        self.stepping: Sequence[Optimizer] = (parts.optimizer,)
+        self.stepping: Sequence[Optimizer] = members_of(parts.optimizer)
         self.flat_groups = False
         self._names = parts.names
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -254,15 +255,7 @@ class TorchSource:
         assert self.tail is not None
         job = self.tail.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
-        return JobState(
-            version=job.version,
-            scheduler=job.scheduler,
-            scaler=job.scaler,
-            scheduler_pending=job.scheduler_pending,
-            scaler_pending=job.scaler_pending,
-            ddp_buckets=self._bucket_layout(version),
-            extra=job.extra,
-        )
+        return replace(job, ddp_buckets=self._bucket_layout(version))
 
     def _bucket_layout(self, version: Version) -> Layouts | None:
         assert self._processor is not None
@@ -342,7 +335,8 @@ class TorchSource:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
             state["optim"]["state"] = counted_back(state["optim"]["state"], ahead)
-        for group, kept in zip(state["optim"]["param_groups"], self.tail.param_groups(job.version)[0], strict=True):
+        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+        for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules
         if modules:

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
@@ -37,7 +38,9 @@ def checkpoint_state(
         "optim": optimizer_state(names, optimizer, None if image is None else image.state),
         "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
     }
-    if job.scheduler is not None:
+    if job.several is not None:
+        state["scheduler"] = [each.state for each in job.schedules]
+    elif job.scheduler is not None:
         state["scheduler"] = job.scheduler
     return state
 
@@ -93,6 +96,6 @@ def counted_back(state: Mapping[str, Any], updates: int) -> dict[str, Any]:
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:
-    """Its class, to recognise a checkpoint of another optimizer."""
-    kind = type(inner_of(optimizer))
-    return f"{kind.__module__}.{kind.__qualname__}"
+    """Its class, or those of several, to recognise a checkpoint of another optimizer."""
+    kinds = (type(inner_of(member)) for member in members_of(optimizer))
+    return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

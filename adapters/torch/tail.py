@@ -16,14 +16,14 @@ scheduler and scaler is not kept: only the first tail after an update counts.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.job_state import JobState, Schedule
 from ttp.adapters.torch.watch import watch_method
 from ttp.errors import UsageError
 from ttp.store.encoding import EncodingError, encode
@@ -40,19 +40,56 @@ class _Snapshot:
 
     Args:
         version: finished updates.
-        scheduler: its ``state_dict()``, containers copied.
+        schedulers: ``state_dict()`` of each, containers copied.
         scaler: the scaler's numbers; on a device still tensors.
         groups: of each optimizer.
-        scheduler_steps: how many of them are in it.
+        scheduler_steps: how many of them are in it, of each scheduler.
         scaler_updates: the same.
     """
 
     version: int
-    scheduler: dict[str, Any] | None
+    schedulers: tuple[dict[str, Any], ...]
     scaler: dict[str, Any] | None
     groups: list[Groups]
-    scheduler_steps: int = 0
+    scheduler_steps: tuple[int, ...]
     scaler_updates: int = 0
+
+
+@dataclass(slots=True)
+class _Habit:
+    """What the loop does with one scheduler, as far as it is learned.
+
+    Args:
+        scheduler: the object.
+        inside: its step, which belongs to the last version, is running.
+        leading: it is stepped before the update.
+        single_steps: the last so many tails had exactly one step.
+        steps_expected: as many as the last tail had.
+        watched: its steps are seen.
+        stale: it was stepped since its state was last taken.
+    """
+
+    scheduler: Any
+    inside: bool = False
+    leading: bool = False
+    single_steps: int = 0
+    steps_expected: int = 0
+    watched: bool = False
+    stale: bool = True
+
+    def settled(self, steps: int) -> bool:
+        """Whether nothing more of it follows the last update, after so many steps."""
+        if self.inside:
+            return False
+        return steps >= self.steps_expected if self.steps_expected else self.leading
+
+    def learned(self, tails: int) -> bool:
+        """Whether every update, or at least the last two, had exactly one step of it behind it."""
+        return tails > 0 and self.single_steps >= min(2, tails)
+
+    def state(self) -> Any:
+        """Its ``state_dict()``, to keep."""
+        return copied(self.scheduler.state_dict())
 
 
 class Tail:
@@ -60,7 +97,7 @@ class Tail:
 
     Args:
         optimizers: whose param groups belong to the version.
-        scheduler: an LR scheduler; anything with ``step`` and ``state_dict``.
+        scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
         scaler: a ``GradScaler``.
         averages: whether modules that follow the weights (EMA) are part of the tail.
         version: finished updates now.
@@ -79,40 +116,44 @@ class Tail:
         version: int = 0,
     ) -> None:
         self._optimizers = tuple(optimizers)
-        self._scheduler = scheduler
+        self._habits = tuple(map(_Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._scheduler_inside = False
-        self._leading = False
         self._tails = 0  # that have ended
-        self._single_steps = 0  # the last so many of them had exactly one scheduler.step()
-        self._steps_expected = 0
         self._updates_expected = True
-        self._watched = False
-        self._stale = True  # the scheduler was stepped since its state was last taken
-        self._previous = self._snapshot = self._take(version, 0, 0)
-        kind = type(scheduler)
-        self._unwatch = [
-            watch_method(self._scheduler, "step", self._scheduler_begins, self._scheduler_stepped),
-            watch_method(self._scaler, "update", lambda: None, self._scaler_updated),
-        ]
-        self._watched = scheduler is None or type(scheduler) is not kind
+        self.after_scaler_update: Callable[[], None] = lambda: None
+        """Called when the loop has updated the scaler: no optimizer steps any more in this iteration."""
+        self._previous = self._snapshot = self._take(version)
+        self._unwatch = [self._watch(number, habit) for number, habit in enumerate(self._habits)]
+        self._unwatch.append(watch_method(self._scaler, "update", lambda: None, self._scaler_updated))
+
+    def _watch(self, number: int, habit: _Habit) -> Callable[[], None]:
+        kind = type(habit.scheduler)
+        undo = watch_method(
+            habit.scheduler,
+            "step",
+            lambda: self._scheduler_begins(habit),
+            lambda: self._scheduler_stepped(number, habit),
+        )
+        habit.watched = type(habit.scheduler) is not kind
+        return undo
 
     @property
     def wants_forward(self) -> bool:
         """Whether ``forward_entered`` tells it anything."""
-        return self._averages or self._scheduler is not None or self._scaler is not None
+        return self._averages or bool(self._habits) or self._scaler is not None
 
     # --------------------------------------------------------------------------------------------- training thread
 
     def restored(self, version: int) -> None:
         """The objects hold the state of ``version``."""
-        self._open, self._entered, self._stale = False, True, True
-        self._leading = False  # a step that loading made says nothing of the loop
-        self._previous = self._snapshot = self._take(version, 0, 0)
+        self._open, self._entered = False, True
+        for habit in self._habits:
+            habit.stale, habit.leading = True, False  # a step that loading made says nothing of the loop
+        self._previous = self._snapshot = self._take(version)
 
     def forward_entered(self, training: bool) -> None:
         """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
@@ -133,40 +174,45 @@ class Tail:
             version: finished updates.
             whole: the tail is through too: the user says when a step is done.
         """
-        self._previous, self._snapshot = self._snapshot, self._take(version, 0, 0)
-        self._scheduler_inside = False
+        self._previous, self._snapshot = self._snapshot, self._take(version)
+        for habit in self._habits:
+            habit.inside = False
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
         last = self._snapshot
-        self._stale = True
+        for habit in self._habits:
+            habit.stale = True
         self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates)
         self._open, self._entered = False, True
 
     def _end_tail(self) -> None:
-        steps = self._snapshot.scheduler_steps
         self._open = False
         self._tails += 1
-        self._single_steps = self._single_steps + 1 if steps == 1 else 0
-        self._steps_expected = steps
+        for habit, steps in zip(self._habits, self._snapshot.scheduler_steps, strict=True):
+            habit.single_steps = habit.single_steps + 1 if steps == 1 else 0
+            habit.steps_expected = steps
         self._updates_expected = self._snapshot.scaler_updates > 0
 
-    def _scheduler_begins(self) -> None:
-        self._scheduler_inside, self._stale = self._open, True
+    def _scheduler_begins(self, habit: _Habit) -> None:
+        habit.inside, habit.stale = self._open, True
         if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
-            self._leading = True
+            habit.leading = True
 
-    def _scheduler_stepped(self) -> None:
+    def _scheduler_stepped(self, number: int, habit: _Habit) -> None:
         if self._open:
             last = self._snapshot
-            self._snapshot = self._take(last.version, last.scheduler_steps + 1, last.scaler_updates)
-        self._scheduler_inside = False
+            steps = list(last.scheduler_steps)
+            steps[number] += 1
+            self._snapshot = self._take(last.version, tuple(steps), last.scaler_updates)
+        habit.inside = False
 
     def _scaler_updated(self) -> None:
         if self._open:
             last = self._snapshot
             self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates + 1)
+        self.after_scaler_update()
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -175,24 +221,12 @@ class Tail:
         if self._entered:
             return True
         last = self._snapshot
-        return self._scheduler_settled(last) and self._scaler_settled(last) and not self._averages
+        schedules = all(h.settled(steps) for h, steps in zip(self._habits, last.scheduler_steps, strict=True))
+        return schedules and self._scaler_settled(last) and not self._averages
 
     def foreseen(self) -> bool:
         """Whether what is still to follow the last update is known, so that a save can say what is due."""
-        return not self._averages and (self._scheduler is None or self._leading or self._learned())
-
-    def _learned(self) -> bool:
-        """Whether every update, or at least the last two, had exactly one step of the scheduler behind it."""
-        return self._tails > 0 and self._single_steps >= min(2, self._tails)
-
-    def _scheduler_settled(self, last: _Snapshot) -> bool:
-        if self._scheduler is None:
-            return True
-        if self._scheduler_inside:
-            return False
-        if self._steps_expected:
-            return last.scheduler_steps >= self._steps_expected
-        return self._leading
+        return not self._averages and all(habit.leading or habit.learned(self._tails) for habit in self._habits)
 
     def _scaler_settled(self, last: _Snapshot) -> bool:
         return self._scaler is None or last.scaler_updates > 0 or (self._tails > 0 and not self._updates_expected)
@@ -202,16 +236,17 @@ class Tail:
 
         Of another version than the last two, the state is that of now.
         """
-        entered, inside = self._entered, self._scheduler_inside  # before the snapshot, which may follow them
+        entered, inside = self._entered, [habit.inside for habit in self._habits]  # before what may follow them
         found = self._of(version)
         open_ended = found.version == self._snapshot.version and not entered
-        return JobState(
-            version=version,
-            scheduler=found.scheduler,
-            scaler=_scaler_state(found.scaler),
-            scheduler_pending=open_ended and found.scheduler_steps == 0 and (inside or self._learned()),
-            scaler_pending=open_ended and not self._scaler_settled(found),
-        )
+        schedules = [
+            Schedule(state, open_ended and steps == 0 and (now or habit.learned(self._tails)))
+            for state, steps, now, habit in zip(
+                found.schedulers, found.scheduler_steps, inside, self._habits, strict=True
+            )
+        ]
+        scaler_pending = open_ended and not self._scaler_settled(found)
+        return JobState.of(version, schedules, _scaler_state(found.scaler), scaler_pending)
 
     def param_groups(self, version: int) -> list[Groups]:
         """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already."""
@@ -229,23 +264,34 @@ class Tail:
             if found.version == version:
                 return found
         log.warning("the schedule of version %d is not kept; the present one is taken", version)
-        return self._take(version, 0, 0)
+        return self._take(version)
 
-    def _take(self, version: int, scheduler_steps: int, scaler_updates: int) -> _Snapshot:
-        scheduler = self._snapshot.scheduler if self._watched and not self._stale else self._scheduler_state()
-        self._stale = False
+    def _take(self, version: int, scheduler_steps: tuple[int, ...] = (), scaler_updates: int = 0) -> _Snapshot:
+        schedulers = tuple(map(self._scheduler_state, range(len(self._habits))))
         scaler = None if self._scaler is None else _scaler_numbers(self._scaler)
         groups = [[_without_parameters(group) for group in opt.param_groups] for opt in self._optimizers]
-        return _Snapshot(version, scheduler, scaler, groups, scheduler_steps, scaler_updates)
+        steps = scheduler_steps or (0,) * len(self._habits)
+        return _Snapshot(version, schedulers, scaler, groups, steps, scaler_updates)
 
-    def _scheduler_state(self) -> Any:
-        return None if self._scheduler is None else copied(self._scheduler.state_dict())
+    def _scheduler_state(self, number: int) -> Any:
+        habit = self._habits[number]
+        kept: Any = None if habit.stale or not habit.watched else self._snapshot.schedulers[number]
+        habit.stale = False
+        return habit.state() if kept is None else kept
 
     def _check(self) -> None:
-        try:
-            encode(self._scheduler_state(), "scheduler.state_dict()")
-        except EncodingError as problem:
-            raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
+        for habit in self._habits:
+            try:
+                encode(habit.state(), "scheduler.state_dict()")
+            except EncodingError as problem:
+                raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
+
+
+def listed(one_or_several: Any) -> list[Any]:
+    """What was given where one object, None, or a list of both may be: the objects."""
+    if isinstance(one_or_several, (list, tuple)):
+        return [each for each in one_or_several if each is not None]
+    return [] if one_or_several is None else [one_or_several]
 
 
 _PLAIN = frozenset({float, int, bool, str, type(None)})

@@ -23,7 +23,7 @@ from ttp.adapters.torch.cuts import local
 from ttp.adapters.torch.leaves import dump, leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.table import Path
-from ttp.errors import UsageError
+from ttp.errors import ConfigError, UsageError
 
 _log = logging.getLogger("ttp.adapters.torch")
 
@@ -32,6 +32,7 @@ DEVICES = ("cpu", "cuda")
 _PATIENCE_S = 60.0
 """How long the second update waits for what the try after the first one finds. It takes milliseconds."""
 _LISTED_MAX = 4
+_NOT_SAVED = "%s is in no checkpoint, it has no form on disk: the program has to make it again"
 _SETTINGS = ("optim", "param_groups")
 
 State = Mapping[str, Any]
@@ -48,6 +49,25 @@ def refusal(state: State, model: nn.Module) -> str:
     found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state)]
     more = f"; and {len(found) - _LISTED_MAX} more like it" if len(found) > _LISTED_MAX else ""
     return f"this training state could not be saved: {'; '.join(found[:_LISTED_MAX])}{more}" if found else ""
+
+
+def try_before_training(state: State, model: nn.Module, names: ModelNames, no_memory: Sequence[str]) -> None:
+    """The first try. What the program has to make again by itself is said in the log.
+
+    Args:
+        state: see ``refusal``.
+        model: the same.
+        names: of it.
+        no_memory: names of buffers that cannot be captured.
+
+    Raises:
+        ConfigError: a save would not be possible.
+    """
+    if why := refusal(state, model):
+        raise ConfigError(why)
+    lost = [f"the buffer {name}" for name in no_memory if names.canonical(name) not in names.buffers]
+    for what in (*left_out(state), *lost):
+        _log.warning(_NOT_SAVED, what)
 
 
 def left_out(state: State) -> list[str]:
@@ -141,7 +161,7 @@ class Trial:
         for key in keys:
             if key not in self._said:
                 self._said.add(key)
-                _log.warning("%s is not in the checkpoints, it has no form on disk: the program has to make it", key)
+                _log.warning(_NOT_SAVED, key)
 
     def _refuse_replaced(self) -> None:
         """What may have happened since the objects were wrapped, and before anything was trained."""

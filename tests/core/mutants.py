@@ -77,7 +77,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "nobody tells who missed the end": (RESCUE, "if hello.incident or self._job.ended:", "if False:"),
     "TTP_OT is never over": (RESCUE, "now >= incident.opened_at + p.rescue_s:", "False:"),
     "silence is waited for": (RESCUE, "if now < due:", "if True:"),
-    "a false alarm can end a job": (RESCUE, "if incident.snapshot or not (", "if incident.snapshot and not ("),
+    "a false alarm can end a job": (
+        RESCUE,
+        "if incident.snapshot or not (incident.faulty",
+        "if incident.snapshot and not (incident.faulty",
+    ),
+    "an update proves nothing": (CONTROLLER, "not version > known > self.base_version", "version >= 0"),
+    "a restore is taken for an update": (
+        CONTROLLER,
+        "not version > known > self.base_version",
+        "not version > self.base_version",
+    ),
     "the fenced are let in": (MEMBERS, "if taken.fenced:", "if False:"),
     "a takeover keeps the term": (MEMBERS, "if hello.term_seen > self.term or", "if False and"),
     "two may claim a rank": (
@@ -340,6 +350,33 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         RESCUE,
         "if not (fallback and incident.failures) or incident.directory:",
         "if not (fallback and incident.failures):",
+    ),
+    "a full disk is given up at once": (
+        RESCUE,
+        "if incident.snapshot or not (incident.may_pass and broken):",
+        "if True:",
+    ),
+    "a healthy job waits for a full disk": (
+        RESCUE,
+        "if incident.snapshot or not (incident.may_pass and broken):",
+        "if not incident.may_pass:",
+    ),
+    "what will fail again is tried again": (
+        RESCUE,
+        "if incident.snapshot or not (incident.may_pass and broken):",
+        "if incident.snapshot or not broken:",
+    ),
+    "a full disk is asked without a pause": (
+        RESCUE,
+        "Stage.FREEZING, False, now + pause_s",
+        "Stage.FREEZING, False, 0.0",
+    ),
+    "a full disk is asked at the same pace for ever": (RESCUE, "RETRY_S * 2**incident.retries", "RETRY_S"),
+    "what is durable is written again": (INCIDENT, "if task.pieces is not None]", "if False]"),
+    "what is durable elsewhere counts here": (
+        INCIDENT,
+        "self._written_in.get(directory, (None, [], {}))",
+        "self._written_in[self.directory]",
     ),
     "a hanging disk is waited for": (
         SAVING,

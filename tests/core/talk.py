@@ -112,14 +112,14 @@ class Talk:
         piece = m.Piece(f"{rank}_{generation}", 1, "d", "shard", "s0", Rank(rank))
         return self.report(rank, m.Saved(Rank(rank), self.id, generation, (piece,)))
 
-    def save_failed(self, rank: int, generation: int = 0) -> str:
-        return self.report(rank, m.SaveFailed(Rank(rank), self.id, generation, "disk full"))
+    def save_failed(self, rank: int, generation: int = 0, *, may_pass: bool = False) -> str:
+        return self.report(rank, m.SaveFailed(Rank(rank), self.id, generation, "disk full", may_pass))
 
     def committed(self, rank: int, generation: int = 0) -> str:
         return self.report(rank, m.Committed(Rank(rank), self.id, generation, "/save/step", 1))
 
-    def commit_failed(self, rank: int, generation: int = 0) -> str:
-        return self.report(rank, m.CommitFailed(Rank(rank), self.id, generation, "no rename"))
+    def commit_failed(self, rank: int, generation: int = 0, *, may_pass: bool = False) -> str:
+        return self.report(rank, m.CommitFailed(Rank(rank), self.id, generation, "no rename", may_pass))
 
     def goodbye(self, rank: int, reason: m.GoodbyeReason = m.GoodbyeReason.DONE, version: int = 9) -> str:
         return self.report(rank, m.Goodbye(Rank(rank), reason, Version(version)))

@@ -76,6 +76,52 @@ def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
     assert text in talk.orders(m.Refused)[0].text
 
 
+def beat(talk: Talk, rank: int, version: int) -> str:
+    return talk.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE))
+
+
+def three_of_four() -> Talk:
+    """Rank 3 could not join, and trains without protection."""
+    talk = Talk(grid(1, 4), formed=False)
+    for rank in range(3):
+        talk.hello(rank)
+    return talk
+
+
+def test_an_update_proves_that_every_rank_exists() -> None:
+    talk = three_of_four()
+    assert beat(talk, 0, 7) == "", "the first change may be a restore"
+    assert talk.ask() == "answer: not saved"
+    assert beat(talk, 0, 8) == "[formed]"
+    assert talk.facts("formed")["unprotected_ranks"] == "3"
+    assert talk.machine.stage == "training"
+    assert beat(talk, 1, 9) == ""
+    assert talk.lost(1).startswith("[opened] Freeze:0,2 [evidence]")
+    talk.frozen(0, 9)
+    assert "[plan] Save" in talk.frozen(2, 9)
+
+
+def test_a_job_with_a_rank_that_never_joined_is_saved_on_request_and_ends() -> None:
+    talk = three_of_four()
+    for version in (1, 2):
+        beat(talk, 0, version)
+    assert talk.ask() == "[opened] Freeze:0,1,2 [evidence]"
+    for rank in range(3):
+        talk.frozen(rank, 2)
+    talk.saved(0)
+    assert "Thaw:0,1,2" in talk.committed(0)
+    said = [talk.goodbye(rank) for rank in range(3)]
+    assert said[-1] == "[done] Finished:0,1,2 [finished]"
+
+
+def test_a_rank_that_joins_late_is_protected_from_then_on() -> None:
+    talk = three_of_four()
+    for version in (1, 2):
+        beat(talk, 0, version)
+    assert talk.hello(3, version=Version(2)) == "Welcome:3 [joined] [formed]"
+    assert talk.lost(3).startswith("[opened] Freeze:0,1,2 [evidence]")
+
+
 def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
     talk = Talk(formed=False)
     talk.hello(0)

@@ -450,6 +450,77 @@ def test_without_a_fallback_it_is_said() -> None:
     assert "Release(70)" in said
 
 
+def everybody_fails(talk: Talk) -> str:
+    """Until nobody is asked any more."""
+    said = ""
+    while (incident := talk.machine.incident) is not None and incident.pending:
+        rank = min(incident.pending)
+        said = talk.save_failed(rank, incident.pending[rank].generation, may_pass=True)
+    return said
+
+
+def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    waited = []
+    for _ in range(9):
+        assert everybody_fails(talk).endswith("[retry]")
+        waited.append(talk.facts("retry")["after_s"])
+        assert talk.after(waited[-1] - 0.01) == "", "not before"
+        assert "[plan] Save" in talk.after(0.02)
+    assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank, order.generation)
+    commit = talk.machine.incident.committer  # type: ignore[union-attr]
+    assert commit is not None
+    said = talk.committed(commit, talk.machine.incident.generation)  # type: ignore[union-attr]
+    assert said.startswith("[committed] [released] Release(75)")
+
+
+def test_when_time_is_up_what_refused_is_said() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    everybody_fails(talk)
+    assert "Release(70)" in talk.after(61)
+    text = talk.orders(m.Release)[0].text
+    assert "rank 0: disk full" in text and "TTP_OT" in text
+
+
+def test_both_places_are_asked_again_and_what_is_durable_there_counts() -> None:
+    talk = fallback_world(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank, order.generation)  # all is durable in save_dir, and nobody can rename it
+    refused: list[str] = []
+    for _ in range(40):
+        incident = talk.machine.incident
+        assert incident is not None
+        if incident.pending:
+            refused.append(incident.directory)
+            everybody_fails(talk)
+        elif incident.committer is not None and not incident.retries:
+            talk.commit_failed(incident.committer, incident.generation, may_pass=True)
+        elif incident.committer is not None:
+            break
+        else:
+            talk.after(0.05)
+    assert refused == ["/spare"], "the pieces in save_dir were not written a second time"
+    assert incident is not None and incident.committer is not None and incident.directory == ""
+    assert "Release(75)" in talk.committed(incident.committer, incident.generation)
+
+
+def test_a_checkpoint_on_request_is_not_tried_again() -> None:
+    """The job is healthy and would stand still meanwhile."""
+    talk = Wide()
+    talk.ask()
+    talk.frozen_all()
+    said = everybody_fails(talk)
+    assert "Thaw" in said and "[retry]" not in said
+
+
 def test_storage_that_takes_nothing_has_failed() -> None:
     talk = Wide(stall_s=60.0)
     talk.fault(5)

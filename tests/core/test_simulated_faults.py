@@ -198,12 +198,22 @@ def test_a_slow_disk_is_waited_for_and_a_hanging_one_is_not() -> None:
 
 
 def test_a_disk_that_refuses_everybody_and_a_second_one() -> None:
-    faults = kill(2, "in forward", times=3), *(Fault("write", 0.0, Rank(r)) for r in range(3))
+    faults = kill(2, "in forward", times=3), *(Fault("write", 0.0, Rank(r), lasts_s=EVER) for r in range(3))
     exits, trace = run(grid(1, 3), *faults)
     assert exits[0] == [70, 70, None]
+    assert "TTP_OT" in trace and "no space left" in trace.split("] released")[1], "what refused is said at the end too"
     exits, trace = run(grid(1, 3), *faults, fallback=True)
     assert exits[0] == [75, 75, None]
     assert "] fallback" in trace
+
+
+@pytest.mark.parametrize("what", ["write", "commit"])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_disk_that_refuses_everybody_for_a_moment(what: str, ranks: int) -> None:
+    dies = Fault("raise", 3, Rank(0), "forward") if ranks == 1 else kill(2, "in forward", times=3)
+    exits, trace = run(grid(1, ranks), dies, *(Fault(what, 0.0, Rank(r), lasts_s=1.0) for r in range(ranks)))
+    assert exits[0] == ([75] if ranks == 1 else [75, 75, None])
+    assert "] retry" in trace and trace.count("] committed") == 1
 
 
 # ----------------------------------------------------------------------------------------------------------- redo, undo

@@ -25,7 +25,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from ttp.adapters.torch import ReplicatedOptimizer
+from ttp.adapters.torch import ReplicatedOptimizer, barrier
+from ttp.processor.meeting import BrokenError, Meeting
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.e2e.job import (
@@ -48,17 +49,24 @@ KIND = os.environ["JOB_KIND"]
 Step = Any
 """From a step's number to its loss; its gradients are reduced then."""
 
-dist_barrier = dist.barrier
 
+class WatchedMeeting(Meeting):
+    """The barrier before the update, as this rank sees it."""
 
-def watched_barrier(*args: Any, **kwargs: Any) -> Any:
-    """The barrier before the update is the one that does not wait by itself."""
-    work = dist_barrier(*args, **kwargs)
-    if not kwargs.get("async_op"):
-        return work
-    injector.at("barrier")
-    fault = Halfway.now()
-    return work if fault is None else fault.at_barrier(work)
+    fault: Halfway | None = None
+
+    async def come(self, turn: int) -> None:
+        """See ``Meeting``."""
+        await super().come(turn)
+        injector.at("barrier")
+        self.fault = Halfway.now()
+        if self.fault is not None:
+            self.fault.come()
+
+    async def over(self, turn: int) -> bool:
+        """See ``Meeting``."""
+        over = await super().over(turn)
+        return over if self.fault is None else self.fault.over(over)
 
 
 class Halfway:
@@ -83,17 +91,25 @@ class Halfway:
                 return cls(fault)
         return None
 
-    def at_barrier(self, work: Any) -> Any:
-        """What the barrier looks like from this rank."""
-        if self._out:
-            return work
-        if RANK not in self._dead:
+    def come(self) -> None:
+        """This rank waits in the barrier."""
+        if not self._out and RANK not in self._dead:
             mark(f"left{injector.step}")
-            return self
-        while not work.is_completed():
-            time.sleep(0.001)
-        self._die()
-        return work
+
+    def over(self, over: bool) -> bool:
+        """What the barrier looks like from this rank.
+
+        Raises:
+            BrokenError: it is to look broken.
+        """
+        if self._out:
+            return over
+        if RANK in self._dead:
+            if over:
+                self._die()
+        elif self._fault["broken"] and marked(self._fault["id"], self._dead):
+            raise BrokenError("as if a rank had ended")
+        return False
 
     def without_barrier(self) -> None:
         """The gradient is reduced."""
@@ -112,14 +128,6 @@ class Halfway:
         while not (marked(f"updated{injector.step}", out) and marked(f"left{injector.step}", left)):
             time.sleep(0.001)
         injector.at("halfway")
-
-    def is_completed(self) -> bool:
-        """As the work of a barrier."""
-        return bool(self._fault["broken"]) and marked(self._fault["id"], self._dead)
-
-    def wait(self) -> None:
-        """As the work of a barrier."""
-        raise RuntimeError("Connection closed by peer")
 
 
 def marked(name: str, ranks: list[int]) -> bool:
@@ -311,14 +319,15 @@ def finish(model: nn.Module, scheduler: Any) -> None:
 def main() -> None:
     """The job on this rank; leaves without waiting for threads of a broken world."""
     torch.set_num_threads(1)
-    dist.barrier = watched_barrier
+    library: Any = barrier
+    library.Meeting = WatchedMeeting
     store = os.environ.get("JOB_STORE")
     if store:
         dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=WORLD)
     else:
         dist.init_process_group("gloo")
     train()
-    dist_barrier()
+    dist.barrier()
     os._exit(0)
 
 

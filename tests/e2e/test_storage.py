@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.controller.conftest import until
 from tests.e2e.conftest import SOLO, Run, solo_env
 from tests.e2e.harness import Job, newest_of_survivors, watch_events
 from tests.ports import free_port
@@ -91,6 +92,24 @@ def test_a_rank_leaves_although_its_save_hangs(place: BadDisk, tmp_path: Path) -
         assert process.wait(60) == 75
     assert main(["verify", str(tmp_path / "other")]) == 0
     version_4_is_whole(place)
+
+
+def test_storage_that_refuses_for_a_moment_is_tried_again(place: BadDisk, tmp_path: Path) -> None:
+    """One rank, no other place: until there is room again."""
+    with training(place.mountpoint, tmp_path) as process:
+        place.rules(Rule(("WRITE",), PIECE, error=errno.ENOSPC))
+        process.send_signal(signal.SIGTERM)
+        until(lambda: "retry" in told(place), 30)
+        place.rules()
+        assert process.wait(60) == 75
+    assert main(["verify", str(place.directory)]) == 0
+    assert len(list(place.directory.glob("tft*"))) == 2
+    assert f"[errno {errno.ENOSPC}]" in told(place)
+
+
+def told(place: BadDisk) -> str:
+    """All that is told of the newest incident so far; empty: nothing is."""
+    return story(place.directory) if incident_files(place.directory) else ""
 
 
 def test_a_restart_does_not_throw_away_what_was_committed(solo: Run, tmp_path: Path) -> None:
@@ -177,7 +196,7 @@ def test_storage_that_refuses(solo: Run, place: BadDisk, tmp_path: Path, rule: R
 @pytest.mark.parametrize("fallback", [False, True], ids=["", "fallback"])
 @pytest.mark.parametrize("gone", ["dies", "vanishes"])
 def test_a_mount_that_goes_while_a_job_trains(place: BadDisk, tmp_path: Path, gone: str, fallback: bool) -> None:
-    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other")} if fallback else {}
+    env = {"TTP_FALLBACK_DIR": str(tmp_path / "other")} if fallback else {"TTP_OT": "5"}
     with training(place.mountpoint, tmp_path, **env) as process:
         place.die() if gone == "dies" else place.vanish()
         process.send_signal(signal.SIGTERM)

@@ -59,13 +59,15 @@ def test_with_port_the_agent_is_ours(unused_port: int) -> None:
     ours = api.LocalElasticAgent
     assert create_handler() is ours
     assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
 
 
-def test_the_users_choice_of_store_stays(unused_port: int) -> None:
-    os.environ.update(TTP_PORT=str(unused_port), TORCH_DISABLE_SHARE_RDZV_TCP_STORE="0")
+def test_what_the_user_has_chosen_stays(unused_port: int) -> None:
+    chosen = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "0", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "2"}
+    os.environ.update(TTP_PORT=str(unused_port), **chosen)
     plugin.handler()
     create_handler()
-    assert os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "0"
+    assert {name: os.environ[name] for name in chosen} == chosen
 
 
 def test_there_is_no_such_backend() -> None:

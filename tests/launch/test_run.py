@@ -111,6 +111,7 @@ def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> No
     env, run_dir = environment(job), tmp_path / "run"
     port, token = int(env["TTP_PORT"]), env["TTP_TOKEN"]
     assert len(token) == 32
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0" and int(env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"]) >= 480
     assert (run_dir / "token").read_text().strip() == token
     assert stat.S_IMODE((run_dir / "token").stat().st_mode) == 0o600
     assert stat.S_IMODE(run_dir.stat().st_mode) == 0o700
@@ -126,9 +127,11 @@ def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> No
 
 
 def test_plugin_runs_a_controller_too(start: Start, environ: dict[str, str], tmp_path: Path, unused_port: int) -> None:
-    environ["TTP_PORT"] = str(unused_port)
+    environ.update(TTP_PORT=str(unused_port), TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="4711")
     job = start("torchrun", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
     env = environment(job)
+    assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "torchrun's own default is 1"
+    assert env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4711", "what the user sets stays"
     assert env["TTP_RUN_DIR"] == str(tmp_path / "run")
     assert probe(env["MASTER_ADDR"], unused_port, "") == "controller"
     (job.out / "go").touch()

@@ -1,7 +1,8 @@
-"""A rank that is told to leave does, whatever hangs in it."""
+"""A rank that is told to leave does, whatever hangs in it: its log's storage, or a driver with the interpreter lock."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ import pytest
 from ttp.testing.bad_disk import BadDisk, Rule, why_not
 
 LEAVES = """
+import ctypes
 import logging
+import sys
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
@@ -19,6 +22,8 @@ from ttp.processor import processor as module
 
 module.EXIT_S = 0.2
 logging.basicConfig()
+if "driver" in sys.argv:
+    FakeSource.close = lambda self: ctypes.PyDLL(None).sleep(600)  # keeps the lock, as a call into CUDA may
 env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
 processor = module.Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
 logging.warning("the last line that it takes")
@@ -35,3 +40,8 @@ def test_a_log_on_storage_that_hangs_keeps_no_rank(tmp_path: Path) -> None:
             done = subprocess.run([sys.executable, "-c", LEAVES], stderr=log, timeout=60, check=False)
             disk.thaw()
         assert done.returncode == 75
+
+
+def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES, "driver"], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == -signal.SIGALRM, done.stderr

@@ -85,3 +85,27 @@ def test_the_child_loses_the_sockets_to_the_controller_and_no_others(listen: boo
     program = SOCKETS.format(listen=listen)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == code
+
+
+REUSED = """
+import os, socket
+from ttp.processor import forks
+
+server = socket.create_server(("127.0.0.1", 0))
+stream = socket.create_connection(server.getsockname())
+forks.close_in_children(server.getsockname()[1])
+number = stream.fileno()
+stream.close()  # the stream is down, and its number is given to somebody else
+read, write = os.pipe()
+os.dup2(read, number)
+child = os.fork()
+if child == 0:
+    os.fstat(number)
+    os._exit(7)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_the_child_keeps_what_has_come_under_the_number_of_an_old_stream() -> None:
+    done = subprocess.run([sys.executable, "-c", REUSED], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "7"

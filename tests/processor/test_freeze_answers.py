@@ -11,8 +11,10 @@ import pytest
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
+from ttp.core import processor_events as pm
 from ttp.core.layout import Layout, Version
 from ttp.core.processor_events import Quiet
+from ttp.launch.leases import Leases
 from ttp.processor import looking
 from ttp.processor.processor import Processor
 
@@ -174,3 +176,28 @@ def test_who_hangs_there_is_answered_for_all_the_same(
         made._looker.freeze()
         (quiet,) = answers(made)
     assert not quiet.parked
+
+
+def test_the_gate_closes_although_the_run_directory_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hangs = threading.Event()
+    monkeypatch.setattr(Leases, "grant", lambda *_: hangs.wait(PATIENCE_S))
+    processor = alone(SlowToLook(), tmp_path)
+    processor._try(pm.HoldLease(1.0))
+    processor._try(pm.CloseGate())
+    assert processor.gate.closed
+    hangs.set()
+
+
+def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_thread(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    processor = alone(SlowToLook(), tmp_path)
+    monkeypatch.setattr(processor, "_aside", no_thread)
+    processor._try(pm.Connect(start_controller=False))
+    processor._try(pm.CloseGate())
+    assert processor.gate.closed
+    told = processor._inbox.get_nowait()
+    assert isinstance(told, pm.StreamDown) and "new thread" in told.reason

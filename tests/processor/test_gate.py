@@ -106,14 +106,69 @@ def test_a_running_update_ends_before_the_state_is_quiet() -> None:
     assert gate.state() == GateState(Version(1), Phase.IDLE, parked=False)
 
 
-def test_several_updates_inside_a_closed_gate_are_one_begin() -> None:
-    """An update that was running when the gate closed may begin again (nested steps) without parking."""
+def at_the_gate(gate: Gate, again: bool = False) -> threading.Thread:
+    """A training thread that has begun an update, or stands in front of it."""
+    thread = threading.Thread(target=gate.begin_update, args=(again,), daemon=True)
+    thread.start()
+    while not gate.state().parked and thread.is_alive():
+        time.sleep(0.001)
+    return thread
+
+
+def test_an_update_that_was_left_does_not_pass_a_closed_gate() -> None:
+    """The program has caught the exception and comes with the next update: half of one is no version."""
     gate = Gate()
     gate.begin_update()
     gate.close()
+    thread = at_the_gate(gate)
+    assert gate.state() == GateState(Version(0), Phase.TORN, parked=True)
+    assert not gate.admit(), "there is nothing to make an update from"
+    gate.open()
+    thread.join(10)
+    assert gate.state().phase is Phase.UPDATING
+    gate.end_update()
+    assert gate.state() == GateState(Version(2), Phase.IDLE, parked=False, closure=1), "two steps, of which one failed"
+
+
+def test_an_update_that_is_made_again_keeps_its_number() -> None:
+    gate = Gate()
+    gate.begin_update()
+    gate.leave_update()
+    assert gate.left and gate.state().phase is Phase.TORN
+    gate.begin_update(again=True)
+    assert gate.state().phase is Phase.UPDATING
+    gate.end_update()
+    assert not gate.left and gate.state() == GateState(Version(1), Phase.IDLE, parked=False)
+
+
+def test_who_is_told_late_that_an_update_was_left_is_told() -> None:
+    told: list[Phase] = []
+    gate = Gate(lambda: told.append(gate.state().phase))
+    gate.begin_update()
+    assert gate.close().phase is Phase.UPDATING
+    gate.leave_update()
+    assert told == [Phase.TORN]
+    gate.revive(Version(0))
+    assert gate.state().phase is Phase.IDLE and not gate.left
+
+
+def test_without_an_update_nothing_is_left() -> None:
+    gate = Gate()
+    gate.leave_update()
     gate.begin_update()
     gate.end_update()
-    assert gate.version == 1
+    assert gate.version == 1 and not gate.left
+
+
+def test_a_thread_that_never_wakes_does_not_stand_at_an_open_gate() -> None:
+    """It stops for good between the order to wait and the end of the wait: nobody may count on it any more."""
+    gate = Gate()
+    gate.close()
+    with gate._lock:
+        gate._parked = True  # all that such a thread leaves behind
+    gate.open()
+    assert not gate.state().parked
+    assert not gate.close().parked and not gate.admit()
 
 
 def test_an_update_left_by_an_exception_is_torn_for_good() -> None:

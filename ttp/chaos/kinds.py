@@ -257,7 +257,7 @@ KINDS: tuple[Kind, ...] = (
     Kind("a rank cannot write, another dies", _quota, weight=2, shapes=_WIDE, phases=_OUTER),
     Kind("full disk", _disk("disk-full"), "refused", shapes=_WIDE, needs=_MOUNT),
     Kind("read-only disk", _disk("disk-ro"), "refused", shapes=_WIDE, needs=_MOUNT),
-    Kind("full disk for a moment", _disk_for_a_moment, "any", shapes=_WIDE, needs=_MOUNT),
+    Kind("full disk for a moment", _disk_for_a_moment, shapes=_WIDE, needs=_MOUNT),
     Kind("kill a rank of several hosts", _kill, weight=3, shapes=("two hosts", "two hosts, scheduled"), needs=_HOSTS),
     Kind("short loss of a host's network", _flap, "unhurt", weight=2, shapes=SEVERAL_HOSTS, needs=_HOSTS),
     Kind("kill all ranks of a host", _all_ranks_of_a_host, shapes=SCHEDULED, needs=_HOSTS, diverges=True),

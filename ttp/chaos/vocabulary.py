@@ -48,6 +48,7 @@ EVENTS = (
     "misfit",
     "restore",
     "retracted",
+    "retry",
     "save_failed",
     "saved",
     "stack",

@@ -226,7 +226,7 @@ class ControllerMachine:
             return "finished"
         if self.job.ended:
             return "waiting"
-        return "training" if self.job.complete else "forming"
+        return "training" if self.job.training else "forming"
 
     # ----------------------------------------------------------------------------------------------------- membership
 
@@ -420,12 +420,27 @@ class ControllerMachine:
     def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> None:
         member = self._member(connection, beat.rank)
         if member is not None:
+            self._formed_by(member.version, beat.version)
             member.last_seen, member.version, member.phase = now, beat.version, beat.phase
             member.mark, member.activity = beat.mark, beat.activity
             self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
             self._rescue.mending.moved(beat.version)
             if self.incident is not None:
                 self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
+
+    def _formed_by(self, known: Version, version: Version) -> None:
+        """An update needs every rank: those that have not said hello exist too, and train without protection.
+
+        The first change of a version may be a restore that nobody has told of; the next one is an update.
+        """
+        job = self.job
+        if job.formed or not version > known > self.base_version or job.layout is None:
+            return
+        job.formed = True
+        missing = compact_ranks(Rank(rank) for rank in range(job.layout.world_size) if rank not in job.members)
+        self._outbox.record(
+            "formed", world_size=job.layout.world_size, incarnation=job.incarnation, unprotected_ranks=missing
+        )
 
     def _report(self, connection: ConnectionId, report: m.Report, now: float) -> None:
         member = self._member(connection, report.rank)
@@ -553,8 +568,8 @@ class ControllerMachine:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def _maybe_finished(self, now: float) -> None:
-        """The job is over when every rank has left its loop."""
-        if self.incident is not None or not self.job.complete or self.job.ended:
+        """The job is over when every rank has left its loop; nobody waits for one that has never said hello."""
+        if self.incident is not None or not self.job.training or self.job.ended:
             return
         if len(self.job.done) < len(self.job.members):
             return

@@ -106,7 +106,13 @@ class Incident:
     waiting: set[Rank] = field(default_factory=set)
     expire_check_at: float = 0.0
     failures: dict[Rank, str] = field(default_factory=dict)
-    """Ranks that could not save or commit: they are not asked again."""
+    """Ranks that could not save or commit: they are not asked again, unless everybody is."""
+    forgiven: dict[Rank, str] = field(default_factory=dict)
+    """What became of earlier tries of ranks that are asked again."""
+    retries: int = 0
+    """How often all was tried once more, because the storage had refused."""
+    may_pass: bool = False
+    """Whether somebody has failed because the storage refused, since the last of these tries."""
     generation: int = -1
     plan: Plan | None = None
     tasks: list[Task] = field(default_factory=list)
@@ -128,6 +134,7 @@ class Incident:
     released_at: float | None = None
     outcome: str = ""
     requests: list[int] = field(default_factory=list)
+    _written_in: dict[str, tuple[Plan | None, list[Task], dict[Shard, str]]] = field(default_factory=dict)
     _counted: dict[Rank, Version] = field(default_factory=dict)
     _ranks_at: Counter[Version] = field(default_factory=Counter)
     _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
@@ -223,17 +230,20 @@ class Incident:
         self.redoing.pop(rank, None)
         self._discount(rank)
 
-    def fail(self, rank: Rank, text: str) -> None:
-        """The rank could not do what it was told to: others have to."""
+    def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
+        """The rank could not do what it was told to: others have to. ``may_pass``: later it might."""
         self.failures[rank] = text
+        self.may_pass |= may_pass
         self._discount(rank)
 
-    def forgive(self) -> None:
-        """Everybody who failed may try again, somewhere else: nothing of what is written counts there."""
+    def forgive(self, directory: str) -> None:
+        """Everybody who failed may try again, in ``directory``: what is durable there already counts, nothing else."""
         failed, self.failures = list(self.failures), {}
-        self.tasks, self.pending, self.dropped, self.committer, self.cuts = [], {}, [], None, {}
+        durable = [task for task in self.tasks if task.pieces is not None]
+        self._written_in[self.directory] = self.plan, durable, self.cuts
+        self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))
+        self.directory, self.pending, self.dropped, self.committer = directory, {}, [], None
         self.progress = OrderedDict()
-        self.plan = None
         for rank in failed:
             answer = self.answers.get(rank)
             if answer is not None and answer.final and answer.phase is not m.Phase.TORN:

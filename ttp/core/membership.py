@@ -55,7 +55,10 @@ class Membership:
     """Known not to train on."""
     done: set[Rank] = field(default_factory=set)
     formed: bool = False
-    """All ranks have been there. Before that nothing was trained: ranks may come, go and be replaced."""
+    """All ranks have been there, or one has made an update, which none can without the others: some train unprotected.
+
+    Before that nothing was trained: ranks may come, go and be replaced.
+    """
     ended: bool = True
     """Everybody of this incarnation was released, or there never was one: a new one may start."""
     by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
@@ -73,6 +76,11 @@ class Membership:
     def complete(self) -> bool:
         """All ranks have said hello."""
         return self.layout is not None and len(self.members) == self.layout.world_size
+
+    @property
+    def training(self) -> bool:
+        """Whether it trains, with every rank that will ever say hello: after a takeover some may still come back."""
+        return self.complete or (self.formed and self.gather_until is None)
 
     # ------------------------------------------------------------------------------------------------------- changes
 

@@ -230,6 +230,7 @@ class SaveFailed:
     incident: str
     generation: int
     text: str
+    may_pass: bool = False  # the storage refused, which it may not do later
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +248,7 @@ class CommitFailed:
     incident: str
     generation: int
     text: str
+    may_pass: bool = False  # the storage refused, which it may not do later
 
 
 @dataclass(frozen=True, slots=True)

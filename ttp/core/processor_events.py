@@ -64,11 +64,12 @@ class PiecesWritten:
 
 @dataclass(frozen=True, slots=True)
 class WriteFailed:
-    """A save ended badly."""
+    """A save ended badly; ``may_pass``: it was the storage that refused, and later it may not."""
 
     incident: str
     generation: int
     text: str
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +84,12 @@ class CommitDone:
 
 @dataclass(frozen=True, slots=True)
 class CommitBroken:
-    """The checkpoint could not be made to exist."""
+    """The checkpoint could not be made to exist; ``may_pass`` as for ``WriteFailed``."""
 
     incident: str
     generation: int
     text: str
+    may_pass: bool = False
 
 
 @dataclass(frozen=True, slots=True)

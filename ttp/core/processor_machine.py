@@ -525,12 +525,12 @@ class ProcessorMachine:
         match event:
             case PiecesWritten(_, _, pieces):
                 self._finish(order, m.Saved(rank, incident, generation, pieces))
-            case WriteFailed(_, _, text):
-                self._finish(order, m.SaveFailed(rank, incident, generation, text))
+            case WriteFailed(_, _, text, may_pass):
+                self._finish(order, m.SaveFailed(rank, incident, generation, text, may_pass))
             case CommitDone(_, _, path, size):
                 self._finish(order, m.Committed(rank, incident, generation, path, size))
-            case CommitBroken(_, _, text):
-                self._finish(order, m.CommitFailed(rank, incident, generation, text))
+            case CommitBroken(_, _, text, may_pass):
+                self._finish(order, m.CommitFailed(rank, incident, generation, text, may_pass))
 
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
         self._order, self._results[type(order), order.generation] = None, result

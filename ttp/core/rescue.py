@@ -30,6 +30,10 @@ AGAIN_S = 0.02
 """Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
 
 
+RETRY_S, RETRY_MAX_S = 0.1, 10.0
+"""After storage has refused everywhere it is tried again after so long; each time after twice as long, at most."""
+
+
 class Rescue:
     """The incident that is open, if any, and the last one.
 
@@ -81,7 +85,7 @@ class Rescue:
 
     def request(self, event: SaveRequested, now: float) -> None:
         """A checkpoint is wanted; a rescue that is going on will do."""
-        if not self._job.complete or self._job.ended:
+        if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
         if self.incident is None:
@@ -479,13 +483,14 @@ class Rescue:
         self.mending.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
-        """Nothing can be saved here; perhaps elsewhere."""
-        if not self._elsewhere(incident, now):
+        """Nothing can be saved here and now; perhaps elsewhere, or later."""
+        if not (self._elsewhere(incident, now) or self._later(incident, reason, now)):
             self._end_without(incident, reason, now)
 
     def _end_without(self, incident: Incident, reason: str, now: float) -> None:
         """Nothing is saved. When nothing is broken either, training goes on."""
-        failures = [f"rank {rank}: {text}" for rank, text in sorted(incident.failures.items())]
+        said = {**incident.forgiven, **incident.failures}
+        failures = [f"rank {rank}: {text}" for rank, text in sorted(said.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
         if incident.snapshot or not (incident.faulty or self._job.broken or self._job.suspects):
@@ -499,9 +504,25 @@ class Rescue:
         if not (fallback and incident.failures) or incident.directory:
             return False
         self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
-        incident.directory, incident.stage = fallback, Stage.FREEZING
-        incident.forgive()
+        incident.stage = Stage.FREEZING
+        incident.forgive(fallback)
         self._maybe_plan(incident, now)
+        return True
+
+    def _later(self, incident: Incident, reason: str, now: float) -> bool:
+        """The storage refuses everywhere: all once more in a while, as long as the rescue lasts.
+
+        Not where training could go on instead, nor where what failed was something else: that would fail again.
+        """
+        broken = incident.faulty or self._job.broken or self._job.suspects
+        if incident.snapshot or not (incident.may_pass and broken):
+            return False
+        pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
+        incident.retries += 1
+        self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(incident.failures.items())), reason=reason)
+        incident.forgiven.update(incident.failures)
+        incident.stage, incident.may_pass, incident.look_again_at = Stage.FREEZING, False, now + pause_s
+        incident.forgive("")
         return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:

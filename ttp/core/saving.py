@@ -231,11 +231,11 @@ class Saving:
         incident.stage = Stage.FREEZING
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
-        """A task came to nothing; the rank is not asked again."""
+        """A task came to nothing; the rank is not asked again, unless everybody is (``Incident.forgive``)."""
         task = incident.pending.get(report.rank)
         if task is None or (report.incident, report.generation) != (incident.id, task.generation):
             return
-        incident.fail(report.rank, report.text)
+        incident.fail(report.rank, report.text, report.may_pass)
         self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
         self.drop(incident, report.rank)
 
@@ -255,9 +255,10 @@ class Saving:
                 break
             generation = incident.generation
             if incident.stage is Stage.COMMITTING:
-                self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text))
+                self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text, may_pass=True))
             else:
-                self.save_failed(incident, m.SaveFailed(rank, incident.id, incident.pending[rank].generation, text))
+                generation = incident.pending[rank].generation
+                self.save_failed(incident, m.SaveFailed(rank, incident.id, generation, text, may_pass=True))
         return len(incident.failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
@@ -373,7 +374,7 @@ class Saving:
     def commit_failed(self, incident: Incident, report: m.CommitFailed) -> None:
         """Another one has to commit."""
         if _of_this_commit(incident, report) and incident.committer == report.rank:
-            incident.fail(report.rank, report.text)
+            incident.fail(report.rank, report.text, report.may_pass)
             self._outbox.record("commit_failed", rank=report.rank, text=report.text)
 
 

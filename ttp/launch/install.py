@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from ttp.config import Config
+from ttp.launch import nccl
 from ttp.launch.host import Host
 from ttp.launch.run_dir import prepare_run_dir
 
@@ -34,6 +35,7 @@ def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None
     # Else a restarted gloo job finds the addresses of its dead predecessor in the store that the rendezvous shares
     # with the workers, and hangs or fails.
     os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    os.environ.update(nccl.settings(os.environ, config))
 
     def make(*args: Any, **kwargs: Any) -> TtpAgent:
         agent = TtpAgent(*args, host=Host(config, run_dir), **kwargs)

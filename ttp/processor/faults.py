@@ -6,7 +6,8 @@ import re
 
 _COLLECTIVE = re.compile(
     r"gloo|nccl|hccl|mccl|ProcessGroup|Connection (closed|reset) by peer|connectFullMesh|DistStoreError|"
-    r"DistNetworkError|DistBackendError|TCPStore|AllReduce|Broken pipe|Socket Timeout|Timed out waiting \d+ms",
+    r"DistNetworkError|DistBackendError|TCPStore|AllReduce|Broken pipe|Socket Timeout|Timed out waiting \d+ms|"
+    r"the barrier before the update broke",
     re.IGNORECASE,
 )
 _KINDS = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "DistError", "ConnectionError")

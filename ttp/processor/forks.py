@@ -2,6 +2,8 @@
 
 The controller learns of a SIGKILL from the end of the stream; the kernel ends it when the last process that holds the
 socket is gone. A forked worker holds it too, and outlives its parent by seconds.
+
+A descriptor is known by its number and by what it stood for: once a stream is down its number belongs to somebody else.
 """
 
 from __future__ import annotations
@@ -12,21 +14,25 @@ import socket
 import stat
 from pathlib import Path
 
-_fds: set[int] = set()
-_others: set[int] = set()
+_Identity = tuple[int, int]  # device and inode
+
+_sockets: dict[int, _Identity] = {}
+_others: dict[int, _Identity] = {}
 _registered = False
 
 
 def close_in_children(port: int) -> None:
     """From now on children forked from this process close its sockets to ``port``."""
-    _fds.clear()
-    _fds.update(_sockets_to(port))
+    _sockets.clear()
+    _sockets.update((fd, identity) for fd in _sockets_to(port) if (identity := _identity(fd)) is not None)
     _register()
 
 
 def close_fd_in_children(fd: int) -> None:
     """From now on children forked from this process close ``fd``: a lock held through it ends with its process."""
-    _others.add(fd)
+    identity = _identity(fd)
+    if identity is not None:
+        _others[fd] = identity
     _register()
 
 
@@ -38,11 +44,20 @@ def _register() -> None:
 
 
 def _close() -> None:
-    for fd in _fds | _others:
-        with contextlib.suppress(OSError):
+    for fd, identity in (_sockets | _others).items():
+        if _identity(fd) == identity:
             os.close(fd)
-    _fds.clear()
+    _sockets.clear()
     _others.clear()
+
+
+def _identity(fd: int) -> _Identity | None:
+    """What the descriptor stands for; None: nothing."""
+    try:
+        found = os.fstat(fd)
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _sockets_to(port: int) -> set[int]:

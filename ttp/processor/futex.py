@@ -30,7 +30,9 @@ TID_MASK = 0x3FFFFFFF
 DIED = WAITERS | OWNER_DIED
 """Exactly what the kernel leaves of a word whose owner has ended."""
 
-_WAIT, _WAKE, _EVERYBODY = 0, 1, 0x7FFFFFFF
+_WAIT, _WAKE, _WAKE_OP, _EVERYBODY = 0, 1, 5, 0x7FFFFFFF
+_ADD_ONE = 1 << 28 | 1 << 12
+"""For ``_WAKE_OP``: add 1 to the second word."""
 _PAGE = 4096
 _NODE_BYTES = 64
 _FIRST_NODE = 64
@@ -106,6 +108,29 @@ class Mapping:
         """Wake everybody who waits for the word, in any process."""
         where = ctypes.c_void_p(self.address + offset)
         _syscall(_numbers().futex, where, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY))
+
+    def add_one(self, offset: int, idle: int) -> None:
+        """Add 1 to a word, as one step for all processes; what was stored before is seen by who sees the sum.
+
+        Python has no such operation, the kernel has: an operation on one word comes with waking those of another.
+
+        Args:
+            offset: of the word.
+            idle: of another word, that nobody waits for.
+
+        Raises:
+            OSError: futexes are not to be had here.
+        """
+        if _syscall(
+            _numbers().futex,
+            ctypes.c_void_p(self.address + idle),
+            ctypes.c_int(_WAKE_OP),
+            ctypes.c_int(1),
+            ctypes.c_void_p(1),
+            ctypes.c_void_p(self.address + offset),
+            ctypes.c_int(_ADD_ONE),
+        ):
+            raise _problem("futex wake-op")
 
     def close(self) -> None:
         """Give the addresses back."""

@@ -18,6 +18,10 @@ from ttp.core.layout import Version
 from ttp.core.messages import Phase
 
 
+def _nothing() -> None:
+    """Nobody is to be woken."""
+
+
 @dataclass(frozen=True, slots=True)
 class GateState:
     """What the gate guards, at one moment.
@@ -28,7 +32,7 @@ class GateState:
         parked: the training thread stands at the closed gate.
         closure: how often the gate was opened before. Two states that are equal are of one moment, for all that can
             be said of them: under one closure nothing goes back to where it was.
-        near: it is about to: it waits for its peers, looks at the gate all the time and stands aside once it is closed.
+        near: it is about to: it waits for its peers, is told when the gate is closed and stands aside then.
     """
 
     version: Version
@@ -56,6 +60,7 @@ class Gate:
         "_closure",
         "_done",
         "_halted",
+        "_left",
         "_lock",
         "_near",
         "_on_quiet",
@@ -63,6 +68,7 @@ class Gate:
         "_parked",
         "_torn",
         "_updating",
+        "_wake",
         "redone",
         "version",
     )
@@ -76,9 +82,11 @@ class Gate:
         self._closure = 0
         self._admitted = False
         self._updating = False
+        self._left = False  # an update, by an exception that the program has caught
         self._torn = False
         self._parked = False
         self._near = False
+        self._wake: Callable[[], None] = _nothing
         self._done = False
         self._halted = False
         self.redone = False
@@ -86,20 +94,29 @@ class Gate:
 
     # --------------------------------------------------------------------------------------------- training thread
 
-    def begin_update(self) -> None:
+    def begin_update(self, again: bool = False) -> None:
         """Pass the gate, or wait in front of it until it opens.
+
+        An update that never ended was left by an exception. What it wrote is in the copy, and the next update builds on
+        it as training does: its number is used up, so that this rank keeps step with those that did not fail.
+
+        Args:
+            again: it is the update that was left, made again with the same gradient: it keeps its number.
 
         Raises:
             Halted: see ``halt``.
         """
         while True:
             with self._lock:
+                self._leave()
                 if self._halted:
                     self._parked = False
                     raise Halted
-                if not self._closed or self._updating or self._admitted:
+                if not self._closed or self._admitted:
+                    if self._left and not again:
+                        self.version = Version(self.version + 1)
                     self.redone = self._admitted
-                    self._updating, self._admitted = True, False
+                    self._updating, self._admitted, self._left = True, False, False
                     return
                 self._parked = True
                 self._opened.clear()
@@ -124,20 +141,30 @@ class Gate:
             self._parked = False
 
     @contextlib.contextmanager
-    def nearby(self) -> Iterator[None]:
-        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``."""
+    def nearby(self, wake: Callable[[], None] = _nothing) -> Iterator[None]:
+        """While the training thread waits for others with all that the next update needs, ready to ``stand_aside``.
+
+        Args:
+            wake: called by whoever closes the gate, when it is closed: the training thread is to look at it. Must not
+                block. May be called once more when the thread has left already.
+        """
         with self._lock:
-            self._near = True
+            self._near, self._wake = True, wake
         try:
             yield
         finally:
             with self._lock:
-                self._near = False
+                self._near, self._wake = False, _nothing
 
     @property
     def updating(self) -> bool:
         """Whether the training thread is in an update. Without the lock: for that thread itself."""
         return self._updating
+
+    @property
+    def left(self) -> bool:
+        """Whether the last update was left half made. Without the lock: for the training thread."""
+        return self._left
 
     @property
     def closed(self) -> bool:
@@ -148,10 +175,22 @@ class Gate:
         """The update is finished: the copy is of the next version, or of ``version`` if the program counts itself."""
         with self._lock:
             self.version = Version(self.version + 1) if version is None else version
-            self._updating = False
+            self._updating = self._left = False
             closed = self._closed
         if closed:
             self._on_quiet()
+
+    def leave_update(self) -> None:
+        """The running update was left by an exception that the program has caught: torn until a later one is whole."""
+        with self._lock:
+            self._leave()
+            closed = self._closed
+        if closed:
+            self._on_quiet()
+
+    def _leave(self) -> None:
+        if self._updating:
+            self._updating, self._left = False, True
 
     def mark_torn(self) -> None:
         """An update was left by an exception. Harmless when no update is running."""
@@ -181,12 +220,14 @@ class Gate:
         """Let no update start. The answer is stable unless its phase is UPDATING; then ``on_quiet`` follows."""
         with self._lock:
             self._closed = True
-            return self._state()
+            state, wake = self._state(), self._wake
+        wake()
+        return state
 
     def admit(self) -> bool:
         """Let the training thread, if it stands at the closed gate, make one update. Whether it stands there."""
         with self._lock:
-            if not (self._closed and self._parked) or self._torn:
+            if not (self._closed and self._parked) or self._torn or self._left:
                 return False
             self._admitted = True
             self._opened.set()
@@ -202,12 +243,12 @@ class Gate:
         """The copy was repaired and is of ``version``; the training thread enters its loop again."""
         with self._lock:
             self.version = version
-            self._updating = self._torn = self._halted = self._admitted = False
+            self._updating = self._left = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
-        """Let updates start again."""
+        """Let updates start again. Nobody stands at an open gate, even if the thread that stood there never wakes."""
         with self._lock:
-            self._closed = self._admitted = self._halted = False
+            self._closed = self._admitted = self._halted = self._parked = False
             self._closure += 1
             self._opened.set()
 
@@ -217,7 +258,7 @@ class Gate:
             return self._state()
 
     def _state(self) -> GateState:
-        if self._torn:
+        if self._torn or self._left:
             phase = Phase.TORN
         elif self._updating or self._admitted:  # who is admitted may begin at any moment
             phase = Phase.UPDATING

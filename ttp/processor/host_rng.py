@@ -19,6 +19,7 @@ from ttp.store.encoding import decode, encode
 _WORDS = 624
 _TWISTER_BYTES = 4 * (_WORDS + 1)
 _GAUSS = struct.Struct("<Bd")  # whether there is a spare normal number, and which
+_LIVE_GAUSS = struct.Struct("<i4xd")  # the same, as it lies in numpy's object
 _NATIVE_ORDER = sys.byteorder == "little"
 
 HostState = tuple[Buffer, Buffer, Buffer, Buffer]
@@ -34,7 +35,11 @@ class HostStreams:
 
     def capture(self) -> HostState:
         """The state of every stream now. Some parts are live memory: copy them before the next random number."""
-        return (*self._python.capture(), *self._capture_numpy())
+        if self._numpy is None:
+            if "numpy.random" not in sys.modules:
+                return (*self._python.capture(), b"", b"")
+            self._numpy = _NumpyStream()
+        return (*self._python.capture(), *self._numpy.capture())
 
     def restore(self, python: bytes, python_gauss: bytes, numpy: bytes, numpy_gauss: bytes) -> list[str]:
         """Put back what ``capture`` gave. Returns notes on streams that this process does not have.
@@ -45,18 +50,11 @@ class HostStreams:
         self._python.restore(python, python_gauss)
         return _restore_numpy(numpy, numpy_gauss) if numpy else []
 
-    def _capture_numpy(self) -> tuple[Buffer, bytes]:
-        if self._numpy is None:
-            if "numpy.random" not in sys.modules:
-                return b"", b""
-            self._numpy = _NumpyStream()
-        return self._numpy.capture()
-
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def _memory(address: int, size: int) -> memoryview:
+def memory_at(address: int, size: int) -> memoryview:
     """Live memory as bytes. The caller keeps its owner alive."""
     return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
@@ -73,7 +71,8 @@ class _PythonStream:
 
     def capture(self) -> tuple[Buffer, bytes]:
         if self._live is not None:
-            return self._live, _pack_gauss(self._random.gauss_next)
+            spare = self._random.gauss_next
+            return self._live, _NO_GAUSS if spare is None else _GAUSS.pack(1, spare)
         _, words, gauss = random.getstate()
         return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]), _pack_gauss(gauss)
 
@@ -91,17 +90,20 @@ def python_state(data: bytes, gauss: bytes) -> tuple[Any, ...]:
     return 3, (*words, position), _unpack_gauss(gauss)
 
 
+_NO_GAUSS = _GAUSS.pack(0, 0.0)
+
+
 def _pack_gauss(value: float | None) -> bytes:
-    return _GAUSS.pack(0, 0.0) if value is None else _GAUSS.pack(1, value)
+    return _NO_GAUSS if value is None else _GAUSS.pack(1, value)
 
 
 def _unpack_gauss(data: bytes) -> float | None:
-    there, value = _GAUSS.unpack(data)
+    there, value = (_GAUSS if len(data) == _GAUSS.size else _LIVE_GAUSS).unpack(data)
     return value if there else None
 
 
 def _python_memory(generator: random.Random) -> memoryview:
-    return _memory(id(generator) + object.__basicsize__, _TWISTER_BYTES)
+    return memory_at(id(generator) + object.__basicsize__, _TWISTER_BYTES)
 
 
 def _python_layout_holds() -> bool:
@@ -143,21 +145,17 @@ class _NumpyStream:
         self._known: Any = None  # the bit generator that ``_words`` belongs to; ``set_bit_generator`` replaces it
         self._words: memoryview | None = None
         if self._gauss_at is not None:
-            address = id(self._owner) + self._gauss_at
-            self._there, self._spare = _memory(address - 8, 4), _memory(address, 8)
+            self._gauss = memory_at(id(self._owner) + self._gauss_at - 8, _LIVE_GAUSS.size)
 
-    def capture(self) -> tuple[Buffer, bytes]:
+    def capture(self) -> tuple[Buffer, Buffer]:
         generator = self._owner._bit_generator
         if generator is not self._known:
             self._known = generator
             self._words = _numpy_words(generator, self._get_state) if self._gauss_at is not None else None
         if self._words is not None:
-            return self._words, b"\1" + self._spare if self._there[0] else _NO_GAUSS
+            return self._words, self._gauss
         state = self._get_state(legacy=False)
         return encode(state, "numpy's random state"), b""
-
-
-_NO_GAUSS = _GAUSS.pack(0, 0.0)
 
 
 def _restore_numpy(data: bytes, gauss: bytes) -> list[str]:
@@ -209,7 +207,7 @@ def _numpy_words(generator: Any, get_state: Any) -> memoryview | None:
     """The live words of a bit generator; None when it is no Mersenne Twister or its memory says otherwise."""
     if type(generator).__name__ != "MT19937":
         return None
-    memory = _memory(generator.ctypes.state_address, _TWISTER_BYTES)
+    memory = memory_at(generator.ctypes.state_address, _TWISTER_BYTES)
     state = get_state(legacy=False)["state"]
     expected = state["key"].astype("<u4").tobytes() + struct.pack("<i", int(state["pos"]))
     return memory if bytes(memory) == expected else None

@@ -16,6 +16,7 @@ The writer maps the file and never makes a system call to write. The reader uses
   digest alone tells a torn page from a whole one; the sequence word makes the usual case cheap.
 * Large parts that seldom change (a causal mask, a table of frequencies) are *kept*: a slot only refers to them, they
   are copied and hashed again when their stamp changes, and never over a copy that another slot refers to.
+* What a caller gives as kept is one list for as long as nothing in it has changed: the same list again costs nothing.
 * Space is allocated (``posix_fallocate``) before it is mapped: a full ``/dev/shm`` is an error at growth, which
   disables the page with one warning, and never a SIGBUS in training.
 """
@@ -153,6 +154,9 @@ class PageWriter:
         self._newest = [0, 0, 0]  # which of its two slots a version wrote last
         self._kept: list[_KeptPart] = []
         self._orphans: list[_Region] = []  # of kept parts that changed their length
+        self._placed: Sequence[Kept] | None = None  # what was given as kept last, and where it lies in the file
+        self._regions: list[_Region] = []
+        self._table = b""
         self._arena: _Arena | None = None
         try:
             self._open(capacity)
@@ -196,7 +200,8 @@ class PageWriter:
             version: the version that the state belongs to.
             final: false before the update, when the rank may still die without having made it.
             parts: copied every time.
-            kept: copied when their stamp is not that of a copy already in the file.
+            kept: copied when their stamp is not that of a copy already in the file. The very list that was given last
+                time says that nothing has changed; so give another one where a stamp is another, or promises nothing.
 
         Returns:
             Whether it was written. False also means that this page is disabled, see ``problem``.
@@ -241,17 +246,25 @@ class PageWriter:
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
         """Make every kept part be in the file; returns the slot's table of references to them."""
+        if kept is self._placed and slot.refs is self._regions:
+            return self._table
         for region in slot.refs:
             region.users -= 1
         slot.refs = []
-        self._match_lengths(arena, kept)
-        table = []
-        for part, (stamp, data) in zip(self._kept, kept, strict=True):
-            region = part.holding(stamp) or _copy(arena, part, stamp, data)
+        if kept is not self._placed:
+            self._placed = None  # not what lies in the file until all of it does
+            self._match_lengths(arena, kept)
+            parts = zip(self._kept, kept, strict=True)
+            self._regions = [part.holding(stamp) or _copy(arena, part, stamp, data) for part, (stamp, data) in parts]
+            self._table = b"".join(
+                REFERENCE.pack(region.offset, part.length, region.digest)
+                for part, region in zip(self._kept, self._regions, strict=True)
+            )
+            self._placed = kept
+        for region in self._regions:
             region.users += 1
-            slot.refs.append(region)
-            table.append(REFERENCE.pack(region.offset, part.length, region.digest))
-        return b"".join(table)
+        slot.refs = self._regions
+        return self._table
 
     def _match_lengths(self, arena: _Arena, kept: Sequence[Kept]) -> None:
         for index, (_, data) in enumerate(kept):

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import queue
+import signal
 import sys
 import threading
 import time
@@ -34,6 +35,7 @@ from ttp.processor.copy_wire import Receiver
 from ttp.processor.copying import Copying
 from ttp.processor.gate import Gate
 from ttp.processor.greeting import hello, manners
+from ttp.processor.lane import Lane
 from ttp.processor.looking import Look, Looker
 from ttp.processor.saver import Saver
 from ttp.processor.source import StateSource
@@ -43,6 +45,9 @@ log = logging.getLogger("ttp.processor")
 
 EXIT_S = 10.0
 """How long a last word may take."""
+
+LEASE_S = 1.0
+"""How long a process that leaves waits for its lease to be taken back."""
 
 STACK_S = 3.0
 """How long a process that hangs may take to say where its threads are."""
@@ -87,6 +92,7 @@ class Processor:
         """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
+        self._lease_writer = Lane("ttp-lease")  # the run directory may hang, and the gate has to close all the same
         self._inbox: queue.SimpleQueue[pm.Event | Look] = queue.SimpleQueue()
         put = self._inbox.put
         self.copying, copies_at = self._keep_copies() if buddy and layout.unreplicated() else (None, "")
@@ -117,10 +123,13 @@ class Processor:
         )
         self._joined = threading.Event()
         self._problem: TtpError | None = None
+        self._started = False  # the training thread does not wait for the controller any more
         self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
         self._let_go: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._closed = False
         self._exit_code: int | None = None
+        self.on_death: Callable[[], None] = lambda: None
+        """Called when a neighbour has died, on any thread; must not block."""
         self.on_act: Callable[[rm.Act], None] | None = None
         """Carries out rounds; must not block. ``acted`` says what came of it."""
         self.before_exit: Callable[[], None] | None = None
@@ -140,21 +149,30 @@ class Processor:
         self.company.show_stacks()
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
-            log.error(
-                "no controller at %s:%s for %g s: training begins UNPROTECTED, ttp keeps trying",
-                self.env.master_addr,
-                self.config.port,
-                JOIN_PATIENCE_S,
-            )
+            self._started = True
+            log.error("%s: training begins UNPROTECTED, ttp keeps trying", self._unjoined())
         if self._problem is not None:
             self._leases.disarm(os.getpid())
             raise self._problem
+        self._started = True
 
-    def begin_update(self) -> None:
+    def _unjoined(self) -> str:
+        return f"no controller at {self.env.master_addr}:{self.config.port} for {JOIN_PATIENCE_S:g} s"
+
+    @property
+    def page_dir(self) -> Path | None:
+        """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
+        return self.company.pages.path if self.company.pages is not None else None
+
+    def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
         if self.copying is not None:
             self.copying.hold()
-        self.gate.begin_update()
+        self.gate.begin_update(again)
+
+    def leave_update(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.leave_update()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
@@ -179,9 +197,17 @@ class Processor:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:
-            ConfigError: what the job has committed has vanished.
+            ConfigError: what the job has committed has vanished, or no controller can be reached.
+            RefusedError: the controller does not accept this rank.
             RestoreError: nothing in common, or the other ranks did not ask within ``TTP_RESTORE_S``.
         """
+        if not self._joined.wait(JOIN_PATIENCE_S):  # the other ranks may have one: without it nobody agrees with them
+            raise ConfigError(
+                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, "
+                "TTP_PORT and what is between this host and that one, and at the controller's log there"
+            )
+        if self._problem is not None:
+            raise self._problem
         self._inbox.put(pm.RestoreWanted(candidates, skipped, readings))
         try:
             decision = self._decision.get(timeout=self.config.restore_patience_s)
@@ -237,6 +263,7 @@ class Processor:
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
         """Another process of this host has ended. May be called from any thread."""
         self._inbox.put(pm.NeighbourDied(Rank(rank), nonce, text))
+        self.on_death()
 
     def report_preemption(self, text: str) -> None:
         """A signal asked this process to end; unlike an exception it leaves a running update alone."""
@@ -260,8 +287,9 @@ class Processor:
         if self._closed:
             return
         self._closed = True
-        self._leases.revoke(os.getpid())
-        self._leases.disarm(os.getpid())
+        self._lease_writer.submit(lambda: self._leases.disarm(os.getpid()))
+        self._lease_writer.wait_done(LEASE_S)
+        self._lease_writer.close()
         self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
         self._line.finish(timeout_s=1.0)
         self._saver.close()
@@ -282,9 +310,18 @@ class Processor:
                         continue  # the gate was open in between
                     event = event.quiet
                 for action in self._machine.on_event(event, time.monotonic()):
-                    self._perform(action)
+                    self._try(action)
             except Exception:  # whatever happens here, training goes on
                 log.exception("the processor stumbled; training is not affected")
+
+    def _try(self, action: pm.Action) -> None:
+        """One that fails keeps none of those after it from being done."""
+        try:
+            self._perform(action)
+        except Exception as problem:
+            log.exception("%s could not be done; training is not affected", type(action).__name__)
+            if isinstance(action, pm.Connect):
+                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
@@ -323,9 +360,9 @@ class Processor:
             case pm.StartCommit(commit):
                 self._saver.commit(commit)
             case pm.HoldLease(until):
-                self._leases.grant(os.getpid(), until)
+                self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
             case pm.DropLease():
-                self._leases.revoke(os.getpid())
+                self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case pm.Rejected(code, text):
@@ -333,8 +370,7 @@ class Processor:
             case pm.Decided(decision):
                 self._decision.put(decision)
             case pm.LetGo(rescued):
-                if not self._let_go.done():
-                    self._let_go.set_result(rescued)
+                self._set_let_go(rescued)
             case pm.Exit(code, text):
                 self._exit(code, text)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
@@ -382,8 +418,16 @@ class Processor:
         self._cannot_join(problem)
 
     def _cannot_join(self, problem: TtpError) -> None:
+        """No other attempt will mend it. A rank that trains without protection by now goes on, and waits for nobody."""
         self._problem = problem
+        if self._started:
+            log.error("rank %s trains UNPROTECTED, and for good: %s", self.env.rank, problem)
+            self._set_let_go(False)
         self._joined.set()
+
+    def _set_let_go(self, rescued: bool) -> None:
+        if not self._let_go.done():
+            self._let_go.set_result(rescued)
 
     def _joining(self) -> bool:
         return not self._joined.is_set()
@@ -459,6 +503,8 @@ class Processor:
         last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
         last_resort.daemon = True
         last_resort.start()
+        with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
+            signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
         log.warning("rank %s exits with %s: %s", self.env.rank, code, text)
         if self.before_exit is not None:
             last_word = threading.Thread(target=self.before_exit, name="ttp-exit", daemon=True)

@@ -107,7 +107,7 @@ class Saver:
             return None
         except BaseException as problem:
             log.exception("saving version %s failed", order.version)
-            return pm.WriteFailed(order.incident, order.generation, _words(problem))
+            return pm.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
         """From the state that is alive, and from copies that were kept."""
@@ -130,7 +130,12 @@ class Saver:
             return pm.CommitDone(order.incident, order.generation, path, size)
         except BaseException as problem:
             log.exception("committing version %s failed", order.version)
-            return pm.CommitBroken(order.incident, order.generation, _words(problem))
+            return pm.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
+
+
+def _of_storage(problem: BaseException) -> bool:
+    """Whether the storage refused: a full disk gets room again, a server comes back. Anything else stays as it is."""
+    return isinstance(problem, OSError) or isinstance(problem.__cause__, OSError)
 
 
 def _words(problem: BaseException) -> str:

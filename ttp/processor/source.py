@@ -88,8 +88,15 @@ class UpdateReporter(Protocol):
     activity: str
     """What it does instead of training, in words: a hang is not looked for then. Empty: it trains."""
 
-    def begin_update(self) -> None:
-        """Just before the first write of an update. Waits while the world is frozen."""
+    def begin_update(self, again: bool = False) -> None:
+        """Just before the first write of an update. Waits while the world is frozen.
+
+        Args:
+            again: it is the update that was left by an exception, with the same gradient.
+        """
+
+    def leave_update(self) -> None:
+        """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
 
     def end_update(self) -> None:
         """Just after the last write of an update."""

@@ -55,8 +55,8 @@ KINDS = {
     "raise": "the training code of a rank raises; POINT is forward or update",
     "sigterm": "SIGTERM to every rank",
     "save": "somebody asks for a checkpoint",
-    "write": "the disk of a rank refuses to write pieces",
-    "commit": "the disk of a rank refuses to commit",
+    "write": "the disk of a rank refuses to write pieces for LASTS after the first one",
+    "commit": "the disk of a rank refuses to commit for LASTS after the first time",
     "slow": "each file takes a rank LASTS longer",
 }
 """What can go wrong."""
@@ -74,6 +74,8 @@ LASTS: dict[str, tuple[float, ...]] = {
     "hang": (0.05, 0.3, 2.0, NEVER),
     "controller_stop": (0.3, 1.5, 5.0),
     "slow": (0.05, 0.5, 3.0, NEVER),
+    "write": (0.01, 1.0, NEVER),
+    "commit": (0.01, 1.0, NEVER),
 }
 """How long what goes wrong lasts, for kinds that end; one is drawn."""
 

@@ -20,6 +20,8 @@ OPERATOR_S = 8.0
 OPERATOR_REPEATS_S, OPERATOR_TRIES = 2.0, 20
 """How often, and how many times until that somebody ends the job by hand."""
 NEVER = float("inf")
+TINY_S = 1e-9
+"""A disk refuses once at least."""
 RESTARTS = {"controller": 0, "controller_restart": 1, "controller_twice": 2}
 
 
@@ -35,7 +37,8 @@ class Faults:
         self._world, self._ranks = world, world.ranks
         self._at_points: dict[tuple[str, Rank], list[tuple[list[int], Fault]]] = {}
         self._raises: Counter[tuple[str, Rank]] = Counter()
-        self._refuses: set[tuple[str, Rank]] = set()
+        self._refuses: dict[tuple[str, Rank], float] = {}
+        self._heals_at: dict[tuple[str, Rank], float] = {}
         self._slow: dict[Rank, float] = {}
         for fault in faults:
             self._plan(fault)
@@ -45,7 +48,7 @@ class Faults:
             case "raise":
                 self._raises[fault.point, fault.rank] = int(fault.at)
             case "write" | "commit":
-                self._refuses.add((fault.kind, fault.rank))
+                self._refuses[fault.kind, fault.rank] = fault.lasts_s
             case "slow":
                 self._slow[fault.rank] = fault.lasts_s
             case _ if fault.point:
@@ -73,7 +76,8 @@ class Faults:
 
     def refuses(self, kind: str, rank: SimRank) -> bool:
         """Whether the disk refuses a ``write`` or a ``commit``."""
-        return (kind, rank.rank) in self._refuses
+        lasts_s, now = self._refuses.get((kind, rank.rank)), self._world.now
+        return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 
     def disk_extra_s(self, rank: SimRank) -> float:
         """How much longer a file takes than usual; infinite: the call never returns."""

@@ -72,7 +72,9 @@ class Saver:
             if cancelled[0]:
                 return
             if not order.directory and world.write_fails(rank):
-                rank.put(pm.WriteFailed(order.incident, order.generation, "OSError: no space left on device"))
+                rank.put(
+                    pm.WriteFailed(order.incident, order.generation, "OSError: no space left on device", may_pass=True)
+                )
                 return
             second = rank.trainer.saved_state(order.version)[part.shard][1]
             content = dealt((first, second), part, uneven=uneven)
@@ -122,7 +124,7 @@ class Saver:
         yield rank.takes(0.001) + world.disk_extra_s(rank)
         world.reached("in commit", rank)
         if not order.directory and world.commit_fails(rank):
-            rank.put(pm.CommitBroken(order.incident, order.generation, "OSError: input/output error"))
+            rank.put(pm.CommitBroken(order.incident, order.generation, "OSError: input/output error", may_pass=True))
             return
         world.commit(order)
         world.trace(rank.name, f"renamed step {order.version}")

@@ -21,7 +21,9 @@ import torch.distributed as dist
 
 import ttp.session
 from tests.adapters.megatron.gpt import Training
+from ttp.adapters.torch import barrier
 from ttp.processor.gate import Gate
+from ttp.processor.meeting import BrokenError, Meeting
 
 
 class Hurt:
@@ -117,17 +119,25 @@ class Halfway:
 
         gate.end_update = end_update
 
-    def at_barrier(self, work: Any) -> Any:
-        """What the barrier looks like from this rank."""
-        if self._hurt.rank in self._out:
-            return work
+    def come(self) -> None:
+        """This rank waits in the barrier."""
         if self._hurt.rank in self._left:
             self._hurt.mark("left")
-            return self
-        while not work.is_completed():
-            time.sleep(0.001)
-        self._die()
-        return work
+
+    def over(self, over: bool) -> bool:
+        """What the barrier looks like from this rank.
+
+        Raises:
+            BrokenError: it is to look broken.
+        """
+        if self._hurt.rank in self._out:
+            return over
+        if self._hurt.rank in self._hurt.ranks:
+            if over:
+                self._die()
+        elif self._hurt.fault["broken"] and self._hurt.marked("dying", self._hurt.ranks):
+            raise BrokenError("as if a rank had ended")
+        return False
 
     def _no_barrier(self) -> None:
         if not self._hurt.due("halfway") or self._hurt.rank in self._out:
@@ -146,14 +156,6 @@ class Halfway:
         self._hurt.wait_for("left", self._left)
         self._hurt.at("halfway")
 
-    def is_completed(self) -> bool:
-        """As the work of a barrier."""
-        return bool(self._hurt.fault["broken"]) and self._hurt.marked("dying", self._hurt.ranks)
-
-    def wait(self) -> None:
-        """As the work of a barrier."""
-        raise RuntimeError("Connection closed by peer")
-
 
 def _lose_memory() -> None:
     """All ranks of the host do it at once: what one does not find any more another has removed."""
@@ -163,18 +165,24 @@ def _lose_memory() -> None:
 
 
 def _watch_barrier(hurt: Hurt) -> None:
-    """The barrier before the update is the one that does not wait by itself."""
-    library: Any = dist
-    original = library.barrier
+    """The barrier before the update."""
 
-    def barrier(*args: Any, **kwargs: Any) -> Any:
-        work = original(*args, **kwargs)
-        if not kwargs.get("async_op"):
-            return work
-        hurt.at("barrier")
-        return Halfway(hurt).at_barrier(work) if hurt.due("halfway") else work
+    class WatchedMeeting(Meeting):
+        halfway: Halfway | None = None
 
-    library.barrier = barrier
+        async def come(self, turn: int) -> None:
+            await super().come(turn)
+            hurt.at("barrier")
+            self.halfway = Halfway(hurt) if hurt.due("halfway") else None
+            if self.halfway is not None:
+                self.halfway.come()
+
+        async def over(self, turn: int) -> bool:
+            over = await super().over(turn)
+            return over if self.halfway is None else self.halfway.over(over)
+
+    library: Any = barrier
+    library.Meeting = WatchedMeeting
 
 
 def _watch_passes(training: Training, hurt: Hurt) -> None:

@@ -16,6 +16,8 @@ KILLED_AT = 3  # updates that are finished by then
 
 TP2_DP2 = {"tp": 2, "instances": 2}
 DP4 = {"instances": 2}
+SCALED = {"scaled": True}
+"""With what FP8 adds to a model."""
 PP2_DP2 = {"pp": 2, "instances": 2, "layers": 4}
 VIRTUAL = {"pp": 2, "virtual": 2, "instances": 2, "layers": 4}
 EP2_DP2 = {"ep": 2, "instances": 2, "experts": True}

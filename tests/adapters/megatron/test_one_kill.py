@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.adapters.megatron.jobs import DP4, TP2_DP2, Job, assert_equal, assert_whole
+from tests.adapters.megatron.jobs import DP4, SCALED, TP2_DP2, Job, assert_equal, assert_whole
 from tests.adapters.megatron.nursery import Nursery
 from ttp.adapters.megatron import offer_to_megatron
 from ttp.adapters.torch.convert.conversion import convert
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
 
 @pytest.fixture(scope="module")
 def killed(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory) -> Job:
-    job = Job(nursery, tmp_path_factory.mktemp("tp2"), TP2_DP2)
+    job = Job(nursery, tmp_path_factory.mktemp("tp2"), TP2_DP2 | SCALED)
     job.kill([1], "reduced")
     assert job.versions() == [job.checkpoint.name]
     return job
@@ -35,6 +35,7 @@ def unhurt(killed: Job) -> dict[str, torch.Tensor]:
     return killed.unhurt()
 
 
+@pytest.mark.supports("FP8 extra state in Megatron")
 def test_the_job_goes_on_as_if_nothing_had_happened(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
     """Its second life is hooked as Megatron-LM's own training loop is."""
     assert killed.live(1, through="install") == [0] * 4, killed.story()
@@ -49,8 +50,8 @@ def test_one_rank_of_two_slices_and_two_instances_holds_each_shard_twice(killed:
 
 
 def test_it_is_restored_without_tensor_parallelism(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
-    assert_equal(unhurt, killed.state("tp1", DP4, ttp_from=str(killed.save_dir)))
-    for name in ("groups", "schedule"):
+    assert_equal(unhurt, killed.state("tp1", DP4 | SCALED, ttp_from=str(killed.save_dir)))
+    for name in ("groups", "schedule", "extra_states"):
         assert killed.summary("tp1", 0)[name] == killed.summary("unhurt", 0)[name]
 
 
@@ -59,7 +60,7 @@ def test_megatron_itself_reads_it(killed: Job, unhurt: dict[str, torch.Tensor]) 
     assert json.loads((killed.checkpoint / "metadata.json").read_text())["sharded_backend"] == "torch_dist"
     for rank in range(4):
         mine, stock = killed.summary("unhurt", rank), killed.summary("stock", rank)
-        for name in ("weights", "main", "moments", "schedule"):
+        for name in ("weights", "main", "moments", "schedule", "extra_states"):
             assert stock[name] == mine[name], (rank, name)
         assert killed.after("stock", rank)["args"] == killed.after("unhurt", rank)["args"]
     assert "('step', 3)" in killed.summary("stock", 0)["groups"]
@@ -75,7 +76,7 @@ def test_megatron_itself_reads_its_legacy_layout(killed: Job, unhurt: dict[str, 
     assert_equal(unhurt, killed.state("legacy", legacy_from=str(load_dir)))
     for rank in range(4):
         mine, theirs = killed.summary("unhurt", rank), killed.summary("legacy", rank)
-        same = ("weights", "main", "moments", "groups", "schedule") + (("rng",) if rank < 2 else ())
+        same = ("weights", "main", "moments", "groups", "schedule", "extra_states") + (("rng",) if rank < 2 else ())
         for name in same:  # of each data parallel group Megatron keeps the streams of the first rank only
             assert theirs[name] == mine[name], (rank, name)
         assert killed.after("legacy", rank)["args"] == killed.after("unhurt", rank)["args"]

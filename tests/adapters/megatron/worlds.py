@@ -169,6 +169,9 @@ def summary(training: Training) -> dict[str, str]:
         "scalers": repr([scaler.state_dict() for scaler in scalers if scaler is not None]),
         "rng": digest(torch.get_rng_state(), *(s for _, s in sorted(get_cuda_rng_tracker().get_states().items()))),
         "args": repr(training.args),
+        "extra_states": digest(
+            *(m.history for chunk in training.chunks for m in chunk.modules() if hasattr(m, "history"))
+        ),
         "last_losses": repr(training.losses[-2:]),
         "schedule": repr(training.scheduler.state_dict()),
     }

@@ -22,6 +22,7 @@ from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.local_state import Position
 from ttp.core.decide import How
 from ttp.core.layout import Rank
+from ttp.core.messages import Phase
 from ttp.errors import CheckpointError
 
 pytestmark = pytest.mark.xdist_group("mindspore")
@@ -140,3 +141,23 @@ def test_a_checkpoint_of_another_network_is_refused_and_nothing_is_changed(tmp_p
     ):
         second.adapter.load(checkpoint, 0, 1, protected=False)
     assert whole_state_of(second.model.train_network) == before
+
+
+def test_an_update_that_the_program_left_is_no_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Its optimizer raised, the loop caught that and goes on with the next step."""
+    training = Training(tmp_path, "preimage")
+    adapter, gate = training.adapter, training.processor.gate
+    adapter.begin_update()
+    gate.close()
+    thread = threading.Thread(target=adapter.begin_update, daemon=True)
+    thread.start()
+    while not gate.state().parked:
+        assert thread.is_alive()
+    assert gate.state().phase is Phase.TORN and adapter.source.has_preimage
+    gate.open()
+    thread.join(10)
+    adapter.end_update()
+    assert gate.version == 2 and gate.state().phase is Phase.IDLE
+    assert not adapter.source.has_preimage, "half an update is nothing to go back to"
+    (record,) = caplog.records
+    assert "the update after version 0 was left by an exception" in record.getMessage()

@@ -1,6 +1,6 @@
 """One of two replicas under a real DistributedDataParallel and a stub processor; run by test_replicas.py.
 
-Arguments: directory, rank. Prints one JSON line per case.
+Arguments: directory, rank, "one host" or "two hosts" (ranks do not share memory then). Prints one JSON line per case.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from tests.adapters.torch.stub_processor import StubProcessor, two_shards
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Version
 from ttp.processor.faults import is_collective_error
+from ttp.processor.neighbours import Neighbours
+from ttp.processor.sentinel import Sentinel
 
 WORLD = 2
 HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
@@ -39,6 +41,24 @@ class Model(nn.Module):
         return self.layers(x)
 
 
+class Alive:
+    """What a real processor does for the ranks of its host."""
+
+    page_dir: Path | None = None
+    current: StubProcessor
+    sentinel: Sentinel
+    neighbours: Neighbours
+
+    @classmethod
+    def show(cls, page_dir: Path, rank: int) -> None:
+        """Let neighbours see that this process lives, and see theirs."""
+        page_dir.mkdir(exist_ok=True)
+        cls.page_dir = page_dir
+        cls.sentinel = Sentinel(page_dir, rank, f"{rank}", 0)
+        cls.neighbours = Neighbours(page_dir, rank, 0, lambda *_: cls.current.on_death())
+        cls.neighbours.start()
+
+
 class Rank:
     def __init__(self, directory: Path, rank: int, layout: Layout, undo: str | None = None) -> None:
         torch.manual_seed(3)
@@ -48,7 +68,8 @@ class Rank:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         parts: dict[str, Any] = {"scheduler": None, "extra_state": None, "scaler": None}
         self.adapter = TorchAdapter(self.optimizer, model=self.model, undo=undo, **parts)
-        self.processor = StubProcessor(directory, rank=rank, layout=layout)
+        self.processor = StubProcessor(directory, rank=rank, layout=layout, page_dir=Alive.page_dir)
+        Alive.current = self.processor
 
     def step(self) -> None:
         self.optimizer.zero_grad()
@@ -82,9 +103,11 @@ def barrier(directory: Path, rank: int) -> dict[str, Any]:
     job.optimizer.register_step_pre_hook(hold)
     job.adapter.attach(job.processor)  # type: ignore[arg-type]
     early: list[bool] = []
-    job.processor.begin_update = lambda: early.append(not late.exists())  # type: ignore[method-assign]
+    begins: Any = lambda _again: early.append(not late.exists())  # noqa: E731
+    job.processor.begin_update = begins  # type: ignore[method-assign]
     job.step()
-    return {"early": early}
+    assert job.adapter._barrier is not None
+    return {"early": early, "shared": job.adapter._barrier.meeting._count}
 
 
 def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
@@ -104,7 +127,8 @@ def no_barrier(directory: Path, rank: int) -> dict[str, Any]:
         job.optimizer.register_step_pre_hook(follow)
         job.adapter.attach(job.processor)  # type: ignore[arg-type]
         if rank == 1:
-            job.processor.begin_update = begun.touch  # type: ignore[method-assign]
+            begins: Any = lambda _again, begun=begun: begun.touch()  # noqa: E731
+            job.processor.begin_update = begins  # type: ignore[method-assign]
         job.step()
         seen[name] = begun.exists()
         dist.barrier()
@@ -173,7 +197,9 @@ def death(directory: Path, rank: int) -> dict[str, Any]:
     return {**seen, "raised": raised, "redone": redone}
 
 
-def main(directory: Path, rank: int) -> None:
+def main(directory: Path, rank: int, hosts: str) -> None:
+    if hosts == "one host":
+        Alive.show(directory / "pages", rank)
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=WORLD)
     for case in (digests, barrier, no_barrier, admitted, death):
@@ -182,4 +208,4 @@ def main(directory: Path, rank: int) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,26 @@ INCARNATION = 4
 
 
 class StubProcessor:
-    """A gate, and what describes the job."""
+    """A gate, and what describes the job.
 
-    def __init__(self, save_dir: Path, *, rank: int = 0, layout: Layout | None = None, **settings: Any) -> None:
+    Args:
+        page_dir: where ranks show that they live; None: they share no memory.
+    """
+
+    def __init__(
+        self,
+        save_dir: Path,
+        *,
+        rank: int = 0,
+        layout: Layout | None = None,
+        page_dir: Path | None = None,
+        **settings: Any,
+    ) -> None:
         self.layout = layout or Layout.data_parallel(1)
         self.env = RankEnv(rank, self.layout.world_size, rank, "localhost", "run", 0)
         self.config = Config(**settings)
-        self.save_dir = save_dir
+        self.save_dir, self.page_dir = save_dir, page_dir
+        self.on_death: Callable[[], None] = lambda: None
         self.gate = Gate()
         self.begun: list[int] = []
         self.reported: list[str] = []
@@ -36,9 +50,12 @@ class StubProcessor:
     def directory(self, _order: object) -> Path:
         return self.save_dir
 
-    def begin_update(self) -> None:
-        self.gate.begin_update()
+    def begin_update(self, again: bool = False) -> None:
+        self.gate.begin_update(again)
         self.begun.append(self.gate.version + 1)
+
+    def leave_update(self) -> None:
+        self.gate.leave_update()
 
     def end_update(self) -> None:
         self.gate.end_update()

@@ -7,7 +7,6 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,63 +15,12 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from ttp.adapters.torch.device import HostFence  # noqa: E402
+from tests.adapters.torch.hooked import Job  # noqa: E402
 from ttp.adapters.torch.hooks import EVALUATING, attach, gradient_triggers  # noqa: E402
-from ttp.adapters.torch.tail import Tail  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
-from ttp.processor.gate import Gate  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
-
-
-class Job:
-    """A model, its optimizer, a gate, and a log of what the hooks did."""
-
-    def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
-        self.log: list[Any] = []
-        self.mark = 0
-        self.activity = ""
-        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
-        make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
-        self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
-        self.optimizer = self.optimizers[0]
-        self.gate = Gate()
-        self.fence = HostFence()
-        scheduler = parts.pop("scheduler", None)
-        self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
-        self.tail = Tail(self.optimizers, scheduler=self.scheduler, **parts)
-        self.detach = attach(
-            self.optimizers if optimizers > 1 else self.optimizer,
-            self.model,
-            self,
-            self,
-            tail=self.tail,
-            fence=self.fence,
-            version=lambda: self.gate.version,
-            after_update=lambda: self.log.append("after"),
-        )
-
-    def begin_update(self) -> None:
-        self.gate.begin_update()
-        self.log.append("begin")
-
-    def end_update(self) -> None:
-        self.gate.end_update()
-        self.log.append("end")
-
-    def capture(self, version: int, final: bool) -> None:
-        self.log.append((version, "final" if final else "early"))
-
-    def scheduler_state(self, version: int) -> Any:
-        return self.tail.job_state(version).scheduler
-
-    def backward(self) -> None:
-        self.model(torch.ones(4, 3)).sum().backward()
-
-    def taken(self) -> list[Any]:
-        log, self.log = self.log, []
-        return log
 
 
 UPDATE = [(1, "early"), "begin", (1, "final"), "after", "end"]
@@ -261,7 +209,7 @@ class TestMarks:
     def test_the_gate_is_a_point(self, monkeypatch: pytest.MonkeyPatch) -> None:
         seen: list[int] = []
         job = Job(scheduler=exponential)
-        monkeypatch.setattr(job, "begin_update", lambda: seen.append(job.mark))
+        monkeypatch.setattr(job, "begin_update", lambda _again: seen.append(job.mark))
         job.backward()
         job.optimizer.step()
         assert seen == [3]

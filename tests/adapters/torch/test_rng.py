@@ -12,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from ttp.adapters.torch.rng import RngState  # noqa: E402
+from ttp.adapters.torch import rng as torch_rng  # noqa: E402
+from ttp.adapters.torch.rng import RngState, streams_of  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor import host_rng as rng  # noqa: E402
 
@@ -36,6 +37,7 @@ def streams(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "official":
         for name, replacement in SLOW.items():
             monkeypatch.setattr(rng, name, replacement)
+        monkeypatch.setattr(torch_rng, "_offset", lambda: None)
     return RngState()
 
 
@@ -62,6 +64,13 @@ def captured(streams: RngState) -> bytes:
     return b"".join(streams.capture())
 
 
+def said(streams: RngState) -> str:
+    """What was captured, in the words of the libraries: live memory also holds what no number depends on."""
+    with numpy.printoptions(threshold=sys.maxsize):
+        found = streams_of(captured(streams))
+        return repr(found | {"torch": found["torch"].tolist()})
+
+
 @pytest.mark.parametrize("before", range(0, 4))
 def test_round_trip(streams: RngState, before: int) -> None:
     seed(before)
@@ -77,11 +86,11 @@ def test_round_trip(streams: RngState, before: int) -> None:
 def test_captured_again_it_is_the_same(streams: RngState) -> None:
     seed(1)
     draw()
-    data = captured(streams)
+    taken, data = captured(streams), said(streams)
     draw()
-    assert captured(streams) != data
-    streams.restore(data)
-    assert captured(streams) == data
+    assert said(streams) != data
+    streams.restore(taken)
+    assert said(streams) == data
 
 
 def test_the_fast_way_is_used_here_and_says_what_the_official_one_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,3 +206,40 @@ class TestDevice:
         data = captured(RngState())
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         assert "no CUDA device" in RngState().restore(data)[0]
+
+
+class TestTorchMemory:
+    """Torch's stream is read where it lies."""
+
+    def test_it_is_used_here(self) -> None:
+        assert RngState()._live is not None
+
+    @pytest.mark.parametrize("number", range(6))
+    def test_it_says_what_torch_says(self, number: int) -> None:
+        seed(number)
+        for _ in range(number):
+            draw()
+            torch.randn((), dtype=torch.float64)
+        state = streams_of(captured(RngState()))["torch"]
+        assert torch.equal(state, torch.get_rng_state())
+
+    def test_one_way_reads_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A page of a torch whose memory is known, put back by one whose memory is not, and the other way round."""
+        fast = RngState()
+        monkeypatch.setattr(torch_rng, "_offset", lambda: None)
+        official = RngState()
+        assert official._live is None
+        for writer, reader in ((fast, official), (official, fast)):
+            seed(5)
+            draw()
+            data = captured(writer)
+            expected = draw()
+            seed(99)
+            reader.restore(data)
+            assert draw() == expected
+
+    def test_another_layout_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch_rng._offset.cache_clear()
+        monkeypatch.setattr(torch_rng, "_LIVE", torch_rng.struct.Struct("<Qi?3xI624I12xf?3xd?7x"))
+        assert torch_rng._offset() is None
+        torch_rng._offset.cache_clear()

@@ -209,7 +209,7 @@ class TestAfterTheFirstUpdate:
             job.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
             job.step()
         (said,) = (text for text in caplog.messages if "optim.param_groups.0.rule" in text)
-        assert "has no form on disk: the program has to make it" in said
+        assert "has no form on disk: the program has to make it again" in said
 
     def test_what_somebodys_own_code_raises_stops_nothing(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -596,10 +596,13 @@ class SaveFailed(google.protobuf.message.Message):
     INCIDENT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    MAY_PASS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     generation: builtins.int
     text: builtins.str
+    may_pass: builtins.bool
+    """the storage refused, which it may not do later"""
     def __init__(
         self,
         *,
@@ -607,8 +610,9 @@ class SaveFailed(google.protobuf.message.Message):
         incident: builtins.str = ...,
         generation: builtins.int = ...,
         text: builtins.str = ...,
+        may_pass: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incident", b"incident", "rank", b"rank", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incident", b"incident", "may_pass", b"may_pass", "rank", b"rank", "text", b"text"]) -> None: ...
 
 global___SaveFailed = SaveFailed
 
@@ -647,10 +651,13 @@ class CommitFailed(google.protobuf.message.Message):
     INCIDENT_FIELD_NUMBER: builtins.int
     GENERATION_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    MAY_PASS_FIELD_NUMBER: builtins.int
     rank: builtins.int
     incident: builtins.str
     generation: builtins.int
     text: builtins.str
+    may_pass: builtins.bool
+    """the storage refused, which it may not do later"""
     def __init__(
         self,
         *,
@@ -658,8 +665,9 @@ class CommitFailed(google.protobuf.message.Message):
         incident: builtins.str = ...,
         generation: builtins.int = ...,
         text: builtins.str = ...,
+        may_pass: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incident", b"incident", "rank", b"rank", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["generation", b"generation", "incident", b"incident", "may_pass", b"may_pass", "rank", b"rank", "text", b"text"]) -> None: ...
 
 global___CommitFailed = CommitFailed
 

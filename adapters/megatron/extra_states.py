@@ -1,0 +1,121 @@
+"""What ``get_extra_state()`` of Megatron's modules gives: with Transformer Engine the history and the scales of FP8.
+
+It changes in the forward and the backward pass and is equal on all replicas of a shard (Megatron reduces it), so it is
+taken at the gate of each update, as that of the version which the update makes, and written with the shard. Nothing is
+sent and nothing is encoded until a checkpoint is written. A module may ask its device for it, as Transformer Engine
+does: then every update waits for the device once, which is said in the log.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from ttp.adapters.torch.leaves import dump
+from ttp.adapters.torch.reader import read_value
+from ttp.adapters.torch.table import Item
+from ttp.errors import CheckpointError, ConfigError
+
+log = logging.getLogger("ttp.adapters.megatron")
+
+_KEPT = 4
+"""Versions: a host may be some updates ahead of its device."""
+_LEARNING = 4
+"""Updates after which a module that never had a state is asked only when a checkpoint is written."""
+
+
+class ExtraStates:
+    """Of the modules of one rank.
+
+    Args:
+        owners: by name in the checkpoint.
+        written: names of those that this rank writes, where several parts of the model hold the same.
+        on_device: the state may lie on an accelerator.
+    """
+
+    def __init__(self, owners: Mapping[str, nn.Module], written: Iterable[str], *, on_device: bool = False) -> None:
+        self._owners, self._written, self._on_device = dict(owners), set(written), on_device
+        self._asked = dict(owners)
+        self._kept: dict[int, dict[str, Any]] = {}
+        self._left = _LEARNING
+        self._seen: set[str] = set()  # names that ever had one
+        self._complained = False
+
+    def take(self, version: int) -> None:
+        """Keep the states of this moment as those of ``version``, beside those of some before.
+
+        Raises:
+            ConfigError: a module gives something that has no form on disk.
+        """
+        try:
+            found = {key: copy.deepcopy(value) for key, value in _states(self._asked).items()}
+        except Exception:
+            if not self._complained:
+                self._complained = True
+                log.warning("get_extra_state() failed: checkpoints have what it gave before", exc_info=True)
+            return
+        self._look_at_new(found)
+        before = sorted(known for known in self._kept if known < version)[1 - _KEPT :]
+        self._kept = {known: self._kept[known] for known in before} | {version: found}
+        self._left -= 1
+        if self._left == 0:
+            self._asked = {key: owner for key, owner in self._asked.items() if key in self._seen}
+
+    def _look_at_new(self, found: Mapping[str, Any]) -> None:
+        """Say once what it costs, and at once what cannot be saved."""
+        if found and not self._seen and self._on_device:
+            log.warning(
+                "get_extra_state() of %d modules is called at each update: it may wait for the device", len(found)
+            )
+        for key in found.keys() - self._seen:
+            self._seen.add(key)
+            if dump((found[key],), lambda tensor: tensor.cpu()) is None:
+                raise ConfigError(
+                    f"{key}: get_extra_state() of a {type(self._owners[key]).__name__} gives a "
+                    f"{type(found[key]).__name__}, which cannot be loaded without unpickling: give a tensor of bytes, "
+                    "as newer releases of Transformer Engine do"
+                )
+
+    def of(self, version: int) -> dict[str, tuple[Any]]:
+        """What this rank writes of ``version``, in the form that Megatron gives such values."""
+        known = max((each for each in self._kept if each <= version), default=min(self._kept, default=None))
+        if known != version:
+            log.warning("the extra states in the checkpoint of version %s are those of %s", version, known)
+        states = {} if known is None else self._kept[known]
+        return {key: (states.get(key),) for key in self._owners if key in self._written}
+
+    def restore(self, path: Path, saved: Mapping[str, Sequence[Item]]) -> list[str]:
+        """Give every module its state back. Returns notes on what could not be.
+
+        Raises:
+            CheckpointError: it cannot be read, or a module does not take it.
+        """
+        lost = []
+        for key, owner in self._owners.items():
+            if key not in saved:
+                lost.append(key)
+                continue
+            (value,) = read_value(path, saved[key][0])
+            if is_empty(value):
+                continue
+            try:
+                owner.set_extra_state(value)
+            except Exception as problem:
+                raise CheckpointError(f"{key}: set_extra_state() refused what was saved: {problem}") from problem
+        present = [key for key in lost if key in _states(self._owners)]
+        return [f"the extra state of {', '.join(present[:5])} was not saved: it begins anew"] if present else []
+
+
+def _states(owners: Mapping[str, nn.Module]) -> dict[str, Any]:
+    states = ((key, owner.get_extra_state()) for key, owner in owners.items())
+    return {key: value for key, value in states if not is_empty(value)}
+
+
+def is_empty(value: Any) -> bool:
+    """Whether a module says by this that it has none."""
+    return value is None or (isinstance(value, Tensor) and value.numel() == 0)

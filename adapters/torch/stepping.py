@@ -1,0 +1,64 @@
+"""Whether ``optimizer.step()`` still runs: torch calls no hook when it raises.
+
+A hook cannot catch what ``step()`` raises, and a program may catch it and go on. So whoever has to know looks at the
+stack of the training thread: ``step()`` runs as long as torch's wrapper around it is there.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from types import FrameType
+
+from torch.optim import Optimizer
+
+_WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
+"""The code that calls the hooks and ``step()``, the same for all classes; its variable ``self`` is the optimizer."""
+
+
+class Stepping:
+    """Counts the calls of ``step()`` that run: a subclass that calls ``super().step()`` fires the hooks twice.
+
+    Args:
+        optimizers: whose.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = tuple(optimizers)
+        self._thread = 0
+        self.depth = 0
+        """Calls that have begun and not ended, as far as the hooks know."""
+
+    def entered(self) -> None:
+        """``step()`` begins."""
+        if not self.depth:
+            self._thread = threading.get_ident()
+        self.depth += 1
+
+    def returned(self) -> None:
+        """``step()`` has returned."""
+        self.depth = max(0, self.depth - 1)
+
+    def was_left(self, *, entering: bool = False) -> bool:
+        """Whether calls were left by an exception; from then on they are forgotten. On any thread.
+
+        Args:
+            entering: asked by the hook of another call, which is on the stack already.
+        """
+        if not self.depth:
+            return False
+        running = self._running() - entering
+        if running >= self.depth:
+            return False
+        self.depth = max(0, running)
+        return True
+
+    def _running(self) -> int:
+        frame: FrameType | None = sys._current_frames().get(self._thread)
+        found = 0
+        while frame is not None:
+            if frame.f_code is _WRAPPER and any(frame.f_locals.get("self") is known for known in self._optimizers):
+                found += 1
+            frame = frame.f_back
+        return found

@@ -1,0 +1,96 @@
+"""What modules keep beside their tensors: taken with each version, and kept for a few."""
+
+from __future__ import annotations
+
+import io
+import logging
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from ttp.adapters.megatron.extra_states import ExtraStates  # noqa: E402
+from ttp.adapters.megatron.param_sync import ParamSyncs  # noqa: E402
+from ttp.errors import ConfigError  # noqa: E402
+
+
+class Scaled(nn.Module):
+    def __init__(self, state: Any) -> None:
+        super().__init__()
+        self.state, self.asked = state, 0
+
+    def get_extra_state(self) -> Any:
+        self.asked += 1
+        if isinstance(self.state, Exception):
+            raise self.state
+        return self.state
+
+
+def test_each_version_has_the_state_of_its_moment() -> None:
+    module = Scaled(torch.zeros(2))
+    states = ExtraStates({"a": module}, ["a"])
+    for version in range(1, 8):
+        module.state += 1
+        states.take(version)
+    assert [float(states.of(version)["a"][0][0]) for version in (5, 6, 7)] == [5, 6, 7]
+
+
+def test_modules_without_a_state_are_soon_left_alone_and_written_as_megatron_expects_them() -> None:
+    none, empty, late = Scaled(None), Scaled(torch.empty(0)), Scaled(None)
+    states = ExtraStates({"none": none, "empty": empty, "late": late, "copy": Scaled(1)}, ["none", "empty", "late"])
+    states.take(0)
+    late.state = torch.ones(1)  # Transformer Engine has one after its first forward pass
+    for version in range(1, 9):
+        states.take(version)
+    assert (none.asked, empty.asked, late.asked) == (4, 4, 9)
+    assert states.of(8) == {"none": (None,), "empty": (None,), "late": (torch.ones(1),)}
+
+
+def test_a_state_that_needs_unpickling_is_refused() -> None:
+    states = ExtraStates({"mlp._extra_state/shard_0_2": Scaled(io.BytesIO(b"x"))}, [])
+    with pytest.raises(ConfigError, match=r"mlp._extra_state/shard_0_2.*Scaled gives a BytesIO.*a tensor of bytes"):
+        states.take(1)
+
+
+def test_a_module_that_fails_does_not_hurt_the_training(caplog: pytest.LogCaptureFixture) -> None:
+    module = Scaled(7)
+    states = ExtraStates({"a": module}, ["a"])
+    states.take(1)
+    module.state = ValueError("no")
+    with caplog.at_level(logging.WARNING):
+        states.take(2)
+        states.take(3)
+        assert states.of(3) == {"a": (7,)}
+    assert [record.getMessage() for record in caplog.records] == [
+        "get_extra_state() failed: checkpoints have what it gave before",
+        "the extra states in the checkpoint of version 3 are those of 1",
+    ]
+
+
+class Chunk(nn.Module):
+    """As Megatron's DistributedDataParallel, as far as a gather is concerned."""
+
+    def __init__(self, overlap: bool) -> None:
+        super().__init__()
+        self.ddp_config = type("Config", (), {"overlap_param_gather": overlap})()
+        self.weight = nn.Parameter(torch.ones(1))
+
+    def start_param_sync(self) -> None: ...
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_gathers_are_put_off_while_the_optimizers_step_and_nothing_is_replaced(overlap: bool) -> None:
+    chunk = Chunk(overlap)
+    syncs, seen = ParamSyncs([chunk]), []
+    first, last = (torch.optim.SGD(chunk.parameters(), lr=0.1) for _ in range(2))
+    syncs.attach([first, last])
+    assert "start_param_sync" not in vars(chunk)
+    for optimizer in (first, last):
+        optimizer.step()
+        seen.append(chunk.ddp_config.overlap_param_gather)
+    assert seen == [True, overlap], "the last one gathers, unless Megatron does it later anyway"
+    first.step()
+    syncs.detach()
+    assert chunk.ddp_config.overlap_param_gather is overlap

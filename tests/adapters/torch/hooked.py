@@ -1,0 +1,67 @@
+"""A training loop in one process, with its hooks, and what they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ttp.adapters.torch.device import HostFence
+from ttp.adapters.torch.hooks import attach
+from ttp.adapters.torch.tail import Tail
+from ttp.processor.gate import Gate
+
+
+class Job:
+    """A model, its optimizer, a gate, and a log of what the hooks did."""
+
+    def __init__(self, make: Callable[[Any], Any] | None = None, optimizers: int = 1, **parts: Any) -> None:
+        self.log: list[Any] = []
+        self.mark = 0
+        self.activity = ""
+        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
+        make = make or (lambda parameters: torch.optim.SGD(parameters, lr=0.1))
+        self.optimizers = [make(list(self.model.parameters())) for _ in range(optimizers)]
+        self.optimizer = self.optimizers[0]
+        self.gate = Gate()
+        self.fence = HostFence()
+        scheduler = parts.pop("scheduler", None)
+        self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
+        self.tail = Tail(self.optimizers, scheduler=self.scheduler, **parts)
+        self.detach = attach(
+            self.optimizers if optimizers > 1 else self.optimizer,
+            self.model,
+            self,
+            self,
+            tail=self.tail,
+            fence=self.fence,
+            version=lambda: self.gate.version,
+            after_update=lambda: self.log.append("after"),
+        )
+
+    def begin_update(self, again: bool = False) -> None:
+        self.gate.begin_update(again)
+        self.log.append("begin")
+
+    def leave_update(self) -> None:
+        self.gate.leave_update()
+        self.log.append("left")
+
+    def end_update(self) -> None:
+        self.gate.end_update()
+        self.log.append("end")
+
+    def capture(self, version: int, final: bool) -> None:
+        self.log.append((version, "final" if final else "early"))
+
+    def scheduler_state(self, version: int) -> Any:
+        return self.tail.job_state(version).scheduler
+
+    def backward(self) -> None:
+        self.model(torch.ones(4, 3)).sum().backward()
+
+    def taken(self) -> list[Any]:
+        log, self.log = self.log, []
+        return log

@@ -1,0 +1,178 @@
+"""Exceptions of ``step()`` that the program catches: half an update is never taken for a whole one."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.adapters.torch.hooked import Job  # noqa: E402
+from tests.adapters.torch.test_closures import Lightning, Perturbing  # noqa: E402
+from ttp.core.messages import Phase  # noqa: E402
+
+
+class Failing(torch.optim.SGD):  # type: ignore[misc,name-defined]
+    """Runs out of memory when it is told to, in the middle of the parameters."""
+
+    fails = False
+
+    def step(self, closure: Any = None) -> Any:
+        if self.fails:
+            self.fails = False
+            with torch.no_grad():
+                self.param_groups[0]["params"][0].add_(1.0)
+            raise torch.OutOfMemoryError("half way")
+        return super().step(closure)
+
+
+class Outer(Failing):
+    """Its hooks fire twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def loop(kind: Any = Failing, **parts: Any) -> Any:
+    return Job(lambda parameters: kind(parameters, lr=0.1), **parts)
+
+
+def failed(job: Any, *closure: Any) -> None:
+    """One step that fails; the program catches it."""
+    job.optimizer.fails = True
+    try:
+        job.optimizer.step(*closure)
+    except torch.OutOfMemoryError:
+        return
+    raise AssertionError("it did not fail")
+
+
+@pytest.mark.supports("optimizer exceptions that the loop catches")
+class TestCaught:
+    @pytest.mark.parametrize("kind", [Failing, Outer])
+    def test_the_next_whole_step_mends_it(self, kind: Any, caplog: pytest.LogCaptureFixture) -> None:
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)  # see test_hooks: hooks fire twice from now on
+        job = loop(kind)
+        for number in (1, 2):
+            job.backward()
+            job.optimizer.step()
+            assert job.gate.version == number
+        job.backward()
+        failed(job)
+        job.backward()
+        assert job.gate.state().phase is Phase.TORN, "told as soon as the program is seen to go on"
+        (record,) = caplog.records
+        assert record.levelno == logging.ERROR and "in the update after version 2" in record.getMessage()
+        job.optimizer.step()
+        assert job.gate.state().phase is Phase.IDLE and job.gate.version == 4, "the loop has counted on as well"
+        job.backward()
+        job.optimizer.step()
+        assert job.gate.version == 5 and len(caplog.records) == 1
+
+    def test_what_is_kept_for_others_has_the_right_number(self) -> None:
+        """A neighbour that reaches the version needs what only this rank had."""
+        job = loop()
+        job.backward()
+        failed(job)
+        job.taken()
+        job.backward()
+        job.optimizer.step()
+        assert job.taken() == ["left", (2, "early"), (2, "early"), "begin", (2, "final"), "after", "end"]
+
+    def test_made_again_it_is_the_same_update(self) -> None:
+        """``torch.cuda.empty_cache()`` and once more: no other rank has made a step meanwhile."""
+        job = loop()
+        barriers: list[int] = []
+        job.detach._before_gate = lambda: barriers.append(1)
+        job.backward()
+        failed(job)
+        job.optimizer.step()
+        assert job.gate.version == 1 and job.gate.state().phase is Phase.IDLE
+        assert barriers == [1], "the other ranks pass it once"
+        job.backward()
+        job.optimizer.step()
+        assert job.gate.version == 2
+
+    def test_made_again_while_the_exception_is_handled(self) -> None:
+        job = loop()
+        job.backward()
+        job.optimizer.fails = True
+        try:
+            job.optimizer.step()
+        except torch.OutOfMemoryError:
+            job.optimizer.step()
+        assert job.gate.version == 1 and job.gate.state().phase is Phase.IDLE
+
+    def test_a_closed_gate_holds_it(self) -> None:
+        job = loop()
+        job.backward()
+        failed(job)
+        job.gate.close()
+        thread = threading.Thread(target=lambda: (job.backward(), job.optimizer.step()), daemon=True)
+        thread.start()
+        while not job.gate.state().parked:
+            assert thread.is_alive()
+        assert job.gate.state().phase is Phase.TORN and job.gate.version == 0
+        job.gate.open()
+        thread.join(10)
+        assert job.gate.state().phase is Phase.IDLE and job.gate.version == 2
+
+    def test_nothing_is_copied_from_half_an_update(self) -> None:
+        """The copy of the version before is what ``undo`` needs; a copy of half an update is of no version."""
+        job = loop()
+        copies: list[int] = []
+        job.detach._before_update = copies.append
+        job.backward()
+        job.optimizer.step()
+        job.backward()
+        failed(job)
+        job.backward()
+        job.optimizer.step()
+        assert copies == [0, 1], "of version 1 there is one still"
+        job.backward()
+        job.optimizer.step()
+        assert copies == [0, 1, 3]
+
+    def test_without_a_new_step_it_stays_torn(self) -> None:
+        job = loop()
+        job.backward()
+        failed(job)
+        for _ in range(3):
+            job.backward()
+        job.detach.step_done()
+        assert job.gate.state().phase is Phase.TORN
+
+    def test_with_a_closure(self) -> None:
+        """The gradient that comes with the next call is another one."""
+        job: Any = Lightning(lambda parameters: Perturbing(parameters, lr=0.1))
+        number = 0
+
+        def closure() -> Any:
+            nonlocal number
+            number += 1
+            if number == 1:
+                raise torch.OutOfMemoryError("in the closure, which the optimizer evaluates in the middle")
+            return job.closure()
+
+        with pytest.raises(torch.OutOfMemoryError):
+            job.optimizer.step(closure)
+        assert job.gate.state().phase is Phase.UPDATING
+        job.optimizer.step(closure)
+        assert job.gate.state().phase is Phase.IDLE and job.gate.version == 2
+
+    def test_a_gradient_inside_of_a_step_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
+        """An optimizer that keeps its closure to itself makes its own backward pass."""
+
+        class Own(torch.optim.SGD):  # type: ignore[misc,name-defined]
+            def step(self, closure: Any = None) -> Any:
+                with torch.enable_grad():
+                    job.backward()
+                return super().step()
+
+        job = loop(Own)
+        for _ in range(2):
+            job.optimizer.step()
+        assert job.gate.version == 2 and not caplog.records and "left" not in job.log

@@ -1,0 +1,70 @@
+"""Copies and pickles of what is trained know nothing of the job."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch.optim.swa_utils import AveragedModel  # noqa: E402
+
+from tests.adapters.torch.hooked import Job  # noqa: E402
+from ttp.adapters.torch.hook import Hook  # noqa: E402
+
+
+def exponential(optimizer: Any) -> Any:
+    return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+
+def by_torch(thing: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+WAYS: list[Any] = [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing)), by_torch]
+
+
+@pytest.mark.supports("model deepcopy and pickling")
+class TestCopies:
+    @pytest.mark.parametrize("way", [*WAYS, lambda model: AveragedModel(model).module])
+    def test_a_copy_of_the_model_does_not_report(self, way: Any) -> None:
+        job = Job(scheduler=exponential)
+        job.lock = threading.Lock()  # type: ignore[attr-defined]  # as the processor has: nothing copies it
+        twin = way(job.model)
+        twin(torch.ones(4, 3)).sum().backward()
+        assert job.mark == 0 and job.taken() == []
+        job.backward()
+        assert job.mark == 2 and job.taken() == [(1, "early")], "the model still does"
+        assert type(way(twin)) is type(twin), "and so on"
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_copy_of_the_optimizer_does_not_report(self, way: Any) -> None:
+        job = Job(scheduler=exponential)
+        twin = way(job.optimizer)
+        twin.step()
+        assert job.gate.version == 0 and job.taken() == []
+
+    @pytest.mark.parametrize("way", WAYS)
+    def test_a_copy_of_the_scheduler(self, way: Any) -> None:
+        job = Job(scheduler=exponential)
+        twin = way(job.scheduler)
+        assert type(twin) is torch.optim.lr_scheduler.ExponentialLR
+
+    def test_what_was_pickled_is_read_without_ttp(self, tmp_path: Path) -> None:
+        (tmp_path / "hook").write_bytes(pickle.dumps(Hook(print)))
+        program = (
+            "import pickle, sys; hook = pickle.load(open('hook', 'rb')); "
+            "print(hook(1, 2), hook(1, 2, 3), any(name.startswith('ttp') for name in sys.modules))"
+        )
+        ran = subprocess.run([sys.executable, "-Ic", program], cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == ["None", "None", "False"]

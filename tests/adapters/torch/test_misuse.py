@@ -1,0 +1,122 @@
+"""Updates that nobody could save: refused before they write."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from tests.adapters.torch.hooked import Job  # noqa: E402
+from ttp.adapters.torch import misuse  # noqa: E402
+from ttp.core.messages import Phase  # noqa: E402
+from ttp.errors import UsageError  # noqa: E402
+
+SGD: Any = torch.optim.SGD
+
+
+@pytest.mark.supports("optimizer in backward")
+class TestInBackward:
+    @pytest.mark.filterwarnings("default")  # torch warns of itself when this is imported
+    def test_known_at_start(self) -> None:
+        in_backward: Any = pytest.importorskip("torch.distributed.optim")
+        model = nn.Linear(2, 2)
+        in_backward._apply_optimizer_in_backward(SGD, [model.bias], {"lr": 0.1})
+        with pytest.raises(UsageError, match=r"optimizer of bias steps in the backward pass .* after backward\(\)"):
+            misuse.refuse_in_backward(model)
+
+    def test_of_a_registered_optimizer(self) -> None:
+        job = Job()
+        job.model[0].weight.register_post_accumulate_grad_hook(lambda _: job.optimizer.step())
+        before = job.model[0].weight.clone()
+        with pytest.raises(UsageError, match=r"SGD.step\(\) was called by a hook in the backward pass"):
+            job.backward()
+        assert torch.equal(job.model[0].weight, before) and job.gate.state().phase is Phase.IDLE
+
+    def test_of_one_for_each_parameter(self) -> None:
+        """As in torch's tutorial. Nothing tells of it before the first gradient is there."""
+        job = Job()
+        each = {parameter: SGD([parameter], lr=0.1) for parameter in job.model.parameters()}
+        for parameter in job.model.parameters():
+            parameter.register_post_accumulate_grad_hook(lambda parameter: each[parameter].step())
+        with pytest.raises(UsageError, match="in the backward pass"):
+            job.backward()
+
+
+class TestStrangers:
+    def test_an_optimizer_of_the_model_that_is_not_registered(self) -> None:
+        job = Job()
+        other = SGD(job.model[0].parameters(), lr=0.1)
+        before = job.model[0].weight.clone()
+        job.backward()
+        with pytest.raises(UsageError, match=r"not given to it.*Give it all optimizers"):
+            other.step()
+        assert torch.equal(job.model[0].weight, before)
+
+    def test_of_another_model_it_is_nobodys_business(self) -> None:
+        job = Job()
+        other = nn.Linear(2, 2)
+        optimizer = SGD(other.parameters(), lr=0.1)
+        for _ in range(2):
+            other(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        assert job.taken() == []
+
+    def test_one_that_passes_calls_on(self) -> None:
+        class Container(SGD):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> Any:
+                return self.inner[0].step()
+
+        job = Job()
+        container = Container(job.model.parameters(), lr=0.1)
+        container.inner = [job.optimizer]
+        job.backward()
+        container.step()
+        assert job.gate.version == 1
+
+    def test_one_that_a_registered_one_calls(self) -> None:
+        class Outer(SGD):  # type: ignore[misc]
+            def step(self, closure: Any = None) -> Any:
+                return inner.step()
+
+        job = Job(lambda parameters: Outer(parameters, lr=0.1))
+        inner = SGD(job.model.parameters(), lr=0.1)
+        job.optimizer.step()
+        assert job.gate.version == 1
+
+    def test_detached_nobody_is_looked_at(self) -> None:
+        job = Job()
+        job.detach()
+        SGD(job.model.parameters(), lr=0.1).step()
+
+    def test_a_job_that_is_gone_is_not_kept(self) -> None:
+        """The hook is one of all optimizers of the process."""
+        model = nn.Linear(2, 2)
+        strangers = misuse.Strangers([SGD(model.parameters(), lr=0.1)], model, lambda: False)
+        kept = weakref.ref(strangers)
+        del strangers
+        gc.collect()
+        assert kept() is None
+        SGD(model.parameters(), lr=0.1).step()
+
+
+@pytest.mark.supports("CUDA graphs (whole step)")
+class TestGraphs:
+    def test_a_step_that_is_captured(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        job = Job()
+        job.backward()
+        job.taken()
+        monkeypatch.setattr(misuse, "capturing", lambda: True)
+        with pytest.raises(UsageError, match=r"captured in a CUDA graph.*make_graphed_callables"):
+            job.optimizer.step()
+        assert job.taken() == [] and job.gate.state().phase is Phase.IDLE
+
+    def test_torch_is_asked_where_it_uses_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert not misuse.capturing()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert misuse.capturing()

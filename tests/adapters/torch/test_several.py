@@ -1,0 +1,161 @@
+"""Several optimizers and schedulers of one training: one checkpoint, in torch's own form."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load  # noqa: E402
+from torch.optim.lr_scheduler import ExponentialLR, StepLR  # noqa: E402
+
+import ttp  # noqa: E402
+from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from ttp import session  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.core.layout import Rank  # noqa: E402
+from ttp.errors import ConfigError, UsageError  # noqa: E402
+
+
+def two(model: nn.Module) -> list[Any]:
+    """One for matrices, one for the rest: as Muon beside AdamW."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() <= 1 and p.requires_grad]
+    first: Any = torch.optim.SGD
+    return [first(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(vectors, lr=1e-2)]
+
+
+class Job:
+    """A loop with two optimizers that step after one backward pass, and their schedulers, under a stub processor."""
+
+    def __init__(self, directory: Path, optimizers: Any = None, **given: Any) -> None:
+        torch.manual_seed(5)
+        self.model = Net()
+        self.optimizers = two(self.model) if optimizers is None else optimizers(self.model)
+        kinds: Any = (
+            lambda optimizer: StepLR(optimizer, 2, gamma=0.5),
+            lambda optimizer: ExponentialLR(optimizer, 0.9),
+        )
+        self.schedulers: list[Any] = [make(each) for make, each in zip(kinds, self.optimizers, strict=False)]
+        self.adapter = TorchAdapter(
+            self.optimizers,
+            model=self.model,
+            scheduler=self.schedulers,
+            extra_state=None,
+            scaler=None,
+            **given,
+        )
+        self.processor = StubProcessor(directory)
+
+    def start(self, pages: Path) -> Job:
+        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        return self
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            for optimizer in self.optimizers:
+                optimizer.zero_grad()
+            self.model(torch.randn(6, 4)).square().mean().backward()
+            for optimizer in self.optimizers:
+                optimizer.step()
+            for scheduler in self.schedulers:
+                scheduler.step()
+
+    def facts(self) -> Any:
+        return (
+            [digest(self.model.state_dict(), optimizer) for optimizer in self.optimizers],
+            [scheduler.state_dict() for scheduler in self.schedulers],
+            torch.get_rng_state().sum().item(),
+        )
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Any:
+    made = Job(tmp_path / "checkpoints").start(tmp_path / "pages")
+    yield made
+    made.adapter.source.close()
+
+
+def test_every_bit_of_all_comes_back(job: Job, tmp_path: Path) -> None:
+    job.train(3)
+    assert job.processor.gate.version == 3
+    path = save(job.adapter, job.processor, 3)
+    other = Job(tmp_path / "checkpoints")
+    assert other.adapter.load(path, 0, 1, protected=False) == 3
+    assert other.facts() == job.facts()
+    for each in (job, other):
+        each.processor.gate.open()
+        torch.manual_seed(11)
+        each.train(3)
+    assert other.facts() == job.facts()
+
+
+def test_a_step_of_a_scheduler_that_was_due_is_made(job: Job, tmp_path: Path) -> None:
+    job.train(3)
+    last = job.schedulers.pop()
+    job.train(1)
+    job.schedulers.append(last)
+    path = save(job.adapter, job.processor, 4)
+    last.step()
+    other = Job(tmp_path / "checkpoints")
+    other.adapter.load(path, 0, 1, protected=False)
+    assert other.facts()[:2] == job.facts()[:2]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_stock_torch_reads_it_into_both(job: Job, tmp_path: Path) -> None:
+    job.train(2)
+    path = save(job.adapter, job.processor, 2)
+    model = Net()
+    optimizers = two(model)
+    model_state, optimizer_state = get_state_dict(model, optimizers)
+    state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+    dcp_load(state, checkpoint_id=path, no_dist=True)
+    set_state_dict(model, optimizers, model_state_dict=state["model"], optim_state_dict=state["optim"])
+    for one, other in zip(job.optimizers, optimizers, strict=True):
+        for group in one.param_groups:
+            group.pop("initial_lr")
+        assert digest(job.model.state_dict(), one) == digest(model.state_dict(), other)
+
+
+def test_a_checkpoint_of_one_optimizer_is_not_one_of_two(tmp_path: Path) -> None:
+    one = Job(tmp_path / "checkpoints", lambda model: [torch.optim.AdamW(model.parameters())])
+    one.start(tmp_path / "pages").train(1)
+    path = save(one.adapter, one.processor, 1)
+    one.adapter.source.close()
+    with pytest.raises(ttp.errors.CheckpointError, match="belongs to another model"):
+        Job(tmp_path / "checkpoints").adapter.load(path, 0, 1, protected=False)
+
+
+def test_a_parameter_in_two_optimizers_is_refused_by_name(tmp_path: Path) -> None:
+    def shared(model: Net) -> list[Any]:
+        return [torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD([model.second.weight], lr=0.1)]
+
+    with pytest.raises(ConfigError, match=r"second\.weight is in optimizers 1 and 2"):
+        Job(tmp_path, shared)
+
+
+def test_a_parameter_in_no_optimizer_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        Job(tmp_path, lambda model: [torch.optim.SGD(model.first.parameters(), lr=0.1)])
+    assert "give wrap_optimizer() a list of all" in caplog.text and "second.weight" in caplog.text
+
+
+def test_wrap_optimizer_gives_back_the_list_it_was_given(tmp_path: Path) -> None:
+    model = Net()
+    optimizers = two(model)
+    session.reset()
+    try:
+        assert ttp.wrap_optimizer(optimizers, model=model, scheduler=[None], save_dir=tmp_path) is optimizers
+    finally:
+        session.reset()
+    for wrong in ([], [optimizers[0], object()]):
+        with pytest.raises(UsageError, match="or a list of them"):
+            ttp.wrap_optimizer(wrong, model=model, save_dir=tmp_path)

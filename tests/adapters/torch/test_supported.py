@@ -1,0 +1,513 @@
+"""What training programs contain, one after the other: saved, put into a program that began otherwise, and trained on.
+
+All of it (weights, moments, settings, schedules, random streams, losses) ends with the bits of the program that was
+never stopped. In one process, without a controller. docs/support.md names these tests.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+from torch.utils.checkpoint import checkpoint  # noqa: E402
+from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
+
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from tests.programs.digests import digest  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.core.layout import Rank  # noqa: E402
+
+UPDATES = 3
+"""Before the save, and after it."""
+
+supports = pytest.mark.supports
+
+
+@dataclass
+class Program:
+    """What a program registers, and one of its steps.
+
+    Args:
+        model: and ``optimizer``, ``scheduler``, ``scaler``, ``extra_state``: as for ``wrap_optimizer``.
+        step: by its number; returns the loss.
+        also: what else has to be equal.
+    """
+
+    model: Any
+    optimizer: Any
+    step: Callable[[int], Any]
+    scheduler: Any = None
+    scaler: Any = None
+    extra_state: Any = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def register(self) -> TorchAdapter:
+        return TorchAdapter(
+            self.optimizer,
+            model=self.model,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            extra_state=self.extra_state,
+        )
+
+    def state(self) -> dict[str, str]:
+        objects = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **self.also}
+        objects |= dict(self.extra_state or {})
+        objects |= {f"scheduler {n}": each for n, each in enumerate(_several(self.scheduler))}
+        found = {name: digest(one.state_dict()) for name, one in objects.items() if hasattr(one, "state_dict")}
+        found |= {f"optimizer {n}": digest(each.state_dict()) for n, each in enumerate(_several(self.optimizer))}
+        streams = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+        return found | {"random streams": digest(streams)}
+
+
+def _several(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [] if given is None else [given]
+
+
+Make = Callable[[], Program]
+
+
+def seed(number: int) -> None:
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(number)
+
+
+def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
+    """Save in the middle of one program, restore into another one."""
+    seed(1)
+    one = make()
+    adapter, processor = one.register(), StubProcessor(directory)
+    adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+    adapter.attach(processor)  # type: ignore[arg-type]
+    for step in range(UPDATES):
+        one.step(step)
+    assert processor.gate.version == UPDATES
+    saved = save(adapter, processor, UPDATES)
+    at_save = one.state()
+    processor.gate.open()
+    expected = [digest(one.step(step)) for step in range(UPDATES, 2 * UPDATES)]
+    adapter.detach()
+    adapter.capture.close(unlink=True)
+
+    seed(2)
+    other = make()
+    assert other.state() != at_save, "nothing may be right by chance"
+    assert other.register().load(saved, 0, 1, protected=False) == UPDATES
+    assert other.state() == at_save
+    assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected
+    assert other.state() == one.state()
+
+
+# ------------------------------------------------------------------------------------------------------- the programs
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), *more, nn.Linear(8, 3))
+
+
+def data() -> Tensor:
+    return torch.randn(8, 6)
+
+
+def adamw(model: nn.Module, **settings: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+
+
+def plainly(model: Any, optimizer: Any, before: Callable[[], Any] = lambda: None, after: Any = lambda: None) -> Any:
+    """A step with nothing special in it."""
+
+    def step(_number: int) -> Any:
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        loss.backward()
+        before()
+        optimizer.step()
+        after()
+        return loss
+
+    return step
+
+
+@supports("gradient accumulation and no_sync")
+def test_accumulated_gradients(tmp_path: Path) -> None:
+    def make() -> Program:
+        model = net()
+        optimizer = adamw(model)
+
+        def step(_number: int) -> Any:
+            for _ in range(3):
+                loss = model(data()).square().mean() / 3
+                loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        return Program(model, optimizer, step)
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("gradient clipping")
+@pytest.mark.parametrize("foreach", [True, False])
+def test_clipping(tmp_path: Path, foreach: bool) -> None:
+    def make() -> Program:
+        model = net()
+        optimizer = adamw(model, foreach=foreach)
+        clip = functools.partial(nn.utils.clip_grad_norm_, list(model.parameters()), 0.1, foreach=foreach)
+        return Program(model, optimizer, plainly(model, optimizer, clip))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("AMP and GradScaler")
+@pytest.mark.parametrize("kind", [{}, {"foreach": True}, {"fused": True}], ids=["plain", "foreach", "fused"])
+def test_a_gradient_scaler(tmp_path: Path, kind: dict[str, Any]) -> None:
+    def make() -> Program:
+        model = net()
+        optimizer = adamw(model, **kind)
+        scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+        def step(_number: int) -> Any:
+            optimizer.zero_grad()
+            with torch.amp.autocast("cpu", dtype=torch.bfloat16):
+                loss = model(data()).float().square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            return loss
+
+        return Program(model, optimizer, step, scaler=scaler)
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("bf16 with own master weights")
+def test_own_master_weights(tmp_path: Path) -> None:
+    """The masters are a part of what is registered; the copy belongs to the update."""
+
+    def make() -> Program:
+        model = net().bfloat16()
+        masters = nn.ParameterList([p.detach().float() for p in model.parameters()])
+        optimizer = adamw(masters)
+        program = Program(nn.ModuleDict({"model": model, "masters": masters}), optimizer, lambda _number: None)
+        adapter = program.register()
+        program.register = lambda: adapter  # type: ignore[method-assign]
+
+        def step(_number: int) -> Any:
+            loss = model(data().bfloat16()).float().square().mean()
+            model.zero_grad()
+            loss.backward()
+            for master, parameter in zip(masters, model.parameters(), strict=True):
+                master.grad = parameter.grad.float()
+            optimizer.step()
+            with torch.no_grad():
+                for master, parameter in zip(masters, model.parameters(), strict=True):
+                    parameter.copy_(master)
+            adapter.step_done()  # as ttp.step_done()
+            return loss
+
+        program.step = step
+        return program
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("EMA")
+@pytest.mark.parametrize("use_buffers", [True, False])
+def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
+    def make() -> Program:
+        from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+        model = net(nn.BatchNorm1d(8))
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)  # type: ignore[no-untyped-call]
+        optimizer = adamw(model)
+        after = functools.partial(average.update_parameters, model)
+        return Program(model, optimizer, plainly(model, optimizer, after=after), extra_state={"ema": average})
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+class OwnAverage:
+    """Of the weights, by name; no module."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model, self.shadow = model, {name: p.detach().clone() for name, p in model.named_parameters()}
+
+    @torch.no_grad()
+    def update(self) -> None:
+        for name, parameter in self.model.named_parameters():
+            self.shadow[name].lerp_(parameter, 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"shadow": self.shadow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.shadow = state["shadow"]
+
+
+@supports("EMA")
+def test_an_average_that_is_no_module(tmp_path: Path) -> None:
+    """It is changed after the step: step_done() says when."""
+
+    def make() -> Program:
+        model = net()
+        average, optimizer = OwnAverage(model), adamw(model)
+        program = Program(model, optimizer, lambda _number: None, extra_state={"ema": average})
+        adapter = program.register()
+        program.register = lambda: adapter  # type: ignore[method-assign]
+
+        def after() -> None:
+            average.update()
+            adapter.step_done()  # as ttp.step_done()
+
+        program.step = plainly(model, optimizer, after=after)
+        return program
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("torch.compile")
+@pytest.mark.timeout(200)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+@pytest.mark.parametrize("what", ["model", "model in place", "optimizer", "autograd"])
+def test_compiled(tmp_path: Path, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if what == "autograd":
+        monkeypatch.setattr("torch._dynamo.config.compiled_autograd", True)
+
+    def make() -> Program:
+        torch.compiler.reset()
+        model: Any = net()
+        if what == "model in place":
+            model.compile(backend="aot_eager")
+        elif what != "optimizer":
+            model = torch.compile(model, backend="aot_eager")
+        optimizer = adamw(model)
+        stepped = plainly(model, optimizer)
+        if what == "optimizer":
+            compiled = torch.compile(optimizer.step, backend="eager")
+
+            def stepped(_number: int) -> Any:
+                optimizer.zero_grad()
+                loss = model(data()).square().mean()
+                loss.backward()
+                compiled()
+                return loss
+
+        return Program(model, optimizer, stepped)
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("activation checkpointing")
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_activation_checkpointing(tmp_path: Path, use_reentrant: bool) -> None:
+    def make() -> Program:
+        class Recomputed(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.first, self.inner = nn.Linear(6, 6), net(nn.BatchNorm1d(8))
+
+            def forward(self, x: Tensor) -> Any:
+                return checkpoint(self.inner, self.first(x), use_reentrant=use_reentrant)
+
+        model = Recomputed()
+        optimizer = adamw(model)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("frozen and tied parameters")
+@pytest.mark.parametrize("registered", ["trained only", "all"])
+def test_frozen_and_tied_parameters(tmp_path: Path, registered: str) -> None:
+    def make() -> Program:
+        model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 3))
+        model[1].weight = model[0].weight
+        model[2].weight.requires_grad_(False)
+        trained = [p for p in model.parameters() if p.requires_grad or registered == "all"]
+        optimizer = torch.optim.AdamW(trained, lr=1e-2)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("LoRA")
+def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
+    def make() -> Program:
+        class Adapted(nn.Module):
+            def __init__(self, base: nn.Linear) -> None:
+                super().__init__()
+                self.base = base.requires_grad_(False)
+                self.a = nn.Parameter(torch.randn(2, base.in_features))
+                self.b = nn.Parameter(torch.zeros(base.out_features, 2))
+                self.dropout = nn.Dropout(0.1)
+
+            def forward(self, x: Tensor) -> Any:
+                return self.base(x) + self.dropout(x) @ self.a.T @ self.b.T
+
+        model = nn.Sequential(Adapted(nn.Linear(6, 8)), nn.ReLU(), Adapted(nn.Linear(8, 3)))
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("8-bit optimizers")
+def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
+    """As bitsandbytes keeps them: bytes, a table of their values, and the largest value of each block."""
+
+    class Adam8bit(torch.optim.Optimizer):  # type: ignore[misc,name-defined]
+        def __init__(self, parameters: Any, lr: float) -> None:
+            super().__init__(parameters, {"lr": lr})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    state = self.state[parameter]
+                    if not state:
+                        state["step"], state["qmap1"] = 0, torch.linspace(-1, 1, 256)
+                        state["state1"] = torch.full_like(parameter, 128, dtype=torch.uint8)
+                        state["absmax1"] = torch.zeros(1)
+                    moment = state["qmap1"][state["state1"].int()] * state["absmax1"]
+                    moment = 0.9 * moment + 0.1 * parameter.grad
+                    state["absmax1"] = moment.abs().max().view(1)
+                    scaled = moment / state["absmax1"].clamp_min(1e-12)
+                    state["state1"].copy_(((scaled + 1) * 127.5).round())
+                    state["step"] += 1
+                    parameter.sub_(group["lr"] * moment)
+
+    def make() -> Program:
+        model = net()
+        optimizer = Adam8bit(model.parameters(), lr=0.1)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("BatchNorm and SyncBatchNorm")
+def test_batch_statistics(tmp_path: Path) -> None:
+    """SyncBatchNorm trains on a device only: here its statistics are moved by hand, and then used."""
+
+    def make() -> Program:
+        model: Any = nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
+        assert isinstance(model[3], nn.SyncBatchNorm)
+        model[3].eval()
+        optimizer = adamw(model)
+
+        def before() -> None:
+            model[3].running_mean.lerp_(torch.randn(8), 0.1)
+            model[3].num_batches_tracked.add_(1)
+
+        return Program(model, optimizer, plainly(model, optimizer, before))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+class Numbers(IterableDataset[Tensor]):
+    """Each worker draws its own, and can begin anywhere."""
+
+    begin = 0
+
+    def __iter__(self) -> Iterator[Tensor]:
+        worker = torch.utils.data.get_worker_info()
+        assert worker is not None
+        for number in range(self.begin + worker.id, 10**6, worker.num_workers):
+            yield torch.randn(8, 6, generator=torch.Generator().manual_seed(number))
+
+
+class StatefulLoader:
+    """With the two methods of torchdata's StatefulDataLoader, and workers that fetch ahead."""
+
+    def __init__(self) -> None:
+        self.given, self._batches = 0, iter(())
+
+    def __next__(self) -> Tensor:
+        if not self.given or not isinstance(self._batches, torch.utils.data.dataloader._BaseDataLoaderIter):
+            dataset = Numbers()
+            dataset.begin = self.given
+            self._batches = iter(DataLoader(dataset, None, num_workers=2, generator=torch.Generator()))  # type: ignore[assignment]
+        batch = next(self._batches)
+        self.given += 1
+        return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"given": self.given}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.given = state["given"]
+
+
+@supports("StatefulDataLoader with workers")
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded")
+def test_a_loader_that_knows_its_place(tmp_path: Path) -> None:
+    """What workers have fetched ahead is not lost and not given twice."""
+
+    def make() -> Program:
+        model = net()
+        loader, optimizer = StatefulLoader(), adamw(model)
+
+        def step(_number: int) -> Any:
+            optimizer.zero_grad()
+            loss = model(next(loader)).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss
+
+        return Program(model, optimizer, step, extra_state={"loader": loader})
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@pytest.mark.slow  # 18,000 values are written and read one by one
+@supports("1,000 param groups")
+def test_a_thousand_param_groups(tmp_path: Path) -> None:
+    def make() -> Program:
+        model = nn.ParameterList([torch.randn(2) for _ in range(1000)])
+        groups = [{"params": [p], "lr": 1e-3 * (1 + n % 7), "depth": n} for n, p in enumerate(model)]
+        optimizer = torch.optim.AdamW(groups)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+        def step(_number: int) -> Any:
+            optimizer.zero_grad()
+            loss = sum((p * torch.randn(2)).square().sum() for p in model)
+            loss.backward()  # type: ignore[union-attr]
+            optimizer.step()
+            scheduler.step()
+            return loss
+
+        return Program(model, optimizer, step, scheduler=scheduler)
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("model deepcopy and pickling")
+def test_a_copy_of_the_model_is_made_in_training(tmp_path: Path) -> None:
+    def make() -> Program:
+        model = net()
+        scheduler_of = functools.partial(torch.optim.lr_scheduler.StepLR, step_size=1)
+        optimizer = adamw(model)
+        scheduler = scheduler_of(optimizer)
+
+        def after() -> None:
+            scheduler.step()
+            copied = copy.deepcopy(model)
+            assert digest(copied.state_dict()) == digest(model.state_dict())
+            torch.save(model, tmp_path / "model.pt")
+            loaded = torch.load(tmp_path / "model.pt", weights_only=False)
+            assert digest(loaded.state_dict()) == digest(model.state_dict())
+            loaded(data()).sum().backward()  # trains on its own, and tells nobody
+
+        return Program(model, optimizer, plainly(model, optimizer, after=after), scheduler=scheduler)
+
+    assert_goes_on_with_its_bits(tmp_path, make)

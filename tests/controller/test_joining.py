@@ -1,0 +1,55 @@
+"""A rank that cannot join, or is refused late: it says so, trains on, and waits for nobody."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.controller.conftest import until
+from tests.ports import free_port
+from tests.processor.fake_source import FakeSource
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.layout import Layout
+from ttp.errors import ConfigError, TtpError
+from ttp.processor import processor as module
+from ttp.processor.processor import Processor
+
+ENV = RankEnv(rank=1, world_size=2, local_rank=1000, master_addr="127.0.0.1", run_id="job", launch=0)
+
+
+@pytest.fixture
+def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processor]:
+    """Rank 1 of two, which trains without a controller after a moment."""
+    monkeypatch.setattr(module, "JOIN_PATIENCE_S", 0.2)
+    config = Config(port=free_port(), run_dir=str(tmp_path / "rank"), token="right")
+    processor = Processor(config, ENV, Layout.data_parallel(2), FakeSource(), str(tmp_path))
+    processor.start()
+    yield processor
+    processor.close()
+
+
+def test_it_is_refused_after_training_has_begun(alone: Processor, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR, "ttp.processor")
+    alone.begin_update()
+    alone.end_update()
+    start(token="wrong", port=alone.config.port)
+    until(lambda: "UNPROTECTED, and for good" in caplog.text)
+    assert caplog.text.count("for good") == 1
+    alone.begin_update()
+    alone.end_update()
+    assert alone.gate.version == 2, "it trains on"
+    alone.report(m.FaultKind.EXCEPTION, "an error of the program")
+    alone.wait_released()  # returns: nobody comes
+    alone.leave(m.GoodbyeReason.LEFT)
+    with pytest.raises(TtpError, match="token"):
+        alone.agree_on_restore((), (), ())
+
+
+def test_restore_without_a_controller_names_the_cause(alone: Processor) -> None:
+    with pytest.raises(ConfigError, match=rf"no controller at 127.0.0.1:{alone.config.port} .* MASTER_ADDR, TTP_PORT"):
+        alone.agree_on_restore((), (), ())

@@ -1,0 +1,79 @@
+"""Tensors of every form leave a device that hangs, byte for byte; also when nothing was ever looked at before."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor, nn
+
+from tests.gpu.cases.ahead import host_ahead
+from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
+from tests.gpu.training import Plain, Training
+
+
+def _frozen(tensor: Tensor) -> nn.Parameter:
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+class Odd(Plain):
+    """Beside what is trained: tensors whose memory is not simply theirs, in order."""
+
+    def __init__(self, second: torch.device | None = None) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(11)
+
+        def drawn(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator)
+
+        self.image = _frozen(drawn(4, 8, 5, 5).to(memory_format=torch.channels_last))
+        self.brain = _frozen(drawn(333).to(torch.bfloat16))
+        self.eighth = _frozen(drawn(64).to(torch.float8_e4m3fn))
+        self.nothing = _frozen(torch.empty(0, 3))
+        self.scalar = _frozen(torch.tensor(3.5))
+        self.mask = _frozen(torch.arange(70) % 3 == 0)
+        self.register_buffer("bytes", torch.arange(1000).to(torch.uint8))
+        self.elsewhere = _frozen(drawn(7)) if second is not None else None
+        self._second_device = second
+
+    def settle(self, device: torch.device) -> None:
+        """``Module.to`` makes tensors dense: these forms are made on the device."""
+        generator = torch.Generator().manual_seed(12)
+        wide = torch.randn(40, 6, generator=generator).to(device)
+        self.sliced = _frozen(wide[::4])
+        self.turned = _frozen(wide.t())
+        self.expanded = _frozen(wide[:1].expand(5, 6))
+        self.register_buffer("window", wide[3:9, 1:3])
+        if self.elsewhere is not None:
+            self.elsewhere.data = self.elsewhere.data.to(self._second_device)
+
+
+def every_form(stand: Stand, two_devices: bool = False) -> None:
+    """What hangs is the training's stream; the version that is saved was finished before."""
+    second = torch.device("cuda", 1) if two_devices else None
+    training = Training(stand, make=lambda: Odd(second))
+    assert isinstance(training.module, Odd)
+    training.module.settle(stand.device)
+    with stand.protected():
+        training.protect()
+        training.step()
+        wanted = training.state()
+        spin = stand.spin()
+        try:
+            queued = Thread(lambda move: (training.step() if stand.real else None, move())[1])
+            queued.wait_stuck()
+            version, checkpoint = stand.save()
+        finally:
+            spin.release()
+        queued.join()
+        assert version == 1
+        assert_same(saved_tensors(checkpoint), wanted)
+
+
+def first_look(stand: Stand) -> None:
+    """Nothing of the rescue has run in this process before the device hangs, but for what ttp does at its start."""
+    os.environ["TTP_DIGEST"] = "all"
+    try:
+        host_ahead(stand, lead=1, warm=1)
+    finally:
+        del os.environ["TTP_DIGEST"]

@@ -1,0 +1,59 @@
+"""A device without memory to spare: what the rescue needs was set aside at start."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
+from tests.gpu.training import Training
+
+LEFT = 16 << 20
+"""Bytes that are left free, for what the driver itself may want."""
+
+
+def full(stand: Stand) -> None:
+    """The device's memory is taken to the last 16 MiB, then it hangs, then the state is saved."""
+    training = Training(stand)
+    with stand.protected():
+        training.protect()
+        training.step()
+        wanted = training.state()
+        ballast = _fill(stand)
+        before = _allocations(stand)
+        spin = stand.spin()
+        try:
+            queued = Thread(lambda move: (training.step() if stand.real else None, move())[1])
+            queued.wait_stuck()
+            version, checkpoint = stand.save()
+        finally:
+            spin.release()
+        queued.join()
+        assert version == 1
+        assert_same(saved_tensors(checkpoint), wanted)
+        assert _allocations(stand) == before, "memory of the device was allocated meanwhile"
+        del ballast
+
+
+def _fill(stand: Stand) -> list[torch.Tensor]:
+    """Take what there is, in ever smaller parts."""
+    taken: list[torch.Tensor] = []
+    if not stand.real:
+        return taken
+    size = torch.cuda.mem_get_info(stand.device)[0]
+    while size > LEFT:
+        try:
+            taken.append(torch.empty(size, dtype=torch.uint8, device=stand.device))
+        except torch.OutOfMemoryError:
+            size //= 2
+        else:
+            size = min(size, torch.cuda.mem_get_info(stand.device)[0])
+    stand.numbers["free_mb"] = torch.cuda.mem_get_info(stand.device)[0] >> 20
+    return taken
+
+
+def _allocations(stand: Stand) -> tuple[int, ...]:
+    """Segments that torch has asked the driver for, and how often it had to try again."""
+    if not stand.real:
+        return ()
+    stats = torch.cuda.memory_stats(stand.device)
+    return int(stats["segment.all.allocated"]), int(stats["num_alloc_retries"])

@@ -1,0 +1,141 @@
+"""What ttp may not do in the steady state: wait for the device, or lose what a buffer held at a version."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.gpu.stand import Stand, same_bytes
+from tests.gpu.training import Plain, Training, references
+
+LARGE = 8 << 20
+
+
+class Statistics(Plain):
+    """BatchNorm, dropout, and a large buffer that every forward pass changes."""
+
+    ring: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(32)
+        self.register_buffer("ring", torch.zeros(LARGE // 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.ring.add_(x.detach().mean())
+        return super().forward(self.norm(x))
+
+
+def no_synchronisation(stand: Stand, kind: str = "plain") -> None:
+    """Steps of the training thread under torch's own alarm for implicit synchronisations, without ttp and with it.
+
+    Args:
+        stand: the place.
+        kind: plain, statistics, accumulation, scaled, ddp, fsdp or hsdp.
+    """
+    with _world(stand, kind):
+        training = _training(stand, kind)
+        micro_batches = 2 if kind == "accumulation" else 1
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                training.gradient(micro_batches)
+                training.update()
+
+        steps(3)
+        with _alarm(stand):
+            steps(2)  # the program itself does not wait
+        with stand.protected():
+            training.protect()
+            steps(3)
+            stand.synchronize()
+            with _alarm(stand):
+                steps(10)
+            version, _ = stand.save()
+            assert version == 13
+
+
+def pages(stand: Stand) -> None:
+    """At every step a page's buffers are those of its version, though the next forward pass changes them at once."""
+    wanted = references(lambda: Training(stand, make=Statistics), 6)
+    training = Training(stand, make=Statistics)
+    buffers = {f"model.{name}" for name, _ in training.module.named_buffers()}
+    with stand.protected():
+        training.protect()
+        training.gradient()
+        for version in range(1, 7):
+            training.update()
+            training.gradient()  # changes them while they are on their way
+            found = _page(version)
+            differ = [name for name in buffers if not same_bytes(found[name], wanted[version][name])]
+            assert not differ, f"page of version {version}: {differ}"
+
+
+def _page(version: int) -> dict[str, Any]:
+    """The buffers in this rank's page."""
+    import ttp.session
+    from ttp.adapters.torch.capture import LocalCapture
+    from ttp.processor.pages import Page, read_page
+
+    processor = ttp.session.current().processor
+    assert processor is not None and processor.company.pages is not None
+    deadline = time.monotonic() + 20
+    while True:
+        found = read_page(processor.company.pages.path, 0, version, processor.incarnation)
+        if isinstance(found, Page):
+            return {f"model.{name}": value for name, value in LocalCapture.decode(found.data).buffers.items()}
+        assert time.monotonic() < deadline, found
+        time.sleep(0.002)
+
+
+@contextlib.contextmanager
+def _alarm(stand: Stand) -> Iterator[None]:
+    if not stand.real:
+        yield
+        return
+    set_mode: Any = torch.cuda.set_sync_debug_mode
+    set_mode("error")
+    try:
+        yield
+    finally:
+        set_mode("default")
+
+
+def _training(stand: Stand, kind: str) -> Training:
+    if kind == "scaled":
+        return Training(stand, "adam-fused", scaled=True)  # others ask the device for infinities themselves
+    if kind == "ddp":
+        ids = [0] if stand.real else None
+        return Training(stand, wrap=lambda model: DistributedDataParallel(model, device_ids=ids))
+    if kind in ("fsdp", "hsdp"):
+        return Training(stand, wrap=lambda model: _sharded(stand, model, kind))
+    return Training(stand, make=Statistics if kind == "statistics" else Plain)
+
+
+def _sharded(stand: Stand, model: nn.Module, kind: str) -> Any:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    shape, names = ((1,), ("shard",)) if kind == "fsdp" else ((1, 1), ("copies", "shard"))
+    return fully_shard(model, mesh=init_device_mesh(stand.device.type, shape, mesh_dim_names=names))
+
+
+@contextlib.contextmanager
+def _world(stand: Stand, kind: str) -> Iterator[None]:
+    if kind not in ("ddp", "fsdp", "hsdp"):
+        yield
+        return
+    store = dist.FileStore(str(stand.directory / "store"), 1)
+    dist.init_process_group("nccl" if stand.real else "gloo", store=store, rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()

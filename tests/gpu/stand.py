@@ -1,0 +1,165 @@
+"""What a case works with: a device, a kernel that spins on it, a training under ttp, and the bytes that were saved.
+
+On the host the same cases run without a device: nothing spins there and nobody is ahead of anything. That shows that
+the cases do what they say, not that the device path works.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ttp
+import ttp.session
+from tests.gpu.spinning import SPIN_MAX_S, NoSpin, Spin, Spinner
+from ttp.adapters.torch.reader import read_values
+from ttp.adapters.torch.table import items_of
+from ttp.store.manifest import Manifest
+from ttp.wire.channel import metadata, open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
+
+PATIENCE_S = 40.0
+"""Bounds what is waited for; shorter than a spin, so that a save that waits for the device is seen to do so."""
+
+QUIET_S = 1.5
+"""A training thread that makes no progress for so long stands."""
+
+
+class Stand:
+    """One case's place.
+
+    Args:
+        device: "cuda" or "cpu".
+        directory: for checkpoints and the run directory.
+        port: for the controller.
+    """
+
+    def __init__(self, device: str, directory: Path, port: int) -> None:
+        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.real = device == "cuda"
+        self.directory = directory
+        self.numbers: dict[str, float | str] = {}
+        self._port = port
+        self._spinner = Spinner() if self.real else None
+        if self._spinner is not None:
+            self.numbers["spin"] = self._spinner.how
+        os.environ.update(
+            RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", MASTER_ADDR="127.0.0.1", TTP_PORT=str(port),
+            TTP_RUN_DIR=str(directory / "run"), TTP_ABANDONED_S="5", TTP_HANG_S="off", TTP_LOG="WARNING",
+        )  # fmt: skip
+
+    def spin(self, limit_s: float = SPIN_MAX_S) -> Spin:
+        """Whatever is queued on the current stream from now on waits."""
+        return NoSpin() if self._spinner is None else self._spinner.spin(limit_s)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.real:
+            torch.cuda.synchronize()
+
+    def host_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Their values now."""
+        self.synchronize()
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def save(self) -> tuple[int, Path]:
+        """What ``ttp save`` does: the version and the path of a checkpoint made now.
+
+        Raises:
+            AssertionError: none was made within ``PATIENCE_S``.
+        """
+        began = time.monotonic()
+        with open_channel("127.0.0.1", self._port) as channel:
+            token = metadata(os.environ.get("TTP_TOKEN", ""))
+            answer = stub(channel).SaveNow(pb.SaveNowRequest(), metadata=token, timeout=PATIENCE_S)
+        assert answer.saved, answer.text
+        self.numbers["save_s"] = round(time.monotonic() - began, 4)
+        return int(answer.version), Path(answer.path)
+
+    @contextlib.contextmanager
+    def protected(self) -> Iterator[None]:
+        """Leaves the job that ``wrap_optimizer`` has joined inside."""
+        try:
+            yield
+        finally:
+            ttp.session.current().left()
+            ttp.session.reset()
+
+
+class Thread:
+    """The training thread, which may hang, seen from another one."""
+
+    def __init__(self, body: Callable[[Callable[[], None]], None]) -> None:
+        self._moved = time.monotonic()
+        self._problem: BaseException | None = None
+        self._body = body
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def wait_stuck(self) -> bool:
+        """Until it has ended (False) or stands (True)."""
+        while self._thread.is_alive():
+            if time.monotonic() - self._moved > QUIET_S:
+                return True
+            time.sleep(0.01)
+        return False
+
+    def join(self) -> None:
+        """Until it has ended; raises what it has raised."""
+        self._thread.join(SPIN_MAX_S + PATIENCE_S)
+        assert not self._thread.is_alive(), "the training thread did not come back"
+        if self._problem is not None:
+            raise self._problem
+
+    def _run(self) -> None:
+        try:
+            self._body(self._move)
+        except BaseException as problem:
+            self._problem = problem
+
+    def _move(self) -> None:
+        self._moved = time.monotonic()
+
+
+def saved_tensors(checkpoint: Path) -> dict[str, Any]:
+    """Every value of a checkpoint under its flat name."""
+    flat: dict[str, Any] = {}
+
+    def walk(name: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(f"{name}.{key}" if name else str(key), inner)
+        elif isinstance(value, (list, tuple)):
+            for index, inner in enumerate(value):
+                walk(f"{name}.{index}", inner)
+        else:
+            flat[name] = value
+
+    walk("", read_values(checkpoint, items_of(Manifest.load(checkpoint).pieces)))
+    return flat
+
+
+def same_bytes(found: Any, wanted: Tensor) -> bool:
+    """Bit for bit, NaN or not; a plain number counts as the tensor of it."""
+    if not isinstance(found, Tensor):
+        return bool(wanted.dim() == 0 and wanted.item() == found)
+    if found.dtype != wanted.dtype or found.shape != wanted.shape:
+        return False
+    flat = [t.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for t in (found, wanted)]
+    return torch.equal(flat[0], flat[1])
+
+
+def assert_same(found: dict[str, Any], wanted: dict[str, Tensor]) -> None:
+    """Everything wanted is there, with the same bytes."""
+    lacking = wanted.keys() - found.keys()
+    assert not lacking, f"not saved: {sorted(lacking)}; there is {sorted(found)}"
+    differ = [name for name, tensor in wanted.items() if not same_bytes(found[name], tensor)]
+    assert not differ, f"other bytes than the reference: {differ}"

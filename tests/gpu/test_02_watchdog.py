@@ -1,0 +1,37 @@
+"""NCCL's watchdog: what torch's settings do to a rank behind a hung collective, and that ttp's do nothing to it."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.gpu.conftest import RunCase
+from ttp.launch.nccl import HANDLING, HEARTBEAT
+
+pytestmark = pytest.mark.gpu
+
+SHORT = {"TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "1000"}
+
+
+@pytest.mark.parametrize("mode", ["1", "3"])
+def test_it_would_end_the_rank(run_case: RunCase, mode: str) -> None:
+    done = run_case("watchdog:hung_collective", check=False, **SHORT, **{HANDLING: mode, HEARTBEAT: "600"})
+    assert done.code not in (0, 1), f"the settings that ttp exports were not needed: {done.story}"
+
+
+def test_it_would_abort(run_case: RunCase) -> None:
+    """World 1: an abort does not let our own kernel go, so what runs afterwards is only told, see the numbers."""
+    run_case("watchdog:hung_collective", check=False, **SHORT, **{HANDLING: "2", HEARTBEAT: "600"})
+
+
+def test_the_monitor_would_end_the_rank(run_case: RunCase) -> None:
+    """No handling is not enough: a heartbeat time-out after the failure the monitor ends the process."""
+    done = run_case("watchdog:hung_collective", check=False, **SHORT, **{HANDLING: "0", HEARTBEAT: "8"})
+    assert done.code not in (0, 1), f"the heartbeat that ttp exports was not needed: {done.story}"
+
+
+def test_it_leaves_the_rank_alone(run_case: RunCase) -> None:
+    run_case("watchdog:hung_collective", **SHORT, **{HANDLING: "0", HEARTBEAT: "600"})
+
+
+def test_what_hangs_is_saved_after_the_time_out(run_case: RunCase) -> None:
+    run_case("watchdog:saved_after_the_time_out")

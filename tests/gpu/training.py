@@ -1,0 +1,134 @@
+"""A small training that never has a reason of its own to wait for the device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ttp
+from tests.gpu.stand import Stand
+
+STEPS_MAX = 40
+OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=False),
+    "adam-foreach": lambda p: torch.optim.Adam(p, lr=1e-2, foreach=True),
+    "adam-fused": lambda p: torch.optim.Adam(p, lr=1e-2, fused=True),
+    "adam-capturable": lambda p: torch.optim.Adam(p, lr=1e-2, capturable=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=1e-2),
+    "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
+}
+
+
+class Plain(nn.Module):
+    """Dropout, so that the device's random stream is part of what must be right."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop, self.second = nn.Linear(32, 64), nn.Dropout(0.2), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.second(self.drop(torch.relu(self.first(x))))
+        return result
+
+
+class Training:
+    """A loop whose inputs are on the device before it begins.
+
+    Args:
+        stand: where.
+        optimizer: one of ``OPTIMIZERS``.
+        make: the model.
+        wrap: what is called instead of the model (DDP, FSDP).
+        scaled: with a GradScaler.
+    """
+
+    def __init__(
+        self,
+        stand: Stand,
+        optimizer: str = "adam-foreach",
+        *,
+        make: Callable[[], nn.Module] = Plain,
+        wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+        scaled: bool = False,
+    ) -> None:
+        torch.manual_seed(5)
+        self._stand = stand
+        self.module = make().to(stand.device)
+        self.model = wrap(self.module)
+        kind = "adam" if optimizer == "adam-capturable" and not stand.real else optimizer  # capturable needs a device
+        self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.requires_grad])
+        self.scheduler = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: 0.97**n)
+        self.scaler = torch.amp.GradScaler(stand.device.type, init_scale=8.0, growth_interval=3) if scaled else None
+        generator = torch.Generator().manual_seed(6)
+        self._data = [torch.randn(16, 32, generator=generator).to(stand.device) for _ in range(STEPS_MAX)]
+        self.steps = 0
+        torch.manual_seed(7)
+
+    def protect(self, **settings: Any) -> None:
+        """As a user's program does it; checkpoints go below the stand's directory."""
+        ttp.wrap_optimizer(
+            self.optimizer,
+            model=self.model,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            save_dir=self.save_dir,
+            **settings,
+        )
+
+    @property
+    def save_dir(self) -> Path:
+        """Of its checkpoints."""
+        return self._stand.directory / "checkpoints"
+
+    def gradient(self, micro_batches: int = 1) -> None:
+        """Queue forward and backward pass."""
+        self.optimizer.zero_grad()
+        for number in range(micro_batches):
+            last = number == micro_batches - 1
+            no_sync: Any = getattr(self.model, "no_sync", contextlib.nullcontext)
+            with contextlib.nullcontext() if last else no_sync():
+                loss = self.model(self._data[self.steps % STEPS_MAX]).square().mean() / micro_batches
+                (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+
+    def update(self) -> None:
+        """Queue the update and what follows it."""
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.scheduler.step()
+        self.steps += 1
+
+    def step(self) -> None:
+        """One iteration."""
+        self.gradient()
+        self.update()
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, buffers and the optimizer's state by their names in a checkpoint; waits for the device."""
+        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        tensors = {f"model.{name}": value for name, value in self.module.state_dict(keep_vars=True).items()}
+        for parameter, values in self.optimizer.state.items():
+            tensors |= {f"optim.state.{names[parameter]}.{key}": torch.as_tensor(v) for key, v in values.items()}
+        rates = {
+            f"optim.param_groups.{number}.lr": torch.tensor(group["lr"], dtype=torch.float64)
+            for number, group in enumerate(self.optimizer.param_groups)
+        }
+        return self._stand.host_copy(tensors | rates)
+
+
+def references(make: Callable[[], Training], steps: int) -> list[dict[str, Tensor]]:
+    """What an undisturbed run holds after 0, 1, ... ``steps`` updates."""
+    training = make()
+    states = [training.state()]
+    for _ in range(steps):
+        training.step()
+        states.append(training.state())
+    return states

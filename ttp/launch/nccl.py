@@ -1,0 +1,212 @@
+"""Who may end a rank whose collective hangs: not NCCL, as long as its state is not on disk.
+
+Torch watches NCCL's collectives from a thread, the watchdog. After an error or a time-out it does what
+``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says: 0 nothing, 1 abort and end the process, 2 abort, 3 end the process. Unset it
+is 3, and torchrun exports 1. An abort lets the stuck kernel return, and the optimizer's kernels that are queued behind
+it then run on whatever the collective has left. Both defeat the save, so it has to be 0.
+
+With 0 one more thread can end the process: the monitor, ``TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC`` (480) after the watchdog
+of any rank has seen a failure, and when the watchdog itself hangs. It is the last resort for a job that hangs when no
+controller is left to notice, so it is not switched off: it is told to wait for longer than a rescue takes.
+
+``TORCH_NCCL_DESYNC_DEBUG`` and ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` turn a 0 back into 3. With
+``TORCH_NCCL_BLOCKING_WAIT`` there is neither watchdog nor monitor: the host waits for each collective, so nothing is
+queued behind one that fails.
+
+A process group reads all this when it is made. Launchers export it to the workers; under a foreign launcher
+``import ttp`` does, which comes first in almost every program. ``wrap_optimizer`` can only look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp")
+
+HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
+HANDLING_BEFORE = "NCCL_ASYNC_ERROR_HANDLING"
+"""The name that it had; torch reads it where the new one is not set."""
+HEARTBEAT = "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"
+MONITORING = "TORCH_NCCL_ENABLE_MONITORING"
+BLOCKING = ("TORCH_NCCL_BLOCKING_WAIT", "NCCL_BLOCKING_WAIT")
+DESYNC = ("TORCH_NCCL_DESYNC_DEBUG", "NCCL_DESYNC_DEBUG")
+DEBUG = "TORCH_DISTRIBUTED_DEBUG"
+
+_HANDLING_OF_TORCH = 3
+_HANDLING_OF_TORCHRUN = "1"
+_HEARTBEAT_OF_TORCH_S = 480
+_MARGIN_S = 60.0
+_DOES = {
+    1: "abort the communicators, so that queued kernels run on garbage, and end this process",
+    2: "abort the communicators, so that queued kernels run on garbage,",
+    3: "end this process",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Objection:
+    """One way in which NCCL would end or spoil a rank before its save is durable.
+
+    Args:
+        text: the setting, what it does, what to do instead.
+        on_purpose: somebody has set it; else it is a default of torch or torchrun.
+    """
+
+    text: str
+    on_purpose: bool
+
+
+def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
+    """What to export before a process group is made. Nothing that somebody has set on purpose is among it.
+
+    Args:
+        environ: of the process, or of the launcher that hands it on.
+        config: settings of the job; how long a rescue may take is among them.
+        launcher: what the process that launched this one was started with, if it is known.
+    """
+    wanted = {}
+    if HANDLING_BEFORE not in environ and (HANDLING not in environ or _of_torchrun(environ, launcher)):
+        wanted[HANDLING] = "0"
+    if HEARTBEAT not in environ:
+        wanted[HEARTBEAT] = str(heartbeat_s(config))
+    return wanted
+
+
+def objections(
+    environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None
+) -> list[Objection]:
+    """Why a process group that was made with this environment may defeat a save; see ``settings`` for the arguments."""
+    if _first_switch(environ, BLOCKING):
+        return []
+    found = []
+    mode = _number(environ.get(HANDLING, environ.get(HANDLING_BEFORE)), _HANDLING_OF_TORCH)
+    if mode in _DOES:
+        name = HANDLING if HANDLING in environ or HANDLING_BEFORE not in environ else HANDLING_BEFORE
+        set_to = f"with {name}={environ[name]}" if name in environ else f"without {name}=0"
+        text = (
+            f"{set_to} NCCL's watchdog will {_DOES[mode]} when a collective fails or times out, before the state is "
+            f"saved: export {HANDLING}=0 (ttp notices failures and hangs, and ends the ranks when they are saved)"
+        )
+        found.append(Objection(text, name in environ and not _of_torchrun(environ, launcher)))
+    elif mode == 0 and (debug := _debugging(environ)):
+        text = f"{debug} turns {HANDLING}=0 back into 3: NCCL's watchdog will {_DOES[3]} before it is saved; unset it"
+        found.append(Objection(text, True))
+    return [*found, *_impatience(environ, config)]
+
+
+def heartbeat_s(config: Config) -> int:
+    """Seconds after which torch's monitor may end a rank: a hang is noticed, the ranks freeze and save, and some."""
+    noticed_s = 3 * (config.hang_s or 0.0)
+    rescued_s = config.freeze_patience_s + config.answer_patience_s + config.rescue_patience_s
+    return max(_HEARTBEAT_OF_TORCH_S, math.ceil(noticed_s + rescued_s + _MARGIN_S))
+
+
+def prepare() -> None:
+    """Put ``settings`` into this process, if ttp is switched on and no process group has been made yet."""
+    if not os.environ.get("TTP_PORT") or _initialized():
+        return
+    with contextlib.suppress(ConfigError):  # whoever needs the settings says what is wrong with them
+        os.environ.update(settings(os.environ, Config.from_env(), launcher_environ()))
+
+
+def check(config: Config) -> None:
+    """See that the NCCL groups of this process leave a save alone; a default that does not is told in the log.
+
+    Raises:
+        ConfigError: somebody has set on purpose what defeats a save; the text names it and what to do.
+    """
+    if not _uses_nccl():
+        return
+    found = objections(os.environ, config, launcher_environ())
+    on_purpose = [objection.text for objection in found if objection.on_purpose]
+    if on_purpose:
+        raise ConfigError("; ".join(on_purpose))
+    for objection in found:
+        log.warning(
+            "NCCL's process groups were made before ttp was imported. %s. Or start the job with `ttp run`, or import "
+            "ttp before init_process_group()",
+            objection.text,
+        )
+
+
+def launcher_environ() -> dict[str, str] | None:
+    """What the process that launched this one was started with; None where that cannot be read."""
+    try:
+        raw = Path(f"/proc/{os.getppid()}/environ").read_bytes()
+    except OSError:
+        return None
+    pairs = (entry.partition("=") for entry in os.fsdecode(raw).split("\0"))
+    return {name: value for name, _, value in pairs if name}
+
+
+def _of_torchrun(environ: Mapping[str, str], launcher: Mapping[str, str] | None) -> bool:
+    """Whether the value of ``HANDLING`` is torchrun's own: it passes on what it was started with, else it says 1."""
+    launched = "TORCHELASTIC_RUN_ID" in environ and environ.get(HANDLING) == _HANDLING_OF_TORCHRUN
+    return launched and (launcher is None or HANDLING not in launcher)
+
+
+def _impatience(environ: Mapping[str, str], config: Config) -> list[Objection]:
+    """The monitor may end a rank that still saves."""
+    heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
+    off = MONITORING in environ and not _switch(environ[MONITORING])
+    if off or heartbeat >= config.rescue_patience_s:
+        return []
+    text = (
+        f"{HEARTBEAT}={heartbeat} lets NCCL's monitor end a rank {heartbeat} s after a failure, but a save may take "
+        f"TTP_OT={config.rescue_patience_s:g} s: export {HEARTBEAT}={heartbeat_s(config)}, or {MONITORING}=0"
+    )
+    return [Objection(text, HEARTBEAT in environ)]
+
+
+def _debugging(environ: Mapping[str, str]) -> str:
+    """The setting that makes torch look for ranks out of step; empty: none does."""
+    if _first_switch(environ, DESYNC):
+        return next(f"{name}={environ[name]}" for name in DESYNC if name in environ)
+    return f"{DEBUG}={environ[DEBUG]}" if environ.get(DEBUG, "").upper() == "DETAIL" else ""
+
+
+def _first_switch(environ: Mapping[str, str], names: tuple[str, ...]) -> bool:
+    """As torch reads a setting with several names: the first one that is there counts."""
+    return next((_switch(environ[name]) for name in names if name in environ), False)
+
+
+def _switch(text: str) -> bool:
+    return text.strip().lower() in ("1", "t", "true", "y", "yes")
+
+
+def _number(text: str | None, default: int) -> int:
+    """What torch makes of it; what is no number torch refuses itself."""
+    try:
+        return default if text is None else int(text)
+    except ValueError:
+        return default
+
+
+def _distributed() -> Any:
+    """``torch.distributed``, if this process has it."""
+    return sys.modules.get("torch.distributed")
+
+
+def _initialized() -> bool:
+    library = _distributed()
+    return library is not None and bool(getattr(library, "is_initialized", lambda: False)())
+
+
+def _uses_nccl() -> bool:
+    """Whether a process group of this process is NCCL's."""
+    if not _initialized():
+        return False
+    library = _distributed()
+    groups = getattr(getattr(library.distributed_c10d, "_world", None), "pg_map", None) or [None]
+    return any("nccl" in library.get_backend_config(group) for group in groups)
