@@ -30,7 +30,7 @@ from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.state import checkpoint_state, counted_back, tensors_in
+from ttp.adapters.torch.state import checkpoint_state, counted_back, model_state, optimizer_state, tensors_in
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.to_host import HostCopier
@@ -273,6 +273,12 @@ class TorchSource:
         self._capture.close(unlink=True)
 
     # ----------------------------------------------------------------------------------------------------- details
+
+    def everything(self) -> dict[str, Any]:
+        """All that this rank may have to write, as it is now: references. For any thread."""
+        state = {"model": model_state(self._names, {}), "optim": optimizer_state(self._names, self._optimizer)}
+        modules = self._extra.modules
+        return state | {"extra": {name: _module_state(module, None) for name, module in modules.items()}}
 
     def _image(self, how: How, version: Version) -> Image | None:
         """What was kept of ``version``, where the order is to undo an update; None: the live state is of it.
