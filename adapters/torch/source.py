@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
@@ -50,6 +51,8 @@ log = logging.getLogger("ttp.adapters.torch")
 SETTLE_S = 2.0
 """How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
 _POLL_S = 0.002
+COPIES_S = 1.0
+"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
 class TorchSource:
@@ -88,6 +91,7 @@ class TorchSource:
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
+        self.between: BetweenSteps | None = None
         self.tail: Tail | None = None
         self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
@@ -142,16 +146,31 @@ class TorchSource:
     @property
     def has_preimage(self) -> bool:
         """See ``StateSource``."""
-        if self._processor is None or self.preimage is None:
+        preimage = self._preimage_now
+        if self._processor is None or preimage is None:
             return False
         state = self._processor.gate.state()
         if state.phase is Phase.UPDATING:
             return False
         if state.phase is Phase.TORN:
-            return self.preimage.version == state.version
+            preimage.wait(COPIES_S)
+            return preimage.version == state.version
         finished = self.finished.finished_version()  # the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and self.preimage.version == finished - 1
+        return whole and preimage.whole and preimage.version == finished - 1
+
+    def forget_images(self) -> None:
+        """The state was replaced: what is kept of another one belongs to nothing."""
+        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
+            if preimage is not None:
+                preimage.forget()
+
+    @property
+    def _preimage_now(self) -> PreImage | None:
+        """What the user has asked for, or else what several optimizers need between their steps."""
+        if self.preimage is None and self.between is not None:
+            return self.between.preimage
+        return self.preimage
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
@@ -226,9 +245,10 @@ class TorchSource:
         """
         if how is not How.UNDO:
             return None
-        if self.preimage is None:
+        preimage = self._preimage_now
+        if preimage is None:
             raise CheckpointError('an update cannot be undone: wrap_optimizer() was not given undo="preimage"')
-        return self.preimage.image(version)
+        return preimage.image(version)
 
     def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
         """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""

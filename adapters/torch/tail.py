@@ -124,8 +124,6 @@ class Tail:
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
         self._tails = 0  # that have ended
         self._updates_expected = True
-        self.after_scaler_update: Callable[[], None] = lambda: None
-        """Called when the loop has updated the scaler: no optimizer steps any more in this iteration."""
         self._previous = self._snapshot = self._take(version)
         self._unwatch = [self._watch(number, habit) for number, habit in enumerate(self._habits)]
         self._unwatch.append(watch_method(self._scaler, "update", lambda: None, self._scaler_updated))
@@ -212,7 +210,6 @@ class Tail:
         if self._open:
             last = self._snapshot
             self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates + 1)
-        self.after_scaler_update()
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -251,6 +248,14 @@ class Tail:
     def param_groups(self, version: int) -> list[Groups]:
         """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already."""
         return self._of(version).groups
+
+    def skipped(self) -> bool:
+        """Whether the scaler has left out a step at its last update. Waits for the device: for rare cases."""
+        if self._scaler is None:
+            return False
+        now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
+        assert now is not None and before is not None
+        return bool(now["_growth_tracker"] == 0 and now["scale"] <= before["scale"])
 
     def close(self) -> None:
         """Let go of scheduler and scaler."""
