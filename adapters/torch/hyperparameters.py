@@ -1,13 +1,16 @@
-"""The hyperparameters of param groups, as they were: copied for a group when one of its values has changed.
+"""The hyperparameters of param groups, as they were at one moment.
 
-A job may have a thousand groups, and they are looked at twice in each step. So what did not change is only compared, by
-the list of values as they lie in the group.
+A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are taken as
+one list, and compared as one: a dictionary for each group, made in each step, would keep the garbage collector busy
+with everything that the process holds. The dictionaries are made when somebody asks for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -17,81 +20,79 @@ Groups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
 
-class _Group(NamedTuple):
-    """A group as it was.
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """All groups of one optimizer.
 
     Args:
-        names: of all its values, in its order.
-        values: of these, where all of them can only be replaced; None: some can change in place.
+        lengths: values in each group.
+        names: of all values, group after group.
+        values: of these.
         types: of the values.
         others: where those are that are no numbers: the parameters, tuples.
-        copy: of it, without the parameters.
+        copies: the groups, where some values can change in place; None: all of them can only be replaced.
     """
 
+    lengths: list[int]
     names: list[str]
-    values: list[Any] | None
+    values: list[Any]
     types: list[type]
     others: list[int]
-    copy: dict[str, Any]
+    copies: Groups | None
 
-    def is_number_in_place_of_number(self, values: list[Any]) -> bool:
-        """Whether all that is new among these values is."""
-        known = self.values
-        if known is None or [*map(type, values)] != self.types:
-            return False
-        return _equal([values[index] for index in self.others], [known[index] for index in self.others])
+    def groups(self) -> Groups:
+        """As dictionaries."""
+        if self.copies is not None:
+            return self.copies
+        items = zip(self.names, self.values, strict=True)
+        found = [dict(islice(items, length)) for length in self.lengths]
+        for group in found:
+            group.pop("params", None)
+        return found
 
 
-class Hyperparameters(NamedTuple):
-    """Of all param groups of some optimizers, at one moment; nobody changes it.
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Of all param groups of some optimizers.
 
     Args:
-        groups: of each optimizer.
-        known: the same, with what they are compared by.
+        columns: of each optimizer.
     """
 
-    groups: list[Groups]
-    known: list[list[_Group]]
+    columns: list[_Columns]
 
     @staticmethod
     def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
-        """As they are now: ``before`` itself when none has changed since."""
-        olds = before.known if before is not None else [[]] * len(optimizers)
-        known = [_looked_at(optimizer.param_groups, old) for optimizer, old in zip(optimizers, olds, strict=True)]
-        if before is not None and all(new is old for new, old in zip(known, olds, strict=True)):
-            return before
-        return Hyperparameters([[group.copy for group in groups] for groups in known], known)
+        """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
+        olds: Sequence[_Columns | None] = (None,) * len(optimizers) if before is None else before.columns
+        return Hyperparameters([_looked_at(each.param_groups, old) for each, old in zip(optimizers, olds, strict=True)])
+
+    def groups(self) -> list[Groups]:
+        """Of each optimizer."""
+        return [columns.groups() for columns in self.columns]
 
 
-def _looked_at(groups: list[dict[str, Any]], before: list[_Group]) -> list[_Group]:
-    """``before`` itself when no group has changed."""
-    found: list[_Group] = []
-    changed = len(groups) != len(before)
-    for index, group in enumerate(groups):
-        values, names = [*group.values()], [*group]
-        last = before[index] if index < len(before) else None
-        if last is not None and names == last.names:
-            if last.values is not None and _equal(values, last.values):
-                found.append(last)
-                continue
-            if last.is_number_in_place_of_number(values):
-                copy = group.copy()
-                copy.pop("params", None)
-                found.append(_Group(names, values, last.types, last.others, copy))
-                changed = True
-                continue
-        found.append(_new(group, names, values))
-        changed = True
-    return found if changed else before
+def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
+    lengths, names = [*map(len, groups)], [*chain.from_iterable(groups)]
+    values = [*chain.from_iterable(map(dict.values, groups))]
+    if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
+        return _new(groups, lengths, names, values)
+    if _equal(values, last.values):
+        return last
+    others, known = last.others, last.values
+    if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
+        return _Columns(last.lengths, last.names, values, last.types, others, None)
+    return _new(groups, lengths, names, values)
 
 
-def _new(group: dict[str, Any], names: list[str], values: list[Any]) -> _Group:
-    """The long way, for a group that is new, or has values that can change in place."""
-    items = [(name, value) for name, value in group.items() if name != "params"]
-    copy = {name: value if type(value) in PLAIN else copied(value) for name, value in items}
-    others = [index for index, value in enumerate(values) if type(value) not in PLAIN]
-    fixed = all(map(_is_fixed, (value for _, value in items)))
-    return _Group(names, values if fixed else None, [*map(type, values)], others, copy)
+def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
+    """The long way, where values are of other kinds than before, or can change in place."""
+    types = [*map(type, values)]
+    others = [index for index, kind in enumerate(types) if kind not in PLAIN]
+    copies = None
+    if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
+        copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
+    return _Columns(lengths, names, values, types, others, copies)
 
 
 def _equal(values: list[Any], last: list[Any]) -> bool:
@@ -103,5 +104,4 @@ def _equal(values: list[Any], last: list[Any]) -> bool:
 
 def _is_fixed(value: Any) -> bool:
     """Whether this can only be replaced, not changed."""
-    kind = type(value)
-    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))
+    return type(value) is tuple and PLAIN.issuperset(map(type, value))

@@ -186,8 +186,8 @@ class Tail:
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
-            return found.groups.groups
-        return self._read(version)[0].groups.groups
+            return found.groups.groups()
+        return self._read(version)[0].groups.groups()
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """What belongs to ``version``, and of which schedulers a step is due on top of that.
