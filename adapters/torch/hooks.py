@@ -49,6 +49,7 @@ from ttp.adapters.torch.misuse import (
 from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.turns import Turns
+from ttp.adapters.torch.untouched import Untouched
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
@@ -90,6 +91,7 @@ def attach(
     fence: Fence,
     version: Callable[[], int],
     turns: Turns | None = None,
+    untouched: Untouched | None = None,
     ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
@@ -108,6 +110,7 @@ def attach(
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
+        untouched: looks whether the loop changes weights by itself.
         turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
         ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
@@ -115,7 +118,8 @@ def attach(
         before_turn: the same before each step of several, with the number of the optimizer too, where training may
             stand between the steps of one version.
         after_update: called on the training thread after each update; may not block.
-        after_end: called when the update was reported as finished, before ``step()`` returns; may block, may not raise.
+        after_end: called when the update was reported as finished, before ``step()`` returns; may block, and raise
+            ``UsageError``.
 
     Returns:
         Call it to detach.
@@ -125,6 +129,7 @@ def attach(
     attachment = Attachment(
         reporter,
         capture,
+        untouched=untouched,
         turns=turns or Turns([type(each[0]).__name__ for each in many], chained=True),
         tail=tail,
         fence=fence,
@@ -153,6 +158,7 @@ class Attachment:
         capture: Capture,
         *,
         turns: Turns,
+        untouched: Untouched | None,
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
@@ -176,7 +182,7 @@ class Attachment:
         self._begun = False
         self._stands = False  # training may stand between the steps of the open update
         self._between = False  # it does
-        self._turns = turns
+        self._turns, self._untouched = turns, untouched
         self._numbers: dict[int, int] = {}  # of the optimizers, by identity
         self._number = 0  # whose turn it is
         self._opened = False  # nothing keeps it from writing any more
@@ -270,6 +276,8 @@ class Attachment:
             self._again = False
             self._pass()
             self._turns.backward()
+            if self._untouched is not None and not self._stepping.depth:
+                self._untouched.backward()
             self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
@@ -348,6 +356,8 @@ class Attachment:
             self._open(redoable=False)
         if self._stepping.depth:
             return
+        if self._untouched is not None:
+            self._untouched.stepped()
         if self._turns.ended(self._number):
             self._end()
         elif self._stands:
