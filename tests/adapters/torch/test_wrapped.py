@@ -22,12 +22,13 @@ from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
 
 Base: Any = Optimizer
+no_grad: Any = torch.no_grad
 
 
 class Container(Base):  # type: ignore[misc]
     """torchtitan's: one optimizer for each part of the model; its own state stays empty."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         parts = [list(child.parameters()) for child in (model.first, model.norm, model.second)]
         self.optimizers: list[Any] = [Adam([p for p in part if p.requires_grad], lr=0.01) for part in parts]
         super().__init__([p for each in self.optimizers for g in each.param_groups for p in g["params"]], {"lr": 0.01})
@@ -135,25 +136,26 @@ class Sam(Base):  # type: ignore[misc]
     """As davda54/sam."""
 
     def __init__(self, parameters: Any) -> None:
+        self.param_groups: Any
         super().__init__(parameters, {"rho": 0.05})
         self.base_optimizer: Any = Adam(self.param_groups, lr=0.01)
         self.param_groups = self.base_optimizer.param_groups
 
-    @torch.no_grad()
+    @no_grad()
     def first_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             self.state[parameter]["old_p"] = parameter.data.clone()
             parameter.add_(parameter.grad, alpha=0.05)
         self.zero_grad()
 
-    @torch.no_grad()
+    @no_grad()
     def second_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             parameter.data = self.state[parameter]["old_p"]
         self.base_optimizer.step()
         self.zero_grad()
 
-    @torch.no_grad()
+    @no_grad()
     def step(self, closure: Any = None) -> None:
         closure = torch.enable_grad()(closure)
         self.first_step()
@@ -168,7 +170,7 @@ class Hiding(Base):  # type: ignore[misc]
         super().__init__(parameters, {"lr": 0.01})
         self.momenta: dict[int, Any] = {}
 
-    @torch.no_grad()
+    @no_grad()
     def step(self, closure: Any = None) -> None:
         for number, p in enumerate(p for group in self.param_groups for p in group["params"] if p.grad is not None):
             momentum = self.momenta.setdefault(number, torch.zeros_like(p))
@@ -181,7 +183,7 @@ class Sign(Base):  # type: ignore[misc]
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
 
-    @torch.no_grad()
+    @no_grad()
     def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.sub_(p.grad.sign(), alpha=0.01)
