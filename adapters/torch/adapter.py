@@ -21,8 +21,9 @@ from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
-from ttp.adapters.torch.exchange import connected, gather_bytes
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of, hook_refusal
+from ttp.adapters.torch.device import devices_of
+from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach, gathering
 from ttp.adapters.torch.inner import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
@@ -31,9 +32,10 @@ from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
 from ttp.adapters.torch.restore import Restored, restore_into
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
-from ttp.adapters.torch.source import TorchSource, runtime_of
+from ttp.adapters.torch.source import TorchSource
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail, listed
+from ttp.adapters.torch.trial import Trial, try_before_training
 from ttp.adapters.torch.turns import Turns
 from ttp.adapters.torch.unsaved import refuse_detached_schedule, refuse_unsaved
 from ttp.adapters.torch.untouched import Untouched
@@ -94,18 +96,21 @@ class TorchAdapter:
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._names = ModelNames(model, self._optimizer)
         refuse_detached_schedule(self._given, self._schedulers)
         refuse_shared(members_of(self._optimizer), self._names)
         _tell_forgotten(without_optimizer(self._optimizer, self._names))
-        self._device = device
-        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, device)
+        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
+        devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._looked = False  # at what the optimizers keep
         self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
+        self._resumed = False
 
     @property
     def source(self) -> TorchSource:
@@ -113,8 +118,27 @@ class TorchAdapter:
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups, as the objects show them. All ranks ask at the same point of their programs."""
+        """The replica groups, as the objects show them. All ranks ask at the same point of their programs.
+
+        Raises:
+            ConfigError: this state, or that of another rank, could not be saved; all ranks say the same.
+        """
+        if connected(world_size):
+            gather_or_refuse(self._try)
+        else:
+            self._try()
         return self.sharding(world_size).layout
+
+    def _try(self) -> bytes:
+        """See ``trial``."""
+        try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
+        if why := hook_refusal(ddps_of(self._model)):
+            raise ConfigError(why)
+        return b""
+
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """This rank did not get as far as ``layout``: the others, which wait there, hear why. Raises it as they do."""
+        refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
         """How the state is spread over the ranks; found out once. All ranks ask at the same point of their programs.
@@ -140,12 +164,27 @@ class TorchAdapter:
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
+        self._trial = trial = Trial(members, self._model, self._names, self._source.everything)
+        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        if not is_sharded(self._optimizer):  # else it deals out itself what is added
+            mine = processor.layout.shards_of(Rank(processor.env.rank))
+            trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
-            self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
+            self._source.preimage = PreImage(inner_of(self._optimizer), modules, self._source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
+
+        def before_gate() -> None:
+            trial.before_update()
+            if barrier is not None:
+                barrier.wait()
+
+        def after_update() -> None:
+            self._updated(buckets)
+            trial.update_finished()
+
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
@@ -163,10 +202,10 @@ class TorchAdapter:
             untouched=None if gathering(self._model) else Untouched(self._given),
             fence=self._source.finished,
             version=lambda: processor.gate.version,
-            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_gate=before_gate,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
             before_turn=between.before_turn if self._undo is None else lambda _version, _number: None,
-            after_update=lambda: self._updated(buckets),
+            after_update=after_update,
             ddps=ddps,
             after_end=self._after_end,
         )
@@ -175,9 +214,9 @@ class TorchAdapter:
 
     def _between(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> BetweenSteps:
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
-        modules, runtime = self._extra.modules.values(), runtime_of(self._device)
+        modules, runtimes = self._extra.modules.values(), self._source.runtimes
         self._source.between = BetweenSteps(
-            turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtime, reserve=False)
+            turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtimes, reserve=False)
         )
         return self._source.between
 
@@ -254,6 +293,7 @@ class TorchAdapter:
             scaler=self._scaler,
             elsewhere=elsewhere,
         )
+        self._resumed = True
         self._load_modules(checkpoint, manifest)
         if manifest.extra.get("disputed"):
             log.warning(

@@ -90,8 +90,8 @@ def write_shard(
             it meanwhile.
         shard: what the piece belongs to.
         writer: this rank.
-        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end. Its
-            result is used before the next call.
+        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end, and
+            gives back what is on the CPU as it is. Its result is used before the next call.
         cancelled: asked between tensors, and every 8 MiB within one.
         progress: see ``HashingFile``.
         deal: picks what of it is written, where the piece is a part of a shard, and says how it was dealt out.
@@ -144,7 +144,8 @@ class _ShardWriter:
 
     def _write_tensor(self, name: Item, chunk: Chunk) -> Item:
         tensor = chunk.tensor.detach()
-        _check_storable(name.key, tensor)
+        if why := objection(name.key, tensor):
+            raise CheckpointError(why)
         dtype = chunk.dtype or tensor.dtype
         layout = (dtype, tensor.shape, tensor.stride())
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
@@ -152,7 +153,7 @@ class _ShardWriter:
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        blob = whole((tensor if tensor.device.type == "cpu" else self._to_host(tensor)).to(dtype))
+        blob = whole(self._to_host(tensor).to(dtype))
         self._blobs.write(blob)
         _give_back(blob, tensor)
         item = replace(
@@ -198,12 +199,15 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
         storage.resize_(0)
 
 
-def _check_storable(key: str, tensor: Tensor) -> None:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain "
-            "dense tensors only"
-        )
+def objection(key: str, tensor: Tensor) -> str:
+    """Why ``tensor`` has no form on disk that stock torch loads without unpickling classes; empty: it has one."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        return ""
+    return (
+        f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain dense "
+        "tensors only, which torch loads without unpickling a class. Train plain ones and convert them in the forward "
+        "pass; a buffer that the program can make again may be persistent=False"
+    )
 
 
 class _Stream:
