@@ -141,21 +141,21 @@ class Sam(Base):  # type: ignore[misc]
         self.base_optimizer: Any = Adam(self.param_groups, lr=0.01)
         self.param_groups = self.base_optimizer.param_groups
 
-    @no_grad()
+    @no_grad()  # type: ignore[untyped-decorator]
     def first_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             self.state[parameter]["old_p"] = parameter.data.clone()
             parameter.add_(parameter.grad, alpha=0.05)
         self.zero_grad()
 
-    @no_grad()
+    @no_grad()  # type: ignore[untyped-decorator]
     def second_step(self) -> None:
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             parameter.data = self.state[parameter]["old_p"]
         self.base_optimizer.step()
         self.zero_grad()
 
-    @no_grad()
+    @no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> None:
         closure = torch.enable_grad()(closure)
         self.first_step()
@@ -170,7 +170,7 @@ class Hiding(Base):  # type: ignore[misc]
         super().__init__(parameters, {"lr": 0.01})
         self.momenta: dict[int, Any] = {}
 
-    @no_grad()
+    @no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> None:
         for number, p in enumerate(p for group in self.param_groups for p in group["params"] if p.grad is not None):
             momentum = self.momenta.setdefault(number, torch.zeros_like(p))
@@ -183,7 +183,7 @@ class Sign(Base):  # type: ignore[misc]
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.01})
 
-    @no_grad()
+    @no_grad()  # type: ignore[untyped-decorator]
     def step(self, closure: Any = None) -> None:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             p.sub_(p.grad.sign(), alpha=0.01)
