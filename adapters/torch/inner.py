@@ -91,10 +91,9 @@ def hides_its_step(optimizer: Optimizer) -> str:
     Accelerate's only passes calls on.
     """
     for wrapper in wrappers_of(optimizer):
-        kind = type(wrapper)
-        passes_on = (kind.__module__, kind.__name__) == ("accelerate.optimizer", "AcceleratedOptimizer")
+        passes_on = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(wrapper).__mro__)
         if not passes_on and not fires_hooks(wrapper):
-            return kind.__name__
+            return type(wrapper).__name__
         if not passes_on:
             break  # what it does is seen, all that is inside too
     return ""

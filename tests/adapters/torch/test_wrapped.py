@@ -76,7 +76,7 @@ class Delegate(Base):  # type: ignore[misc]
         self.optimizer.zero_grad()
 
 
-Delegate.__module__, Delegate.__name__ = "accelerate.optimizer", "AcceleratedOptimizer"
+Delegate.__name__ = "AcceleratedOptimizer"
 
 
 class Lookahead(Base):  # type: ignore[misc]
