@@ -24,13 +24,13 @@ from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.combined import combined
+from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import attach
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.restore import Restored
-from ttp.adapters.torch.source import runtime_of
 from ttp.adapters.torch.tail import Tail
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
@@ -77,7 +77,8 @@ class MegatronAdapter(TorchAdapter):
         modules = nn.ModuleList(self._chunks)
         self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
         self._capture = LocalCapture(modules, self._extra)
-        self._device = next((p.device for p in modules.parameters()), torch.device("cpu"))
+        devices = devices_of([*modules.parameters(), *modules.buffers()])
+        self._device = devices[0] if devices else torch.device("cpu")
         plain = unwrap_model(self._chunks)
         geometry = describe(plain)
         inners = inner_optimizers(optimizer, geometry)
@@ -89,7 +90,7 @@ class MegatronAdapter(TorchAdapter):
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self._source = MegatronSource(
-            modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
+            modules, names, self._together, self._capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
         self._processor: Processor | None = None
@@ -120,7 +121,7 @@ class MegatronAdapter(TorchAdapter):
         self._note_increment()
         self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
-            source.preimage = PreImage(self._together, (), runtime_of(self._device))
+            source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
         self._attachment = attach(
             self._held.stepping,

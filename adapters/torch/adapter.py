@@ -21,6 +21,7 @@ from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
+from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.exchange import connected, gather_bytes
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
@@ -30,7 +31,7 @@ from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
 from ttp.adapters.torch.restore import Restored, restore_into
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
-from ttp.adapters.torch.source import TorchSource, runtime_of
+from ttp.adapters.torch.source import TorchSource
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail, listed
 from ttp.core.agreement import agree
@@ -90,12 +91,14 @@ class TorchAdapter:
         self._sharding: Sharding | None = None
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
-        device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._names = ModelNames(model, self._optimizer)
         refuse_shared(members_of(self._optimizer), self._names)
         _tell_forgotten(without_optimizer(self._optimizer, self._names))
-        self._device = device
-        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, device)
+        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
+        devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
+        self._device = devices[0] if devices else torch.device("cpu")
+        self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
@@ -138,7 +141,7 @@ class TorchAdapter:
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
-            self._source.preimage = PreImage(inner_of(self._optimizer), modules, runtime_of(self._device))
+            self._source.preimage = PreImage(inner_of(self._optimizer), modules, self._source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
         self._attachment = attach(

@@ -17,7 +17,7 @@ import msgpack
 from torch import Tensor, nn
 
 from ttp.adapters.torch.buffers import BufferInfo, BufferSet, decode_buffer, restore_buffers
-from ttp.adapters.torch.device import CudaRuntime, Runtime
+from ttp.adapters.torch.device import Runtime, devices_of, runtimes_on
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.rng import RngState
 from ttp.adapters.torch.staging import ArrivalWriter, DeviceBuffers, Staged
@@ -54,7 +54,7 @@ class LocalCapture:
         module: whose buffers belong to the rank.
         extra: the user's objects.
         page: where to write; may come later by ``open_page``. Without one nothing is captured.
-        runtime: the device of the module; None: found out.
+        runtimes: the devices of the module, not to be used by others; None: found out.
     """
 
     def __init__(
@@ -63,17 +63,20 @@ class LocalCapture:
         extra: ExtraState | None = None,
         *,
         page: PageWriter | None = None,
-        runtime: Runtime | None = None,
+        runtimes: Sequence[Runtime] | None = None,
     ) -> None:
         self._module = module
         self._page = page
-        self._rng: RngState | None = RngState()
+        devices = devices_of([*module.parameters(), *module.buffers()])
+        self._streams = RngState(devices if len(devices) > 1 else ())
+        self._rng: RngState | None = self._streams
         self._extra = extra or ExtraState()
         self._names = self._extra.changing
         self._lengths = struct.Struct(f"<{1 + len(self._names)}Q")
-        runtime = runtime or _runtime_of(module)
-        self._host = BufferSet(module) if runtime is None else None
-        self._device = DeviceBuffers(module, runtime) if runtime is not None else None
+        if runtimes is None:
+            runtimes = runtimes_on(devices)
+        self._host = BufferSet(module) if not runtimes else None
+        self._device = DeviceBuffers(module, runtimes) if runtimes else None
         self._arrivals: ArrivalWriter | None = None
         self._description: tuple[int, bytes] = (-1, b"")
         self._given_up: dict[str, str] = {}
@@ -160,6 +163,11 @@ class LocalCapture:
             self._given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
             log.warning("%s; training goes on, a resumed run will not have it", self._given_up[part])
 
+    @property
+    def arrived(self) -> int:
+        """How many captures have come from a device that is behind its host."""
+        return 0 if self._arrivals is None else self._arrivals.arrived
+
     # ------------------------------------------------------------------------------------------------ save, restore
 
     @property
@@ -194,7 +202,7 @@ class LocalCapture:
         notes = restore_buffers(self._module, state.buffers)
         notes += self._extra.restore(state.extra)
         if state.rng:
-            notes += RngState().restore(state.rng)
+            notes += self._streams.restore(state.rng)
         else:
             notes.append("the random streams were not saved")
         return notes
@@ -216,12 +224,6 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
     """
     image = read_local_image(path, pieces, rank)
     return None if image is None else LocalCapture.decode(image)
-
-
-def _runtime_of(module: nn.Module) -> Runtime | None:
-    """The device on which the buffers lie; None: the CPU."""
-    device = next((buffer.device for buffer in module.buffers() if buffer.is_cuda), None)
-    return CudaRuntime(device) if device is not None else None
 
 
 def _decode(data: bytes) -> LocalState:

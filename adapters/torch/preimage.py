@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,14 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.cuts import is_distributed, local
-from ttp.adapters.torch.device import Runtime, make_fence
+from ttp.adapters.torch.device import AHEAD_MAX, Runtime, holder, make_fence
 from ttp.adapters.torch.habit import copied
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
-
-_AHEAD_MAX = 4
-"""Updates that a host may be ahead of its device."""
 
 _Place = tuple[Any, ...]
 _Copies = list[tuple[Tensor, Tensor]]  # where to, where from
@@ -62,15 +59,17 @@ class PreImage:
     Args:
         optimizer: whose parameters and state.
         modules: averages of the weights that belong to the version.
-        runtime: the device of the state; None: the host.
+        runtimes: the devices of the state; none: the host.
     """
 
-    def __init__(self, optimizer: Optimizer, modules: Iterable[nn.Module] = (), runtime: Runtime | None = None) -> None:
+    def __init__(
+        self, optimizer: Optimizer, modules: Iterable[nn.Module] = (), runtimes: Sequence[Runtime] = ()
+    ) -> None:
         self._optimizer = optimizer
         self._modules = tuple(modules)
-        self._runtime = runtime
-        self._begun, self._taken = (make_fence(torch.device("cpu"), runtime, base=-1) for _ in range(2))
-        self._images: deque[Image] = deque(maxlen=1 if runtime is None else _AHEAD_MAX)
+        self._runtimes = runtimes
+        self._begun, self._taken = make_fence(runtimes, -1, newest=True), make_fence(runtimes, -1)
+        self._images: deque[Image] = deque(maxlen=AHEAD_MAX if runtimes else 1)
         self._memory: dict[_Place, Tensor] = {}
         self._used: set[_Place] = set()
         self._broken = False
@@ -118,7 +117,7 @@ class PreImage:
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
-            ahead = self._runtime is not None and not self._runtime.holds(value)  # of the device, as the host is
+            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # of the devices, as the host is
             return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
         if isinstance(value, dict):
             return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}

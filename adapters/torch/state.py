@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -79,20 +80,16 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
     return {"state": state, "param_groups": groups}
 
 
-def counted_back(state: Mapping[str, Any], updates: int) -> dict[str, Any]:
-    """The optimizer's state without the last ``updates`` in its counters on the host.
-
-    The host counts an update when it queues it; a device that hangs before it has the moments of the version before.
-    """
-
-    def of_its_version(key: Any, value: Any) -> Any:
-        on_host = type(value) in (int, float) or (isinstance(value, Tensor) and value.device.type == "cpu")
-        return value - updates if key == "step" and on_host else value
-
-    return {
-        name: {key: of_its_version(key, value) for key, value in values.items()} if isinstance(values, dict) else values
-        for name, values in state.items()
-    }
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what an optimizer keeps of one parameter, in whatever containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in list(value.values()):
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in list(value):
+            yield from tensors_in(item)
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:

@@ -120,6 +120,7 @@ class Processor:
             wait_pages=self.company.wait_stored,
             put=put,
             wrote=self._wrote,
+            look_again=self._looker.look_again,
         )
         self._joined = threading.Event()
         self._problem: TtpError | None = None
@@ -343,10 +344,10 @@ class Processor:
                 self._aside("ttp-connect", lambda: self._line.connect(action))
             case pm.Send(report):
                 self._line.send(report)
-            case pm.CloseGate():
+            case pm.CloseGate(hurry):
                 if self.copying is not None:
                     self.copying.freeze()
-                self._looker.freeze()
+                self._looker.freeze(hurry=hurry)
             case pm.OpenGate():
                 if self.copying is not None:
                     self.copying.thaw()
