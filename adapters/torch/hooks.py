@@ -173,6 +173,7 @@ class Attachment:
         self._closures = 0  # that run
         self._by_hand = by_hand  # the user says when a step is done
         self._last = last  # whose step is the last one of an update; None: there is one only
+        self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
         self._task = -1
         self._mark = 0
         self._evaluating = False
@@ -190,8 +191,8 @@ class Attachment:
         self._stepping = Stepping(optimizers)
         self._strangers = Strangers(optimizers, model, lambda: self._begun)
         for optimizer in optimizers:
-            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
         for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(Hook(self._on_gradient)))
@@ -251,12 +252,15 @@ class Attachment:
         task = graph_task()
         if task != self._task or task == -1:
             self._task = task
-            if capturing():
-                return  # of a CUDA graph: this happens once, not in each of its replays
-            self._look_for_exception()
-            self._again = False
-            self._pass()
-            self._capture.capture(self._next_version(), final=False)
+            self._backward_begins()
+
+    def _backward_enters(self) -> None:
+        if capturing():
+            return  # of a CUDA graph: this happens once, not in each of its replays
+        self._look_for_exception()
+        self._again = False
+        self._pass()
+        self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
