@@ -56,11 +56,6 @@ def bucket_layout(ddp: Ddp) -> str | None:
     return str(text) if text else _applied.get(ddp)
 
 
-def applied_layout(ddp: Ddp) -> str | None:
-    """The layout that ``apply_bucket_layout`` gave to ``ddp``; None: it gave none."""
-    return _applied.get(ddp)
-
-
 def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
     """Make ``ddp`` reduce in ``layout`` from its first step on; all ranks alike, before the first forward pass.
 
