@@ -29,7 +29,7 @@ def adam(parameters: Any) -> Any:
 
 
 def update(version: int) -> list[Any]:
-    return [(version, "early"), (version, "early"), "begin", (version, "final"), "after", "end"]
+    return [(version, "early"), (version, "again"), "begin", (version, "final"), "after", "end"]
 
 
 @pytest.mark.supports("torch.compile (optimizer)")
