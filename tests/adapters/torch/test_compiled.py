@@ -32,7 +32,7 @@ def update(version: int) -> list[Any]:
     return [(version, "early"), (version, "again"), "begin", (version, "final"), "after", "end"]
 
 
-@pytest.mark.supports("torch.compile (optimizer)")
+@pytest.mark.supports("torch.compile")
 @pytest.mark.parametrize("scheduled", [True, False])
 def test_a_compiled_step_is_an_update(scheduled: bool) -> None:
     """With a scheduler torch does not compile it at all: it has put a function of its own around ``step()``."""
@@ -77,7 +77,7 @@ def test_an_exception_in_a_compiled_step_is_noticed(caplog: pytest.LogCaptureFix
 
 
 @pytest.mark.slow
-@pytest.mark.supports("torch.compile (compiled autograd)")
+@pytest.mark.supports("torch.compile")
 def test_compiled_autograd() -> None:
     job = Job()
     with dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
