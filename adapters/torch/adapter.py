@@ -134,7 +134,13 @@ class TorchAdapter:
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         members = members_of(self._optimizer)
-        self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
+        self._tail = Tail(
+            members,
+            scheduler=self._schedulers,
+            scaler=self._scaler,
+            averages=averages,
+            runtimes=self._source.runtimes if self._scaler is not None else (),
+        )
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
         self._source.tail, self._source.buckets = self._tail, buckets

@@ -207,7 +207,6 @@ class Attachment:
         self._handles.clear()
         if self._strangers is not None:
             self._strangers.remove()
-        self._tail.close()
 
     def step_done(self) -> None:
         """The user says that a step is done, tail and all; from the first call on this ends the update.

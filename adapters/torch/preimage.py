@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.cuts import is_distributed, local
 from ttp.adapters.torch.device import AHEAD_MAX, Runtime, holder, make_fence
-from ttp.adapters.torch.tail import copied
+from ttp.adapters.torch.habit import copied
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")

@@ -391,7 +391,7 @@ class TorchSource:
             state["optim"]["state"] = counted_back(
                 state["optim"]["state"], ahead, lambda tensor: holder(self.runtimes, tensor) is None
             )
-        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+        kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules

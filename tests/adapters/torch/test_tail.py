@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import pickle
+import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,23 +13,26 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler as lr  # noqa: E402
 
-from ttp.adapters.torch import schedules  # noqa: E402
+from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
+from ttp.adapters.torch import device, schedules  # noqa: E402
+from ttp.adapters.torch.device import AHEAD_MAX  # noqa: E402
 from ttp.adapters.torch.job_state import JobState  # noqa: E402
 from ttp.adapters.torch.tail import Tail  # noqa: E402
-from ttp.adapters.torch.watch import watch_method  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from ttp.errors import CheckpointError, UsageError  # noqa: E402
 
 
 class Loop:
     """A training loop in its parts, with the calls that the hooks would make."""
 
-    def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False) -> None:
+    def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False, runtimes: Any = ()) -> None:
         self.model = nn.Linear(2, 2)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler: Any = make(self.optimizer) if make else None
         self.scaler = scaler
         self.version = 0
-        self.tail = Tail([self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages)
+        self.tail = Tail(
+            [self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages, runtimes=runtimes
+        )
 
     def forward(self, training: bool = True) -> None:
         self.tail.forward_entered(training)
@@ -257,11 +259,17 @@ class TestOtherLoops:
         assert loop.state(2).scheduler["last_epoch"] == 2
         assert loop.state(3).scheduler["last_epoch"] == 3
 
-    def test_another_version_gets_the_present_state(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_so_are_those_that_a_device_may_be_behind(self) -> None:
         loop = Loop(exponential)
-        loop.iterations(3)
-        assert loop.state(9).scheduler["last_epoch"] == 3
-        assert "not kept" in caplog.text
+        loop.iterations(AHEAD_MAX)
+        assert [loop.state(v).scheduler["last_epoch"] for v in range(1, AHEAD_MAX + 1)] == [*range(1, AHEAD_MAX + 1)]
+
+    @pytest.mark.parametrize("version", [0, 30])
+    def test_of_another_version_nothing_is_made_up(self, version: int) -> None:
+        loop = Loop(exponential)
+        loop.iterations(20)
+        with pytest.raises(CheckpointError, match=f"schedule of version {version} is not kept: this rank is at 20"):
+            loop.state(version)
 
     def test_a_tensor_as_rate_is_copied(self) -> None:
         loop = Loop()
@@ -362,16 +370,65 @@ class TestScaler:
         assert loop.tail.settled()
 
 
-class TestWatching:
-    def test_the_scheduler_is_what_it_was(self) -> None:
-        loop = Loop(exponential)
-        assert isinstance(loop.scheduler, lr.ExponentialLR)
-        assert type(loop.scheduler).__name__ == "ExponentialLR"
-        assert "step" not in loop.scheduler.state_dict()
-        for twin in (copy.deepcopy(loop.scheduler), pickle.loads(pickle.dumps(loop.scheduler))):
-            assert type(twin) is lr.ExponentialLR
-        loop.tail.close()
-        assert type(loop.scheduler) is lr.ExponentialLR
+class TestFused:
+    """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
+
+    def loop(self) -> Loop:
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
+        loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
+        loop.tail = Tail([loop.optimizer], scaler=loop.scaler)
+        return loop
+
+    def finished(self, loop: Loop) -> None:
+        loop.version += 1
+        loop.tail.update_finished(loop.version)
+
+    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+        loop.forward()
+        weight: Any = next(loop.model.parameters())
+        loop.scaler.scale(weight.sum() * 0)
+        if overflow:
+            weight.grad.fill_(float("inf"))
+        loop.tail.at_gate()
+        loop.scaler.step(loop.optimizer)
+        if update:
+            loop.scaler.update()
+
+    @pytest.mark.supports("AMP and GradScaler (fused)")
+    def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
+        loop = self.loop()
+        self.iteration(loop)
+        before = [p.clone() for p in loop.model.parameters()]
+        self.iteration(loop, overflow=True)
+        assert loop.version == 2 and all(map(torch.equal, before, loop.model.parameters()))
+        assert loop.state().scaler == loop.scaler.state_dict() and loop.scaler.get_scale() == 4.0
+        assert not loop.state().scaler_pending
+
+    @pytest.mark.parametrize("overflow", [True, False])
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_between_the_step_and_the_update_it_is_known_what_is_due(self, count: int, overflow: bool) -> None:
+        unbroken = self.loop()
+        for _ in range(count):
+            self.iteration(unbroken)
+        self.iteration(unbroken, overflow=overflow, update=False)
+        assert not unbroken.tail.settled()
+        saved = JobState.decode(unbroken.state().encode())
+        assert saved.scaler_pending and saved.scaler_skipped == overflow
+        unbroken.scaler.update()
+        assert unbroken.tail.settled() and not unbroken.state().scaler_skipped
+        resumed = self.loop()
+        schedules.load_scaler(resumed.scaler, saved)
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
+
+
+class TestLooking:
+    def test_nothing_of_the_scheduler_is_another(self) -> None:
+        """``type(scheduler) is LambdaLR`` is asked by other libraries."""
+        scheduler = lr.ExponentialLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 0.5)
+        before = dict(vars(scheduler))
+        Tail([scheduler.optimizer], scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"))
+        assert type(scheduler) is lr.ExponentialLR and vars(scheduler) == before
 
     def test_a_state_that_cannot_be_stored_is_said_at_start(self) -> None:
         class Odd(lr.ExponentialLR):
@@ -381,44 +438,62 @@ class TestWatching:
         with pytest.raises(UsageError, match=r"scheduler.state_dict\(\)\['curve'\]\[0\]"):
             Loop(lambda o: Odd(o, 0.5))
 
-    def test_what_cannot_be_watched_settles_with_the_forward_pass(self) -> None:
+    def test_what_does_not_count_its_steps_settles_with_the_forward_pass(self) -> None:
         loop = Loop(exponential)
-        loop.tail.close()
-        vars(loop.scheduler)["step"] = loop.scheduler.step
         tail = Tail([loop.optimizer], scheduler=_Plain(loop.scheduler))
+        loop.optimizer.step()
         tail.update_finished(1)
+        loop.step()
         assert not tail.settled()
         tail.forward_entered(training=True)
         assert tail.settled()
+        loop.step()
+        state: Any = tail.job_state(1).scheduler
+        assert state["last_epoch"] == 1 and tail.param_groups(1)[0][0]["lr"] == 0.05
 
-    def test_a_listener_that_fails_does_not_reach_the_caller(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Thing:
-            def step(self, by: int) -> int:
-                return by + 1
+    @pytest.mark.parametrize("make", [*SCHEDULERS, lambda o: lr.ChainedScheduler([lr.LinearLR(o), exponential(o)])])
+    def test_a_step_that_is_being_made_is_told_from_one_that_is_over(self, make: Any) -> None:
+        """Whoever saves looks at any moment: here at every line of a step."""
+        loop = Loop(make)
+        loop.iterations(2)
+        loop.forward()
+        loop.update()
+        before = loop.state().scheduler, loop.tail.param_groups(3)
+        seen: list[Any] = []
 
-        def fail() -> None:
-            raise RuntimeError("mine")
+        def look(frame: Any, event: str, _argument: Any) -> Any:
+            if frame.f_code.co_filename == lr.__file__:
+                sys.settrace(None)
+                state = loop.state()
+                seen.append((state.scheduler_pending, (state.scheduler, loop.tail.param_groups(3, state))))
+                sys.settrace(look)
+            return look
 
-        thing = Thing()
-        watch_method(thing, "step", fail, fail)
-        assert [thing.step(1), thing.step(by=2)] == [2, 3]
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sys.settrace(look)
+            try:
+                loop.scheduler.step()
+            finally:
+                sys.settrace(None)
+        after = loop.scheduler.state_dict(), loop.tail.param_groups(3)
+        assert len(seen) > 5 and not loop.state().scheduler_pending
+        for pending, found in seen:
+            assert found == (before if pending else after)
 
-    def test_after_is_called_only_when_the_method_returned(self) -> None:
-        class Thing:
-            def step(self) -> None:
-                raise ValueError
-
-        calls: list[str] = []
-        thing = Thing()
-        watch_method(thing, "step", lambda: calls.append("before"), lambda: calls.append("after"))
-        with pytest.raises(ValueError):
-            thing.step()
-        assert calls == ["before"]
+    def test_groups_and_schedule_are_of_one_moment(self) -> None:
+        loop = Loop(exponential)
+        loop.iterations(2)
+        loop.forward()
+        loop.update()
+        job = loop.state()
+        loop.step()
+        assert job.scheduler_pending and loop.tail.param_groups(3, job)[0][0]["lr"] == pytest.approx(0.1 * 0.5**2)
+        assert loop.rate == pytest.approx(0.1 * 0.5**3)
 
 
 class _Plain:
-    """A scheduler whose class cannot be exchanged."""
+    """A scheduler that shows nothing but its state."""
 
     __slots__ = ("scheduler",)
 
@@ -430,3 +505,73 @@ class _Plain:
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.scheduler.last_epoch}
+
+
+class TestScaleOnADevice:
+    """Its numbers are those of the version in the order of the training's work, and nobody waits for them."""
+
+    @pytest.fixture
+    def runtime(self) -> Iterator[Any]:
+        runtime: Any = FakeRuntime()
+        with Watching(runtime.device):
+            yield runtime
+        assert not runtime.device.sins
+
+    @pytest.fixture
+    def loop(self, runtime: Any) -> Loop:
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        for tensor in (scaler._scale, scaler._growth_tracker):
+            runtime.device.put(tensor)
+        return Loop(scaler=scaler, runtimes=[runtime])
+
+    @staticmethod
+    def scaler_update(loop: Loop) -> None:
+        """What ``update()`` queues, and what it does on the host."""
+        loop.scaler._scale.mul_(2)
+        loop.scaler._per_optimizer_states = type(loop.scaler._per_optimizer_states)(dict)
+
+    def iteration(self, loop: Loop) -> None:
+        loop.forward()
+        loop.update()
+        self.scaler_update(loop)
+
+    def test_of_each_version_however_far_the_host_is(self, loop: Loop, runtime: Any) -> None:
+        self.iteration(loop)
+        runtime.device.run()
+        runtime.device.seal()
+        with runtime.device.no_waiting():
+            for _ in range(4):
+                self.iteration(loop)
+            loop.tail.at_gate()
+            assert [loop.state(v).scaler["scale"] for v in (1, 2, 5)] == [2048.0, 4096.0, 1024.0 * 2**5]
+            assert not loop.state(5).scaler_pending
+
+    def test_behind_a_hang_too(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_NUMBER_S", 0.01)
+        self.iteration(loop)
+        loop.tail.forward_entered(True)
+        runtime.device.run()
+        runtime.device.hang()
+        self.iteration(loop)
+        assert loop.state(1).scaler["scale"] == 2048.0
+        with pytest.raises(CheckpointError, match="did not leave the device"):
+            loop.state(2)
+
+    def test_an_update_of_it_that_is_queued_is_due(self, loop: Loop) -> None:
+        """A save reads on another thread, which cannot know how far the device is."""
+        self.iteration(loop)
+        state = loop.state(1)
+        assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+        loop.tail.at_gate()
+        state = loop.state(1)
+        assert state.scaler["scale"] == 2048.0 and not state.scaler_pending
+
+    def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_NUMBERS", 8)
+        loop.tail._numbers = device.Numbers(loop.tail._numbers._runtimes)
+        for _ in range(4):
+            self.iteration(loop)
+        assert loop.state(4).scaler["scale"] == 1024.0 * 2**3
+        with pytest.raises(CheckpointError, match="too far ahead"):
+            loop.state(1)
