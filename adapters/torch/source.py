@@ -216,9 +216,10 @@ class TorchSource:
         image = self._image(order.how, version)
         if image is None:
             self._wait_settled(cancelled)
+        if order.shards:
+            self._check_stands(version, image)
         pages = self._pages(order, version)
         job = self._job_state(version)
-        self._check_stands(version, image)
         state = self._state(pages, job, image, order.shards) if order.shards else {}
         pieces = []
         for shard in order.shards:
