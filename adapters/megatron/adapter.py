@@ -131,7 +131,6 @@ class MegatronAdapter(TorchAdapter):
             tail=self._tail,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            chain=True,
             before_gate=lambda: self._at_gate(processor, barrier),
             before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
             after_update=self._note_increment,

@@ -21,7 +21,6 @@ import xxhash
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.device import flat_bytes
 from ttp.adapters.torch.names import _walk as walk
 from ttp.errors import CheckpointError
@@ -122,10 +121,10 @@ class BufferTable:
                 if tensor is None:
                     self._absent.append((owner._buffers, key))
                 elif (
-                    tensor.layout is not torch.strided
+                    type(tensor.detach()) is not Tensor  # what is behind another class is not in its memory
+                    or tensor.layout is not torch.strided
                     or tensor.is_quantized
                     or tensor.is_meta
-                    or is_distributed(tensor)
                 ):
                     self.skipped.append(prefix + key)
                 else:

@@ -171,14 +171,20 @@ class LocalCapture:
     # ------------------------------------------------------------------------------------------------ save, restore
 
     @property
+    def skipped(self) -> list[str]:
+        """Names of buffers that are no plain memory."""
+        holder = self._host or self._device
+        return [] if holder is None else holder.table.skipped
+
+    @property
     def problem(self) -> str:
         """What is not captured, and why, for the manifest; empty: everything is."""
         problems = list(self._given_up.values())
-        page, holder = self._page, self._host or self._device
+        page = self._page
         if page is not None and page.problem:
             problems.append(page.problem)
-        if holder is not None and holder.table.skipped:
-            problems.append("buffers that are no plain memory: " + ", ".join(holder.table.skipped))
+        if self.skipped:
+            problems.append("buffers that are no plain memory: " + ", ".join(self.skipped))
         return "; ".join(problems)
 
     @staticmethod

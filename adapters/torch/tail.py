@@ -227,6 +227,14 @@ class Tail:
             return [False] * len(pairs)
         return [b or m for b, m in zip(began, missing, strict=True)]
 
+    def skipped(self) -> bool:
+        """Whether the scaler has left out a step at its last update. Waits for the device: for rare cases."""
+        if self._scaler is None:
+            return False
+        now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
+        assert now is not None and before is not None
+        return bool(now["_growth_tracker"] == 0 and now["scale"] <= before["scale"])
+
     # ----------------------------------------------------------------------------------------------------- snapshots
 
     def _of(self, version: int) -> _Snapshot:

@@ -454,7 +454,9 @@ class ProcessorMachine:
                 stuck=not (quiet.parked or self._broken or self._returned),
                 settled=quiet.settled,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
-                has_preimage=quiet.has_preimage and not self._snapshot,
+                # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
+                # there is nothing else, and thawed they go on.
+                has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,
                 kept=quiet.kept,

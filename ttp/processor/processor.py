@@ -175,6 +175,10 @@ class Processor:
         """See ``UpdateReporter``."""
         self.gate.leave_update()
 
+    def stand_between(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.stand_between()
+
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
         self.gate.end_update()

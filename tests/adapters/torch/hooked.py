@@ -45,6 +45,10 @@ class Job:
         self.gate.begin_update(again)
         self.log.append("begin")
 
+    def stand_between(self) -> None:
+        self.gate.stand_between()
+        self.log.append("between")
+
     def leave_update(self) -> None:
         self.gate.leave_update()
         self.log.append("left")
