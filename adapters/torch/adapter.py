@@ -409,6 +409,7 @@ class DeviceReporter:
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
+        self._host_values = source.host_values
 
     @property
     def mark(self) -> int:
@@ -444,6 +445,10 @@ class DeviceReporter:
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
+        try:
+            self._host_values.note(self._processor.gate.version + 1)
+        except Exception as problem:  # a save of this version will say so
+            log.debug("what the optimizer keeps on the host is not noted: %s", problem)
         self._processor.end_update()
 
 
