@@ -13,13 +13,27 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import buddy, controller_load, core, detect, layouts, rescue, restoring, save, steady, zero
+from benchmarks import (
+    barrier,
+    buddy,
+    controller_load,
+    core,
+    detect,
+    gpu,
+    layouts,
+    rescue,
+    restoring,
+    save,
+    steady,
+    zero,
+)
 from benchmarks.result import Result
 
 GROUPS = {
     "core": core.run,
     "steady": steady.run,
     "buddy": buddy.run,
+    "barrier": barrier.run,
     "layouts": layouts.run,
     "zero": zero.run,
     "save": save.run,
@@ -27,7 +41,10 @@ GROUPS = {
     "detect": detect.run,
     "rescue": rescue.run,
     "controller": controller_load.run,
+    "gpu": gpu.run,
 }
+NEEDS = {"gpu": gpu.needs}
+"""Groups that not every machine can measure: why it cannot, or nothing."""
 
 
 def main() -> int:
@@ -42,11 +59,16 @@ def main() -> int:
     unknown = set(args.names) - set(GROUPS)
     if unknown:
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
+    lacking = {name: reason for name, needs in NEEDS.items() if (reason := needs())}
+    for name in set(args.names) & set(lacking):
+        parser.error(f"{name} cannot be measured here: {lacking[name]}")
     console = Console()
     results: list[Result] = []
-    for name in args.names or GROUPS:
+    for name in args.names or [name for name in GROUPS if name not in lacking]:
         with console.status(f"measuring {name} ..."):
             results += GROUPS[name](args.quick)
+    for name, reason in () if args.names else lacking.items():
+        console.print(f"left out: {name}, {reason}")
     console.print(machine())
     console.print(as_table(results))
     if args.json:

@@ -17,8 +17,10 @@ def train() -> None:
     elements = int(float(os.environ["BENCH_STATE_MB"]) * 1e6 / 12)  # weights and two moments, four bytes each
     ballast = torch.ones(int(float(os.environ["BENCH_RESIDENT_GIB"]) * 2**28))
     rows = max(1, elements // 4096)
-    model = nn.Sequential(*(nn.Linear(4096, max(1, rows // 8), bias=False) for _ in range(8)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    device = torch.device(os.environ.get("BENCH_DEVICE", "cpu"))
+    model = nn.Sequential(*(nn.Linear(4096, max(1, rows // 8), bias=False, device=device) for _ in range(8)))
+    fused = device.type == "cuda"  # no temporaries as large as the state
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=fused)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir=os.environ["BENCH_SAVE_DIR"])

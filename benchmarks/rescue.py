@@ -55,24 +55,24 @@ def repeated(state_mb: float, resident_gib: float, times: int) -> Times:
     return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
 
 
-def once(state_mb: float, resident_gib: float) -> Times:
-    """One job: form, train a little, kill the last rank, read the events' times."""
+def once(state_mb: float, resident_gib: float, world: int = WORLD, *, plain: bool = True) -> Times:
+    """One job: form, train a little, kill the last rank, read the events' times; and how long a plain write takes."""
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, service, _):
             events: dict[str, float] = {}
             committed = threading.Event()
             watcher = threading.Thread(target=_watch, args=(service, events, committed), daemon=True)
-            with ranks(WORLD, port, directory, state_mb, resident_gib) as processes:
+            with ranks(world, port, directory, state_mb, resident_gib) as processes:
                 wait_for(service, 3)
                 watcher.start()
                 time.sleep(LOOK_AROUND_S)  # the watcher's stream opens, ranks find their neighbours
                 killed_at = time.monotonic()
-                os.kill(processes[WORLD - 1].pid, signal.SIGKILL)
+                os.kill(processes[world - 1].pid, signal.SIGKILL)
                 if not committed.wait(120):
                     raise TimeoutError(f"no commit: {events}")
-            plain = plain_write_s(directory / "plain", int(state_mb * 1e6)) * 1e3
-    return {key: (at - killed_at) * 1e3 for key, at in events.items()} | {"plain": plain}
+            written = {"plain": plain_write_s(directory / "plain", int(state_mb * 1e6)) * 1e3} if plain else {}
+    return {key: (at - killed_at) * 1e3 for key, at in events.items()} | written
 
 
 def _watch(service: ControllerStub, events: dict[str, float], committed: threading.Event) -> None:

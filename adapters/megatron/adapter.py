@@ -24,15 +24,14 @@ from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.combined import combined
+from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import attach
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.restore import Restored
-from ttp.adapters.torch.source import runtime_of
 from ttp.adapters.torch.tail import Tail
-from ttp.adapters.torch.watch import watch_method
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
 from ttp.store.manifest import Manifest
@@ -78,7 +77,8 @@ class MegatronAdapter(TorchAdapter):
         modules = nn.ModuleList(self._chunks)
         self._extra = ExtraState(_extra_state(extra_state, Progress(args, list(unchained(optimizer)))))
         self._capture = LocalCapture(modules, self._extra)
-        self._device = next((p.device for p in modules.parameters()), torch.device("cpu"))
+        devices = devices_of([*modules.parameters(), *modules.buffers()])
+        self._device = devices[0] if devices else torch.device("cpu")
         plain = unwrap_model(self._chunks)
         geometry = describe(plain)
         inners = inner_optimizers(optimizer, geometry)
@@ -86,10 +86,11 @@ class MegatronAdapter(TorchAdapter):
         outline = outline_text(geometry, plain, optimizer, inners, args)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, outline)
+        self._noted = getattr(scheduler, "num_steps", 0)
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self._source = MegatronSource(
-            modules, names, self._together, self._capture, self._extra, self._device, held=self._held, args=args
+            modules, names, self._together, self._capture, self._extra, devices, held=self._held, args=args
         )
         self._attachment = None
         self._processor: Processor | None = None
@@ -117,10 +118,10 @@ class MegatronAdapter(TorchAdapter):
     def attach(self, processor: Processor) -> None:
         """Hook into the inner optimizers; report to ``processor``."""
         self._processor, source = processor, self._source
-        self._watch_scheduler()
+        self._note_increment()
         self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
-            source.preimage = PreImage(self._together, (), runtime_of(self._device))
+            source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
         self._attachment = attach(
             self._held.stepping,
@@ -130,9 +131,9 @@ class MegatronAdapter(TorchAdapter):
             tail=self._tail,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            chain=True,
             before_gate=lambda: self._at_gate(processor, barrier),
             before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
+            after_update=self._note_increment,
         )
         self._syncs.attach(self._held.stepping)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
@@ -150,18 +151,12 @@ class MegatronAdapter(TorchAdapter):
         super().detach()
         self._syncs.detach()
 
-    def _watch_scheduler(self) -> None:
-        """By how much it is stepped is the loop's choice, and needed where its step is made up for after a restore."""
-        before = 0
-
-        def begins() -> None:
-            nonlocal before
-            before = self._scheduler.num_steps
-
-        def stepped() -> None:
-            self._source.increment = self._scheduler.num_steps - before
-
-        watch_method(self._scheduler, "step", begins, stepped)
+    def _note_increment(self) -> None:
+        """By how much the scheduler is stepped is the loop's choice; needed where its step is made up for."""
+        now = getattr(self._scheduler, "num_steps", 0)
+        if now > self._noted:
+            self._source.increment = now - self._noted
+        self._noted = now
 
     # --------------------------------------------------------------------------------------------------- restoring
 
@@ -202,7 +197,7 @@ class MegatronAdapter(TorchAdapter):
             return ["the step of the LR scheduler that was due could not be made"]
         if job.scheduler_pending:
             scheduler.step(increment=increment)
-        self._source.increment = increment
+        self._source.increment, self._noted = increment, scheduler.num_steps
         return []
 
     def _number(self, rank: int, world_size: int) -> int:

@@ -22,6 +22,7 @@ from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import Chunk
+from ttp.adapters.torch.device import holder
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.inspection import Leaf
 from ttp.adapters.torch.job_state import JobState
@@ -78,7 +79,7 @@ class MegatronSource(TorchSource):
         optimizer: all inner optimizers, as one.
         capture: of rank-local state.
         extra: the user's objects, and Megatron's.
-        device: where the state lies.
+        devices: where the state lies; none: on the host.
         held: what this rank holds.
         args: Megatron-LM's namespace, for stock checkpoints; or None.
     """
@@ -92,12 +93,12 @@ class MegatronSource(TorchSource):
         optimizer: Any,
         capture: LocalCapture,
         extra: ExtraState,
-        device: torch.device,
+        devices: Sequence[torch.device],
         *,
         held: Held,
         args: Any,
     ) -> None:
-        super().__init__(chunks, names, optimizer, capture, extra, device)
+        super().__init__(chunks, names, optimizer, capture, extra, devices)
         self.held = held
         self._args = args
         self.increment = 0
@@ -111,7 +112,7 @@ class MegatronSource(TorchSource):
         optimizers = with_counts(
             [
                 {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
-                for inner, groups in zip(self.held.inners, self.tail.param_groups(version), strict=True)
+                for inner, groups in zip(self.held.inners, self.tail.param_groups(version, job), strict=True)
             ]
         )
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})
@@ -123,8 +124,8 @@ class MegatronSource(TorchSource):
         for holding in inner.holdings:
             step = inner.optimizer.state.get(holding.main, {}).get("step")
             if step is not None:
-                value = float(self._to_host(step) if isinstance(step, Tensor) and step.device.type != "cpu" else step)
-                on_host = not isinstance(step, Tensor) or step.device.type == "cpu"
+                value = float(self._to_host(step) if isinstance(step, Tensor) else step)
+                on_host = not isinstance(step, Tensor) or holder(self.runtimes, step) is None
                 return value - (self._processor.gate.version - version) * on_host
         return None
 

@@ -90,8 +90,8 @@ def write_shard(
             it meanwhile.
         shard: what the piece belongs to.
         writer: this rank.
-        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end. Its
-            result is used before the next call.
+        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end, and
+            gives back what is on the CPU as it is. Its result is used before the next call.
         cancelled: asked between tensors, and every 8 MiB within one.
         progress: see ``HashingFile``.
         deal: picks what of it is written, where the piece is a part of a shard, and says how it was dealt out.
@@ -153,7 +153,7 @@ class _ShardWriter:
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        blob = whole((tensor if tensor.device.type == "cpu" else self._to_host(tensor)).to(dtype))
+        blob = whole(self._to_host(tensor).to(dtype))
         self._blobs.write(blob)
         _give_back(blob, tensor)
         item = replace(

@@ -1,10 +1,15 @@
 """What an accelerator needs: when a version is finished there, and how bytes leave it without stopping anything.
 
 ``optimizer.step()`` returns when kernels are queued. A version is finished when the event recorded behind it is; the
-host may count further. And while a collective hangs, everything queued behind it hangs too: a copy has to go round it,
-on a stream of its own, into memory that was set aside at start (an allocation would queue behind the hung work).
+host may count further. And while a collective hangs, everything queued behind it hangs too. So:
 
-All use of ``torch.cuda`` is in ``CudaRuntime``, so that the logic is tested without a device.
+* what the rescue does runs on a stream of its own, that waits for nothing, in memory that was set aside at start (an
+  allocation may wait for the device), by kernels that were launched once at start (CUDA loads them at their first
+  launch, which may wait for the device too);
+* what follows the training runs on another one, which waits for marks of the training and hangs with it.
+
+A process may use several devices, and keep some of its state on the host: there is a runtime for each device, and each
+tensor is asked where it is. All use of ``torch.cuda`` is in ``CudaRuntime``, so that the logic is tested without one.
 """
 
 from __future__ import annotations
@@ -14,18 +19,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ttp.errors import CheckpointError
+
 log = logging.getLogger("ttp.adapters.torch")
 
 _cuda: Any = torch.cuda
 _POLL_S = 0.0002
-RING_BYTES = 64 << 20
+_PRIORITY = -2
+"""Of the streams made here: torch deals out streams of a priority in turn, so that after some dozens two users share
+one. Communicators take theirs from the lowest and the highest; one that hangs may not be ours."""
+
+AHEAD_MAX = 8
+"""Updates that a host may be ahead of its device before something that was kept of the oldest is gone."""
 
 
 class Event(Protocol):
@@ -34,27 +46,33 @@ class Event(Protocol):
     def query(self) -> bool:
         """Whether everything before the mark is done. Does not wait. Raises RuntimeError when the device is broken."""
 
+    def synchronize(self) -> None:
+        """Return when it is, without using the processor meanwhile; perhaps never. Raises like ``query``."""
+
 
 class Runtime(Protocol):
-    """The few things asked of a device."""
+    """The few things asked of one device."""
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is in its memory."""
 
     def mark(self, *, side: bool) -> Event:
-        """Put a mark behind what is queued now, on the current stream or on the side stream."""
+        """Put a mark behind what is queued now, on the current stream of this thread or on the side stream."""
 
     def side_waits_for(self, event: Event) -> None:
         """Work queued later on the side stream runs after the mark."""
+
+    def training_waits_for(self, event: Event) -> None:
+        """Work queued later on the current stream of this thread runs after the mark."""
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         """Work queued inside goes to the side stream."""
 
     def pinned(self, size: int) -> Tensor:
-        """``size`` bytes of host memory that the device can write to by itself."""
+        """``size`` bytes of host memory that the device can write to by itself. At start only."""
 
     def on_device(self, size: int) -> Tensor:
-        """``size`` bytes of device memory."""
+        """``size`` bytes of device memory. At start only."""
 
 
 class CudaRuntime:
@@ -62,21 +80,26 @@ class CudaRuntime:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._side: Any = _cuda.Stream(device)
+        self._side: Any = _cuda.Stream(device, priority=_PRIORITY)
 
     def holds(self, tensor: Tensor) -> bool:
         """See ``Runtime``."""
-        return tensor.is_cuda
+        return tensor.device == self._device
 
     def mark(self, *, side: bool) -> Event:
         """See ``Runtime``."""
-        event: Any = _cuda.Event()
+        event: Any = _cuda.Event(blocking=True)
         event.record(self._side if side else torch.cuda.current_stream(self._device))
         return event
 
     def side_waits_for(self, event: Event) -> None:
         """See ``Runtime``."""
         self._side.wait_event(event)
+
+    def training_waits_for(self, event: Event) -> None:
+        """See ``Runtime``."""
+        stream: Any = torch.cuda.current_stream(self._device)
+        stream.wait_event(event)
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         """See ``Runtime``."""
@@ -89,6 +112,50 @@ class CudaRuntime:
     def on_device(self, size: int) -> Tensor:
         """See ``Runtime``."""
         return torch.empty(size, dtype=torch.uint8, device=self._device)
+
+
+def devices_of(tensors: Iterable[Tensor]) -> tuple[torch.device, ...]:
+    """The CUDA devices that hold any of them, each once."""
+    found = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
+    return tuple(sorted(found, key=lambda device: device.index or 0))
+
+
+def runtimes_on(devices: Iterable[torch.device]) -> tuple[Runtime, ...]:
+    """A runtime of its own for each device; none for the host."""
+    return tuple(CudaRuntime(device) for device in devices if device.type == "cuda")
+
+
+def holder(runtimes: Sequence[Runtime], tensor: Tensor) -> Runtime | None:
+    """The device that holds the tensor; None: the host does.
+
+    Raises:
+        CheckpointError: another kind of device does.
+    """
+    for runtime in runtimes:
+        if runtime.holds(tensor):
+            return runtime
+    if tensor.device.type not in ("cpu", "meta"):
+        raise CheckpointError(
+            f"a tensor is on {tensor.device}, where no part of the state was at start: memory of the host and of CUDA "
+            "devices that hold parameters or buffers can be saved"
+        )
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Marks of several devices as one."""
+
+    events: Sequence[Event]
+
+    def query(self) -> bool:
+        """See ``Event``."""
+        return all(event.query() for event in self.events)
+
+    def synchronize(self) -> None:
+        """See ``Event``."""
+        for event in self.events:
+            event.synchronize()
 
 
 # ---------------------------------------------------------------------------------------------------------------- fence
@@ -136,8 +203,11 @@ class DeviceFence:
         self._collecting = threading.Lock()
 
     def record(self, version: int) -> None:
-        """See ``Fence``."""
-        self._pending.append((version, self._runtime.mark(side=False)))
+        """See ``Fence``. Of a device that is broken nothing is finished any more; the program finds out by itself."""
+        try:
+            self._pending.append((version, self._runtime.mark(side=False)))
+        except RuntimeError as problem:
+            log.debug("the device takes no mark: %s", problem)
         self.finished_version()  # so that nothing piles up when nobody asks
 
     def finished_version(self) -> int:
@@ -155,11 +225,43 @@ class DeviceFence:
         return poll(lambda: self.finished_version() >= version, timeout_s)
 
 
-def make_fence(device: torch.device, runtime: Runtime | None = None, base: int = 0) -> Fence:
-    """The fence for state on ``device``; ``base`` is the version that it has now."""
-    if runtime is None and device.type != "cuda":
-        return HostFence(base)
-    return DeviceFence(runtime or CudaRuntime(device), base)
+class DevicesFence:
+    """Of several devices: what all have reached, or, of an update that begins, what any has.
+
+    Args:
+        fences: of each.
+        newest: whether one is enough.
+    """
+
+    def __init__(self, fences: Sequence[Fence], newest: bool) -> None:
+        self._fences, self._pick = fences, max if newest else min
+
+    def record(self, version: int) -> None:
+        """See ``Fence``."""
+        for fence in self._fences:
+            fence.record(version)
+
+    def finished_version(self) -> int:
+        """See ``Fence``."""
+        return self._pick(fence.finished_version() for fence in self._fences)
+
+    def wait(self, version: int, timeout_s: float) -> bool:
+        """See ``Fence``."""
+        return poll(lambda: self.finished_version() >= version, timeout_s)
+
+
+def make_fence(runtimes: Sequence[Runtime], base: int = 0, *, newest: bool = False) -> Fence:
+    """The fence for state on these devices; none: on the host.
+
+    Args:
+        runtimes: of the devices.
+        base: the version that the state has now.
+        newest: of what begins it is enough that one device has begun it.
+    """
+    fences = [DeviceFence(runtime, base) for runtime in runtimes]
+    if len(fences) > 1:
+        return DevicesFence(fences, newest)
+    return fences[0] if fences else HostFence(base)
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
@@ -170,96 +272,6 @@ def poll(done: Callable[[], bool], timeout_s: float) -> bool:
             return False
         time.sleep(_POLL_S)
     return True
-
-
-# ------------------------------------------------------------------------------------------- large copies, saver thread
-
-
-@dataclass(slots=True)
-class _Flight:
-    """A chunk on its way to the host; without an event it is there already."""
-
-    event: Event | None
-    staged: Tensor
-    target: Tensor
-    completes: Tensor | None
-
-
-class HostCopier:
-    """Brings tensors to the host past whatever hangs on the device. For one thread at a time.
-
-    Args:
-        runtime: the device; None: there is none, tensors are handed through.
-        ring: number of pinned buffers, allocated here and now.
-        buffer_bytes: size of each.
-        timeout_s: how long one chunk may take before the device counts as stuck.
-    """
-
-    def __init__(
-        self, runtime: Runtime | None, *, ring: int = 2, buffer_bytes: int = RING_BYTES, timeout_s: float = 60.0
-    ) -> None:
-        self._runtime = runtime
-        self._timeout_s = timeout_s
-        self._ring = [runtime.pinned(buffer_bytes) for _ in range(ring)] if runtime is not None else []
-        self._turn = 0
-
-    def copy_to_host(self, tensors: Iterable[Tensor]) -> Iterator[Tensor]:
-        """The tensors in order, each an ordinary CPU tensor of the same shape, dtype and strides.
-
-        The caller has waited for the fence. One chunk is on its way while the one before is moved out of its buffer.
-
-        Raises:
-            TimeoutError: a chunk did not arrive.
-        """
-        flights: deque[_Flight] = deque()
-        for flight in self._flights(tensors):
-            flights.append(flight)
-            if len(flights) >= max(1, len(self._ring)):  # the next one needs the buffer of the oldest
-                yield from self._land(flights.popleft())
-        while flights:
-            yield from self._land(flights.popleft())
-
-    def _flights(self, tensors: Iterable[Tensor]) -> Iterator[_Flight]:
-        for tensor in map(Tensor.detach, tensors):
-            if self._runtime is None or not self._runtime.holds(tensor):
-                yield _Flight(None, tensor, tensor, tensor)
-                continue
-            host, source, target = _twin(tensor)
-            step = self._ring[0].numel()
-            last = max(0, source.numel() - 1) // step * step
-            for start in range(0, last + 1, step):
-                span = slice(start, start + step)
-                yield self._launch(self._runtime, source[span], target[span], host if start == last else None)
-
-    def _launch(self, runtime: Runtime, source: Tensor, target: Tensor, completes: Tensor | None) -> _Flight:
-        staged = self._ring[self._turn % len(self._ring)][: source.numel()]
-        self._turn += 1
-        with runtime.on_side():
-            staged.copy_(source, non_blocking=True)
-        return _Flight(runtime.mark(side=True), staged, target, completes)
-
-    def _land(self, flight: _Flight) -> Iterator[Tensor]:
-        if flight.event is not None:
-            if not poll(flight.event.query, self._timeout_s):
-                raise TimeoutError(f"{flight.target.numel()} bytes did not leave the device in {self._timeout_s:g} s")
-            flight.target.copy_(flight.staged)
-        if flight.completes is not None:
-            yield flight.completes
-
-
-def _twin(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """An empty CPU tensor of the same form, the bytes of ``tensor``, and the bytes of the empty one.
-
-    Bytes are views when the tensor fills its memory in any order of dimensions (channels last does); otherwise a dense
-    copy is made on the device first.
-    """
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    source = tensor.permute(order)
-    if not source.is_contiguous():
-        source = source.contiguous()
-    target = torch.empty(source.shape, dtype=tensor.dtype)
-    back = sorted(range(tensor.dim()), key=order.__getitem__)
-    return target.permute(back), flat_bytes(source), flat_bytes(target)
 
 
 def flat_bytes(tensor: Tensor) -> Tensor:

@@ -26,12 +26,13 @@ import xxhash
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.device import Runtime, poll
+from ttp.adapters.torch.device import Runtime, holder, poll
 from ttp.adapters.torch.leaves import leaves
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.sharding import Sharding, local_tensors
 from ttp.adapters.torch.state import optimizer_state
 from ttp.adapters.torch.table import Path
+from ttp.adapters.torch.to_host import launch_once, words
 from ttp.core.layout import Shard
 
 WHOLE_BYTES = 64 << 20
@@ -119,15 +120,18 @@ class Inspector:
 
     Args:
         mode: ``sample`` or ``all``.
-        runtime: the device of the state, of which 8 MiB are set aside here and now; None: the host.
+        runtimes: the devices of the state, of each of which 8 MiB are set aside here and now; none: the host.
     """
 
-    def __init__(self, mode: str = "sample", runtime: Runtime | None = None) -> None:
+    def __init__(self, mode: str = "sample", runtimes: Sequence[Runtime] = ()) -> None:
         self._mode = mode
-        self._runtime = runtime
-        self._limit = _PACK_HOST if runtime is None else _PACK_DEVICE
-        self._packed = None if runtime is None else runtime.on_device(_PACK_DEVICE)
-        self._pinned = None if runtime is None else runtime.pinned(_PACK_DEVICE)
+        self._runtimes = runtimes
+        self._limit = _PACK_DEVICE if runtimes else _PACK_HOST
+        self._packed = {id(runtime): runtime.on_device(_PACK_DEVICE) for runtime in runtimes}
+        self._pinned = runtimes[0].pinned(_PACK_DEVICE) if runtimes else None
+        for runtime in runtimes:
+            assert self._pinned is not None
+            launch_once(runtime, self._packed[id(runtime)], self._pinned)
 
     @torch.no_grad()
     def look(self, leaves: Iterable[Leaf], version: int) -> Findings:
@@ -139,7 +143,7 @@ class Inspector:
         """
         digest, bad = xxhash.xxh3_128(), dict[str, None]()
         known = sorted(leaves, key=lambda leaf: (str(leaf.tensor.dtype), leaf.name))
-        known = [leaf for leaf in known if self._runtime is None or self._runtime.holds(leaf.tensor)]
+        known = [leaf for leaf in known if not self._runtimes or holder(self._runtimes, leaf.tensor) is not None]
         described = [(leaf.name, str(leaf.tensor.dtype), list(leaf.tensor.shape)) for leaf in known]
         digest.update(json.dumps(described).encode())
         for pack in self._packs(known, version):
@@ -151,11 +155,11 @@ class Inspector:
         return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
 
     def _packs(self, known: Sequence[Leaf], version: int) -> Iterator[list[tuple[Leaf, Tensor]]]:
-        """Pieces of one dtype, up to the limit together."""
+        """Pieces of one dtype, in one memory, up to the limit together."""
         pack: list[tuple[Leaf, Tensor]] = []
         size = 0
         for leaf, piece in self._pieces(known, version):
-            if pack and (size + piece.nbytes > self._limit or piece.dtype != pack[0][1].dtype):
+            if pack and (size + piece.nbytes > self._limit or self._kind(piece) != self._kind(pack[0][1])):
                 yield pack
                 pack, size = [], 0
             pack.append((leaf, piece))
@@ -163,8 +167,11 @@ class Inspector:
         if pack:
             yield pack
 
+    def _kind(self, piece: Tensor) -> tuple[torch.dtype, Runtime | None]:
+        return piece.dtype, holder(self._runtimes, piece)
+
     def _pieces(self, known: Sequence[Leaf], version: int) -> Iterator[tuple[Leaf, Tensor]]:
-        flat = [(leaf, memory) for leaf in known if (memory := _memory(leaf.tensor, self._runtime)) is not None]
+        flat = [(leaf, memory) for leaf in known if (memory := self._memory(leaf.tensor)) is not None]
         total = sum(memory.nbytes for _, memory in flat)
         whole = self._mode == "all" or total <= WHOLE_BYTES
         for leaf, memory in flat:
@@ -172,6 +179,21 @@ class Inspector:
             sample = _sample(memory, share, version)
             for piece in self._split(sample):
                 yield leaf, piece
+
+    def _memory(self, tensor: Tensor) -> Tensor | None:
+        """The elements of a tensor in the order of its memory, as a vector; None where that says nothing."""
+        tensor = tensor.detach()
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+            return None
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        if not ordered.is_contiguous():
+            if holder(self._runtimes, tensor) is not None:
+                return None  # a dense copy would have to be allocated on the device
+            ordered = ordered.contiguous()
+        return ordered.reshape(-1)
 
     def _split(self, sample: Tensor) -> Sequence[Tensor]:
         if sample.nbytes <= self._limit:
@@ -181,40 +203,26 @@ class Inspector:
 
     def _bring(self, pieces: list[Tensor]) -> Tensor:
         """On the host, one behind the other."""
-        if self._runtime is not None:
-            return self._from_device(self._runtime, pieces)
+        runtime = holder(self._runtimes, pieces[0])
+        if runtime is not None:
+            return self._from_device(runtime, pieces)
         if len(pieces) == 1:
             return pieces[0]
         return torch.cat([piece if piece.dim() == 1 else piece.reshape(-1) for piece in pieces])
 
     def _from_device(self, runtime: Runtime, pieces: list[Tensor]) -> Tensor:
-        assert self._packed is not None and self._pinned is not None
-        size = sum(piece.nbytes for piece in pieces)
-        packed = self._packed[:size].view(pieces[0].dtype)
+        assert self._pinned is not None
+        memory, size = self._packed[id(runtime)], sum(piece.nbytes for piece in pieces)
+        copied = [words(piece) for piece in pieces]
+        packed = memory[:size].view(copied[0].dtype)
         with runtime.on_side():
-            for slot, piece in zip(torch.split(packed, [p.numel() for p in pieces]), pieces, strict=True):
+            for slot, piece in zip(torch.split(packed, [p.numel() for p in copied]), copied, strict=True):
                 slot.view(piece.shape).copy_(piece)
-            self._pinned[:size].copy_(self._packed[:size], non_blocking=True)
+            self._pinned[:size].copy_(memory[:size], non_blocking=True)
         event = runtime.mark(side=True)
         if not poll(event.query, _PATIENCE_S):
             raise TimeoutError(f"{size} bytes did not leave the device in {_PATIENCE_S:g} s")
         return self._pinned[:size].view(pieces[0].dtype)
-
-
-def _memory(tensor: Tensor, runtime: Runtime | None) -> Tensor | None:
-    """The elements of a tensor in the order of its memory, as a vector; None where that says nothing."""
-    tensor = tensor.detach()
-    plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
-    if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
-        return None
-    if tensor.is_contiguous():
-        return tensor.view(-1)
-    ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
-    if not ordered.is_contiguous():
-        if runtime is not None:
-            return None  # a dense copy would have to be allocated on the device
-        ordered = ordered.contiguous()
-    return ordered.reshape(-1)
 
 
 def _sample(memory: Tensor, share: int, version: int) -> Tensor:

@@ -17,7 +17,8 @@ from torch import Tensor
 from ttp.adapters.torch.table import Path
 
 ToHost = Callable[[Tensor], Tensor]
-"""Brings a tensor of an accelerator to the host. The copy is the caller's, who may empty it."""
+"""Brings a tensor of an accelerator to the host, where the copy is the caller's, who may empty it; one that is on the
+host is given back as it is."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
@@ -107,7 +108,7 @@ def dump(value: Any, to_host: ToHost) -> bytes | None:
 
 def _portable(value: Any, to_host: ToHost) -> Any:
     if isinstance(value, Tensor):
-        return whole(value.detach() if value.device.type == "cpu" else to_host(value.detach()))
+        return whole(to_host(value.detach()))
     if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
         return value.item()
     if type(value) in (list, tuple, set):

@@ -12,7 +12,7 @@ import functools
 import logging
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,10 +30,15 @@ _cuda: Any = torch.cuda
 
 
 class RngState:
-    """Captures and restores all global random streams of this process."""
+    """Captures and restores all global random streams of this process.
 
-    def __init__(self) -> None:
+    Args:
+        devices: CUDA devices whose streams the training uses; none: the current one's, where CUDA is in use.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
         self._host = HostStreams()
+        self._devices = [device.index for device in devices]
         self._torch: torch.Generator = torch.default_generator
         self._live = live_memory(self._torch)
 
@@ -41,7 +46,7 @@ class RngState:
         """The state of every stream now. Some parts are live memory: copy them before the next random number."""
         python, python_gauss, numpy, numpy_gauss = self._host.capture()
         host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
-        device = _capture_device()
+        device = _capture_device(self._devices)
         sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
 
@@ -57,7 +62,7 @@ class RngState:
             notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
             self._torch.set_state(_torch_state(host))
             if device:
-                notes += _restore_device(device)
+                notes += _restore_device(device, self._devices)
         except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
             raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
         return notes
@@ -175,18 +180,30 @@ def _torch_state(data: bytes) -> torch.Tensor:
 # --------------------------------------------------------------------------------------------------------------- device
 
 
-def _capture_device() -> bytes:
-    """Seed and offset of the current CUDA device's generator. They live on the host: nothing waits for the device."""
+def _generators(devices: Sequence[int]) -> list[torch.Generator]:
+    return [torch.cuda.default_generators[index] for index in devices or (torch.cuda.current_device(),)]
+
+
+def _capture_device(devices: Sequence[int]) -> bytes:
+    """Seeds and offsets of the CUDA devices' generators, one behind the other.
+
+    They live on the host: nothing waits for a device. A CUDA graph keeps an offset on the device for its own launches;
+    what it has used up is added on the host when the graph is launched.
+    """
     if not _cuda.is_initialized():
         return b""
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    return _tensor_bytes(generator.get_state())
+    return b"".join(_tensor_bytes(generator.get_state()) for generator in _generators(devices))
 
 
-def _restore_device(data: bytes) -> list[str]:
+def _restore_device(data: bytes, devices: Sequence[int]) -> list[str]:
     if not torch.cuda.is_available():
         return ["there is no CUDA device: its random stream was not put back"]
     _cuda.init()
-    generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    generator.set_state(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    generators = _generators(devices)
+    size = len(data) // len(generators)
+    if size * len(generators) != len(data) or size != generators[0].get_state().numel():
+        return [f"{len(data)} bytes of random streams are not those of {len(generators)} CUDA devices: not put back"]
+    for number, generator in enumerate(generators):
+        part = bytearray(data[number * size : (number + 1) * size])
+        generator.set_state(torch.frombuffer(part, dtype=torch.uint8))
     return []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,23 +14,26 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.dealing import Share
-from ttp.adapters.torch.device import Fence, HostCopier, make_fence
+from ttp.adapters.torch.device import Fence, Runtime, holder, make_fence, runtimes_on
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
+from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.state import checkpoint_state, counted_back, model_state, optimizer_state
+from ttp.adapters.torch.state import checkpoint_state, counted_back, model_state, optimizer_state, tensors_in
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.to_host import HostCopier
 from ttp.core import stripes
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
@@ -38,7 +42,7 @@ from ttp.errors import CheckpointError
 from ttp.processor.committing import commit_order
 from ttp.processor.local_piece import Pages, collect, write_local_piece
 from ttp.processor.pages import PageWriter
-from ttp.processor.source import Cancelled
+from ttp.processor.source import Cancelled, MovedError
 from ttp.store.durable import sync_directory
 from ttp.store.piece_file import write_piece
 
@@ -47,9 +51,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.adapters.torch")
 
+INSIDE_S = 5.0
+"""How long a device may stand in the middle of an update, where nothing hangs unless the optimizer exchanges, before
+the update counts as half done."""
 SETTLE_S = 2.0
 """How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
 _POLL_S = 0.002
+_LOOK_S = 0.0005
+COPIES_S = 1.0
+"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
 class TorchSource:
@@ -61,7 +71,7 @@ class TorchSource:
         optimizer: the registered optimizer.
         capture: of rank-local state.
         extra: the user's objects.
-        device: where the state lies.
+        devices: where the state lies; none: on the host.
     """
 
     framework = "torch"
@@ -75,19 +85,21 @@ class TorchSource:
         optimizer: Optimizer,
         capture: LocalCapture,
         extra: ExtraState,
-        device: torch.device,
+        devices: Sequence[torch.device],
     ) -> None:
         self._model, self._names, self._optimizer, self._capture, self._extra = model, names, optimizer, capture, extra
-        self.on_device = device.type == "cuda"
-        self.begun: Fence = make_fence(device)
-        self.finished: Fence = make_fence(device)
-        self.reduced: Fence = make_fence(device)  # the gradient of that version is
-        self._device = device
+        self.runtimes: Sequence[Runtime] = runtimes_on(devices)
+        """Of the devices, for what waits for nothing."""
+        self.begun: Fence = make_fence(self.runtimes, newest=True)
+        self.finished: Fence = make_fence(self.runtimes)
+        self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
         self._copier: HostCopier | None = None
+        self._copying = threading.Lock()
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
+        self.between: BetweenSteps | None = None
         self.tail: Tail | None = None
         self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
@@ -95,12 +107,17 @@ class TorchSource:
         self._incarnation = 0
         self._attachment: Attachment | None = None
 
+    @property
+    def on_device(self) -> bool:
+        """See ``StateSource``."""
+        return bool(self.runtimes)
+
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
-        """The hooks are attached. Memory is set aside now: at the failure it would be too late."""
+        """The hooks are attached. Memory is set aside and kernels are loaded now: at the failure it is too late."""
         self._processor, self._attachment, self.sharding = processor, attachment, sharding
-        self._copier = HostCopier(runtime_of(self._device))
+        self._copier = HostCopier(self.runtimes)
         if processor.config.digest != "off":
-            self._inspector = Inspector(processor.config.digest, runtime_of(self._device))
+            self._inspector = Inspector(processor.config.digest, self.runtimes)
 
     # ------------------------------------------------------------------------------------------------ StateSource
 
@@ -112,15 +129,33 @@ class TorchSource:
         return self.tail is None or self.tail.settled() or (self.exchanges and self.tail.foreseen())
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """The newest version, up to ``version``, that the device has finished and will not leave.
+        """See ``StateSource``.
 
         The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
-        version before, and stays there as long as nobody aborts the communicator. None: an update is half done.
+        version before, and stays there as long as nobody aborts the communicator. Inside of an update it is given more
+        time, as what is queued there waits for nobody; so it is where state of that version is on the host already.
         """
-        if self.finished.wait(version, patience_s):
-            return version
-        done = self.finished.finished_version()
-        return Version(done) if self.begun.finished_version() <= done else None
+        marks, since = None, time.monotonic()
+        while (done := self.finished.finished_version()) < version:
+            inside = self.begun.finished_version() > done or self._host_holds_state()
+            now, passed = time.monotonic(), self._marks()
+            if passed != marks:
+                marks, since = passed, now
+            if now >= since + (max(patience_s, INSIDE_S) if inside and patience_s else patience_s):
+                return None if inside else Version(done)
+            time.sleep(_LOOK_S)
+        return version
+
+    def _marks(self) -> tuple[int, ...]:
+        """How far the device has come, as far as can be told: as long as that changes it moves."""
+        fences = (self.reduced, self.begun, self.finished)
+        return (*(fence.finished_version() for fence in fences), self._capture.arrived)
+
+    def _host_holds_state(self) -> bool:
+        """Whether some of the state is on the host, and thereby of the host's version; counters can be put back."""
+        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
+        return any(holder(self.runtimes, tensor) is None for tensor in [*owned, *(v for v in kept if v.dim())])
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
@@ -142,16 +177,31 @@ class TorchSource:
     @property
     def has_preimage(self) -> bool:
         """See ``StateSource``."""
-        if self._processor is None or self.preimage is None:
+        preimage = self._preimage_now
+        if self._processor is None or preimage is None:
             return False
         state = self._processor.gate.state()
         if state.phase is Phase.UPDATING:
             return False
         if state.phase is Phase.TORN:
-            return self.preimage.version == state.version
+            preimage.wait(COPIES_S)
+            return preimage.version == state.version
         finished = self.finished.finished_version()  # the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and self.preimage.version == finished - 1
+        return whole and preimage.whole and preimage.version == finished - 1
+
+    def forget_images(self) -> None:
+        """The state was replaced: what is kept of another one belongs to nothing."""
+        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
+            if preimage is not None:
+                preimage.forget()
+
+    @property
+    def _preimage_now(self) -> PreImage | None:
+        """What the user has asked for, or else what several optimizers need between their steps."""
+        if self.preimage is None and self.between is not None:
+            return self.between.preimage
+        return self.preimage
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
@@ -187,14 +237,20 @@ class TorchSource:
             self._wait_settled(cancelled)
         pages = self._pages(order, version)
         job = self._job_state(version)
+        self._check_stands(version, image)
         state = self._state(pages, job, image, order.shards) if order.shards else {}
-        pieces = [self._write_shard(draft, shard, state, order, generation, cancelled) for shard in order.shards]
+        pieces = []
+        for shard in order.shards:
+            pieces.append(self._write_shard(draft, shard, state, order, generation, cancelled))
+            self._check_stands(version, image)
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
             pieces.append(write_local_piece(draft, file, pages, order.rank))
         if order.job_state:
             pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
         sync_directory(draft)
+        if order.shards:
+            self._check_stands(version, image)
         return pieces
 
     def commit(self, order: Commit) -> tuple[str, int]:
@@ -232,9 +288,34 @@ class TorchSource:
         """
         if how is not How.UNDO:
             return None
-        if self.preimage is None:
+        preimage = self._preimage_now
+        if preimage is None:
             raise CheckpointError('an update cannot be undone: wrap_optimizer() was not given undo="preimage"')
-        return self.preimage.image(version)
+        return preimage.image(version)
+
+    def _check_stands(self, version: Version, image: Image | None) -> None:
+        """Before the first byte is read and after the last one: what is read in between is of ``version``.
+
+        A device that hangs may go on when somebody aborts a communicator: queued kernels then write what they make of
+        whatever a collective has left behind.
+
+        Raises:
+            MovedError: the state is another one.
+        """
+        assert self._processor is not None
+        if image is not None:
+            preimage = self._preimage_now
+            kept = None if preimage is None else preimage.version
+            stands, found = kept == version, f"what is kept is {'of no version' if kept is None else f'version {kept}'}"
+        elif self.on_device:
+            done, begun = self.finished.finished_version(), self.begun.finished_version()
+            stands, found = done == version >= begun, f"the device has finished version {done} and begun {begun}"
+        else:
+            state = self._processor.gate.state()
+            stands = state.version == version and state.phase in (Phase.IDLE, Phase.DONE)
+            found = f"this rank holds version {state.version}, not {version} ({state.phase.value})"
+        if not stands:
+            raise MovedError(f"the state is not that of version {version} any more: {found}")
 
     def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
         """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""
@@ -334,8 +415,10 @@ class TorchSource:
         if ahead and not self.on_device:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
-            state["optim"]["state"] = counted_back(state["optim"]["state"], ahead)
-        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+            state["optim"]["state"] = counted_back(
+                state["optim"]["state"], ahead, lambda tensor: holder(self.runtimes, tensor) is None
+            )
+        kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules
@@ -345,7 +428,8 @@ class TorchSource:
 
     def _to_host(self, tensor: Tensor) -> Tensor:
         assert self._copier is not None
-        return next(self._copier.copy_to_host([tensor]))
+        with self._copying:  # a save, and one that was left behind or a second copy that is given up
+            return next(self._copier.copy_to_host([tensor]))
 
 
 def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
@@ -355,12 +439,3 @@ def _module_state(module: nn.Module, image: Image | None) -> dict[str, Any]:
     if image is None:
         return module.state_dict()
     return {key: image.of(value) for key, value in module.state_dict(keep_vars=True).items()}
-
-
-def runtime_of(device: torch.device) -> Any:
-    """The device as ``HostCopier`` and others want it; None for the host."""
-    if device.type != "cuda":
-        return None
-    from ttp.adapters.torch.device import CudaRuntime
-
-    return CudaRuntime(device)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
+from ttp.errors import CheckpointError
 
 
 def checkpoint_state(
@@ -35,7 +37,7 @@ def checkpoint_state(
         model = {name: image.of(value) for name, value in model.items()}
     state: dict[str, Any] = {
         "model": model,
-        "optim": optimizer_state(names, optimizer, None if image is None else image.state),
+        "optim": optimizer_state(names, optimizer, None if image is None else image.state_of(optimizer)),
         "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
     }
     if job.several is not None:
@@ -79,20 +81,40 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
     return {"state": state, "param_groups": groups}
 
 
-def counted_back(state: Mapping[str, Any], updates: int) -> dict[str, Any]:
+def counted_back(state: Mapping[str, Any], updates: int, on_host: Callable[[Tensor], bool]) -> dict[str, Any]:
     """The optimizer's state without the last ``updates`` in its counters on the host.
 
     The host counts an update when it queues it; a device that hangs before it has the moments of the version before.
+
+    Raises:
+        CheckpointError: the host has more than counters, and nobody knows what it was.
     """
 
-    def of_its_version(key: Any, value: Any) -> Any:
-        on_host = type(value) in (int, float) or (isinstance(value, Tensor) and value.device.type == "cpu")
-        return value - updates if key == "step" and on_host else value
+    def of_its_version(name: str, key: Any, value: Any) -> Any:
+        there = type(value) in (int, float) or (isinstance(value, Tensor) and on_host(value))
+        if there and key != "step" and isinstance(value, Tensor):
+            raise CheckpointError(
+                f"the host is {updates} updates ahead of its device, and optimizer.state[{name}][{key!r}] is on the "
+                "host: what it was then is not known"
+            )
+        return value - updates if there and key == "step" else value
 
     return {
-        name: {key: of_its_version(key, value) for key, value in values.items()} if isinstance(values, dict) else values
+        name: {key: of_its_version(name, key, v) for key, v in values.items()} if isinstance(values, dict) else values
         for name, values in state.items()
     }
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what an optimizer keeps of one parameter, in whatever containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in list(value.values()):
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in list(value):
+            yield from tensors_in(item)
 
 
 def optimizer_kind(optimizer: Optimizer) -> str:

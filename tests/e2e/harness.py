@@ -27,6 +27,15 @@ SCRIPTS = Path(sysconfig.get_path("scripts"))
 PYTHON_BIN = Path(sys.executable).parent
 
 
+def program(name: str, module: str) -> list[str]:
+    """A command of this Python: the installed script, or, where the checkout is all there is, its module."""
+    script = PYTHON_BIN / name
+    return [str(script)] if script.exists() else [sys.executable, "-m", module]
+
+
+TTP, TORCHRUN = program("ttp", "ttp"), program("torchrun", "torch.distributed.run")
+
+
 @dataclass
 class Job:
     """One job directory and how it is launched."""
@@ -61,16 +70,14 @@ class Job:
         if self.protected:
             base |= {"TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "60"}
         base |= self.env
-        program = [str(PYTHON_BIN / "ttp"), "run"] if self.launcher == "ttp" else [str(PYTHON_BIN / "torchrun")]
-        if not self.protected:
-            program = [str(PYTHON_BIN / "torchrun")]
+        launcher = [*TTP, "run"] if self.launcher == "ttp" and self.protected else TORCHRUN
         flags = self.flags or ([] if any(self.nodes) else ["--standalone"])
         local = str(self.ranks // len(self.nodes))
         self.log = self.directory / "launcher.log"
         self.processes = []
         for index, node in enumerate(self.nodes):
             restarts = ["--max-restarts", str(self.max_restarts)]
-            command = [*program, *flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
+            command = [*launcher, *flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
             # The launcher's pid is known to the workers through a shell that becomes the launcher.
             wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
             with self.log.open("a") as out:
@@ -141,9 +148,7 @@ class Job:
     def ttp(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
         env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         env |= {"TTP_PORT": str(self.port), "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(self.directory / "run")}
-        return subprocess.run(
-            [str(PYTHON_BIN / "ttp"), *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False
-        )
+        return subprocess.run([*TTP, *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
     def rank_pids(self) -> dict[int, int]:
         """Pid of every rank, as the controller knows them."""

@@ -51,7 +51,8 @@ def run_case(request: pytest.FixtureRequest) -> RunCase:
         lines = [line for line in done.out.splitlines() if line.startswith('{"case"')]
         for line in lines:
             done.numbers |= json.loads(line)
-        _numbers.append((request.node.nodeid.rpartition("::")[2], done.numbers | {"took_s": round(done.took_s, 1)}))
+        done.numbers["took_s"] = round(done.took_s, 1)
+        _numbers.append((request.node.nodeid.rpartition("::")[2], done.numbers))
         assert not check or done.code == 0, done.story
         return done
 
@@ -84,7 +85,12 @@ def _run(command: list[str], deadline_s: float, env: dict[str, str]) -> Done:
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     died: list[float] = []
-    waiter = threading.Thread(target=lambda: (process.wait(), died.append(time.monotonic())), daemon=True)
+
+    def wait() -> None:
+        process.wait()
+        died.append(time.monotonic())
+
+    waiter = threading.Thread(target=wait, daemon=True)
     waiter.start()  # pipes may be held open by what it has started
     try:
         out, err = process.communicate(timeout=deadline_s + 20)
@@ -103,11 +109,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=reason))
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     """The numbers for docs/gpu.md."""
     if os.environ.get("TTP_GPU_REPORT"):
         Path(os.environ["TTP_GPU_REPORT"]).write_text("".join(json.dumps({n: v}) + "\n" for n, v in _numbers))
-    measured = [(name, numbers) for name, numbers in _numbers if numbers.get("spin")]
-    for name, numbers in measured:
+    for name, numbers in _numbers if config.getoption("-m") == "gpu" else ():
         shown = ", ".join(f"{key} {value}" for key, value in numbers.items() if key not in ("case", "spin"))
         terminalreporter.write_line(f"{name}: {shown}")

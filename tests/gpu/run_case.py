@@ -10,17 +10,20 @@ import faulthandler
 import importlib
 import json
 import os
+import resource
 import signal
 import sys
 import tempfile
 import traceback
 from pathlib import Path
+from typing import Any
 
 from tests.ports import free_port
 
 
 def main(device: str, deadline_s: float, cases: list[str]) -> int:
     """Run them one after the other; 1 when one fails."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # some are made to abort, and hold a device's mappings
     faulthandler.dump_traceback_later(deadline_s, exit=True)
     signal.alarm(int(deadline_s) + 10)  # where a driver that hangs keeps even that from its work
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -28,7 +31,8 @@ def main(device: str, deadline_s: float, cases: list[str]) -> int:
 
     torch.set_num_threads(1)
     torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # it would launch kernels that nobody else launches
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False  # it would launch kernels that nobody else launches
     for case in cases:
         try:
             run(device, case)

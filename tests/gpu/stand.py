@@ -7,14 +7,16 @@ the cases do what they say, not that the device path works.
 from __future__ import annotations
 
 import contextlib
+import datetime
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import ttp
@@ -84,6 +86,14 @@ class Stand:
         self.numbers["save_s"] = round(time.monotonic() - began, 4)
         return int(answer.version), Path(answer.path)
 
+    def join_world(self, timeout_s: float = 600.0) -> None:
+        """Be the only rank of a process group: NCCL's on a device."""
+        library: Any = dist
+        store = library.FileStore(str(self.directory / "store"), 1)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        backend = "nccl" if self.real else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+
     @contextlib.contextmanager
     def protected(self) -> Iterator[None]:
         """Leaves the job that ``wrap_optimizer`` has joined inside."""
@@ -95,12 +105,12 @@ class Stand:
 
 
 class Thread:
-    """The training thread, which may hang, seen from another one."""
+    """A training thread, which may hang: makes these calls one after the other."""
 
-    def __init__(self, body: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
         self._moved = time.monotonic()
         self._problem: BaseException | None = None
-        self._body = body
+        self._calls = calls
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
@@ -121,12 +131,11 @@ class Thread:
 
     def _run(self) -> None:
         try:
-            self._body(self._move)
+            for call in self._calls:
+                call()
+                self._moved = time.monotonic()
         except BaseException as problem:
             self._problem = problem
-
-    def _move(self) -> None:
-        self._moved = time.monotonic()
 
 
 def saved_tensors(checkpoint: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ class Training:
             no_sync: Any = getattr(self.model, "no_sync", contextlib.nullcontext)
             with contextlib.nullcontext() if last else no_sync():
                 loss = self.model(self._data[self.steps % STEPS_MAX]).square().mean() / micro_batches
-                (self.scaler.scale(loss) if self.scaler is not None else loss).backward()  # type: ignore[no-untyped-call]
+                (self.scaler.scale(loss) if self.scaler is not None else loss).backward()
 
     def update(self) -> None:
         """Queue the update and what follows it."""
@@ -113,7 +113,7 @@ class Training:
 
     def state(self) -> dict[str, Tensor]:
         """Weights, buffers and the optimizer's state by their names in a checkpoint; waits for the device."""
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
+        names: dict[Any, str] = {parameter: name for name, parameter in self.module.named_parameters()}
         tensors = {f"model.{name}": value for name, value in self.module.state_dict(keep_vars=True).items()}
         for parameter, values in self.optimizer.state.items():
             tensors |= {f"optim.state.{names[parameter]}.{key}": torch.as_tensor(v) for key, v in values.items()}

@@ -101,6 +101,33 @@ def test_nothing_is_left_to_object_to(environ: dict[str, str], config: Config) -
     assert objections(environ | settings(environ, config), config) == []
 
 
+class TestLauncher:
+    """Whose environment tells whether torchrun was told anything."""
+
+    @staticmethod
+    def ancestor(proc: Path, pid: int, parent: int, **environ: str) -> None:
+        (proc / str(pid)).mkdir()
+        (proc / str(pid) / "environ").write_text("".join(f"{name}={value}\0" for name, value in environ.items()))
+        (proc / str(pid) / "stat").write_text(f"{pid} (a (strange) name) S {parent} 1 1")
+
+    def test_the_parent(self, tmp_path: Path) -> None:
+        self.ancestor(tmp_path, os.getppid(), 1, HOME="/x=y", **{HANDLING: "1"})
+        assert nccl.launcher_environ(tmp_path) == {"HOME": "/x=y", HANDLING: "1"}
+
+    def test_a_shell_between_torchrun_and_its_worker_has_torchruns_value(self, tmp_path: Path) -> None:
+        self.ancestor(tmp_path, os.getppid(), 2**22 + 1, TORCHELASTIC_RUN_ID="x", **{HANDLING: "1"})
+        self.ancestor(tmp_path, 2**22 + 1, 1, HOME="/")
+        assert nccl.launcher_environ(tmp_path) == {"HOME": "/"}
+
+    def test_what_cannot_be_read(self, tmp_path: Path) -> None:
+        assert nccl.launcher_environ(tmp_path) is None
+        self.ancestor(tmp_path, os.getppid(), os.getppid(), TORCHELASTIC_RUN_ID="x")
+        assert nccl.launcher_environ(tmp_path) is None
+
+    def test_the_real_one(self) -> None:
+        assert "PATH" in (nccl.launcher_environ() or {"PATH": ""})
+
+
 class TestCheck:
     """What ``wrap_optimizer`` does, with process groups that are made up."""
 
@@ -174,8 +201,9 @@ def test_importing_ttp_is_early_enough(port: str, seen: str) -> None:
 def test_real_groups_of_another_backend(tmp_path: Path) -> None:
     """The names that are asked of torch exist."""
     pytest.importorskip("torch")
-    import torch.distributed as dist
+    from torch import distributed
 
+    dist: Any = distributed
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:

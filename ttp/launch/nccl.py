@@ -47,6 +47,7 @@ _HANDLING_OF_TORCH = 3
 _HANDLING_OF_TORCHRUN = "1"
 _HEARTBEAT_OF_TORCH_S = 480
 _MARGIN_S = 60.0
+_ANCESTORS_MAX = 16
 _DOES = {
     1: "abort the communicators, so that queued kernels run on garbage, and end this process",
     2: "abort the communicators, so that queued kernels run on garbage,",
@@ -140,14 +141,24 @@ def check(config: Config) -> None:
         )
 
 
-def launcher_environ() -> dict[str, str] | None:
-    """What the process that launched this one was started with; None where that cannot be read."""
-    try:
-        raw = Path(f"/proc/{os.getppid()}/environ").read_bytes()
-    except OSError:
-        return None
-    pairs = (entry.partition("=") for entry in os.fsdecode(raw).split("\0"))
-    return {name: value for name, _, value in pairs if name}
+def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
+    """What torchrun was started with, which has launched this process, perhaps through a shell or a profiler.
+
+    That is the nearest ancestor which is none of its workers. None: it cannot be read.
+    """
+    pid = os.getppid()
+    for _ in range(_ANCESTORS_MAX):
+        try:
+            raw = (proc / str(pid) / "environ").read_bytes()
+            parent = (proc / str(pid) / "stat").read_text().rpartition(")")[2].split()[1]
+        except (OSError, IndexError):
+            return None
+        pairs = (entry.partition("=") for entry in os.fsdecode(raw).split("\0"))
+        found = {name: value for name, _, value in pairs if name}
+        if "TORCHELASTIC_RUN_ID" not in found:
+            return found
+        pid = int(parent)
+    return None
 
 
 def _of_torchrun(environ: Mapping[str, str], launcher: Mapping[str, str] | None) -> bool:

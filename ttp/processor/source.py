@@ -8,10 +8,15 @@ from typing import Protocol
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
+from ttp.errors import CheckpointError
 
 
 class Cancelled(Exception):  # noqa: N818 - it is not an error
     """A save was given up because a newer order replaced it or the gate is about to open."""
+
+
+class MovedError(CheckpointError):
+    """The state became another one while it was written: what is written is of no version."""
 
 
 class StateSource(Protocol):
@@ -22,8 +27,10 @@ class StateSource(Protocol):
     """Whether ``Processor.written`` is advanced while a piece is written; if not, a hanging write cannot be told."""
     writes_parts: bool
     """Whether it can write parts of shards (``ttp.core.stripes``), dealt out as any other replica would."""
-    on_device: bool
-    """Whether a version that the host has finished may still be queued on an accelerator."""
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a version that the host has finished may still be queued on an accelerator."""
 
     @property
     def has_preimage(self) -> bool:
@@ -45,9 +52,14 @@ class StateSource(Protocol):
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """The newest version, up to ``version``, that the device has finished and will not leave.
+        """The newest version, up to ``version``, that the device has finished and does not leave by itself.
 
-        None: an update is half done there. Only asked when ``on_device``; may wait for ``patience_s`` seconds.
+        None: an update is half done there. Only asked when ``on_device``.
+
+        Args:
+            version: what the host has finished.
+            patience_s: how long the device may stand still, outside of an update, before it counts as hanging; 0: it
+                is not waited for at all.
         """
 
     def write_pieces(
@@ -65,6 +77,7 @@ class StateSource(Protocol):
 
         Raises:
             Cancelled: ``cancelled()`` became true.
+            MovedError: the state is another one than when it was begun.
             OSError: the storage failed.
         """
 
@@ -97,6 +110,9 @@ class UpdateReporter(Protocol):
 
     def leave_update(self) -> None:
         """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
+
+    def stand_between(self) -> None:
+        """Between two steps that make one update together; ``begin_update`` goes on with it."""
 
     def end_update(self) -> None:
         """Just after the last write of an update."""

@@ -1,80 +1,344 @@
-"""A device made of host memory, on which copies arrive late: until their event is done, the target holds garbage."""
+"""A device made of host memory, as unkind as a real one may be.
+
+Work runs in the order of its stream and, between streams, in the order that hurts most: nothing runs before somebody
+asks an event, and then one kind of stream runs as far as it can before the other (``order``). A stream may hang for
+ever while others go on. What is copied to the host is garbage until the copy has run; what an operation allocates is
+garbage until the operation has run. An operation of torch on device memory is work of the stream that is current in its
+thread, whoever writes it: ``contiguous()`` and ``clone()`` allocate, ``item()`` waits.
+
+What may not happen is a *sin*. It is raised, and kept in ``FakeDevice.sins`` in case somebody swallows it:
+
+* memory of the device, or pinned memory, is set aside after ``seal()``;
+* a thread in ``no_waiting()`` waits for the device;
+* anybody waits for a stream that hangs, or launches a kernel for the first time while one hangs: it is loaded lazily,
+  and the call would never return.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 POISON = 0xEE
+TRAINING, SIDE = "training first", "side first"
+
+_copy: Any = torch.ops.aten.copy_.default
+_item: Any = torch.ops.aten._local_scalar_dense.default
+_foreach_copy: Any = torch.ops.aten._foreach_copy_.default
 
 
+class Sin(AssertionError):  # noqa: N818 - see the module
+    """Something that a real device would not forgive."""
+
+
+@dataclass(eq=False)
 class FakeEvent:
-    def __init__(self, runtime: FakeRuntime, arrivals: list[tuple[Tensor, Tensor]]) -> None:
-        self._runtime = runtime
-        self._arrivals = arrivals
-        self.done = False
+    device: FakeDevice
+    done: bool = False
 
     def query(self) -> bool:
-        if self._runtime.broken:
-            raise RuntimeError("CUDA error: unspecified launch failure")
-        if not self.done and self._runtime.moving.is_set():
-            self.done = True
-            self._runtime.arrive(self._arrivals)
+        self.device.check()
+        self.device.pump()
         return self.done
 
+    def synchronize(self) -> None:
+        while not self.query():
+            time.sleep(0.0002)
 
-class FakeRuntime:
-    """See ``ttp.adapters.torch.device.Runtime``. Nothing finishes while ``moving`` is not set."""
 
-    def __init__(self) -> None:
+@dataclass(eq=False)
+class FakeStream:
+    side: bool = False
+    queue: deque[Any] = field(default_factory=deque)  # work, a FakeEvent to be marked, ("wait", event), "hang"
+
+    def step(self) -> bool:
+        """Run what comes next. False: it cannot, or there is nothing."""
+        if not self.queue or self.hangs:
+            return False
+        head = self.queue[0]
+        if isinstance(head, tuple) and not head[1].done:
+            return False
+        self.queue.popleft()
+        if isinstance(head, FakeEvent):
+            head.done = True
+        elif not isinstance(head, tuple):
+            head()
+        return True
+
+    @property
+    def hangs(self) -> bool:
+        return bool(self.queue) and isinstance(self.queue[0], str)
+
+
+class FakeDevice:
+    """Memory and streams. ``order`` says who runs first when both could; ``beside`` is another one of the host."""
+
+    def __init__(self, order: str = TRAINING, beside: FakeDevice | None = None) -> None:
+        self.order = order
         self.moving = threading.Event()
         self.moving.set()
         self.broken = False
+        self.sins: list[str] = []
+        self.allocated = 0
+        self.waits: Counter[int] = Counter()  # by thread: how often it waited for the device
+        self.training = FakeStream()
+        self._streams = [self.training]
+        self._memory: dict[int, Any] = {}  # storages; referred to, so that their addresses stay theirs
+        self._pinned: dict[int, Any] = {} if beside is None else beside._pinned
+        self._loaded: set[Any] = set()
+        self._sealed = False
+        self._patient: set[int] = set()
+        self._lock = threading.RLock()
+        self._here = threading.local()
+
+    # ------------------------------------------------------------------------------------------------------ for tests
+
+    def put(self, tensor: Any) -> Any:
+        """The tensor is in the memory of the device from now on."""
+        storage = tensor.untyped_storage()
+        if storage.nbytes():
+            self._memory[storage.data_ptr()] = storage
+        return tensor
+
+    def launch(self, work: Callable[[], Any]) -> None:
+        """Queue ``work``, done by means of the host, on the stream of this thread."""
+        self._queue(work)
+
+    def hang(self) -> None:
+        """What is queued on the training stream from now on never runs."""
+        self._queue("hang", self.training)
+
+    def release(self) -> None:
+        """The hanging collective was aborted: what is behind it runs."""
+        with self._lock:
+            for stream in self._streams:
+                stream.queue = deque(task for task in stream.queue if not isinstance(task, str))
+
+    def run(self) -> None:
+        """All that can run does."""
+        self.pump()
+
+    def seal(self) -> None:
+        """No memory is set aside any more."""
+        self._sealed = True
+
+    @contextlib.contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        """This thread does not wait for the device."""
+        self._patient.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._patient.discard(threading.get_ident())
+
+    # ------------------------------------------------------------------------------------------------- for the runtime
+
+    @property
+    def current(self) -> FakeStream:
+        return getattr(self._here, "stream", self.training)
+
+    @contextlib.contextmanager
+    def on(self, stream: FakeStream) -> Iterator[None]:
+        before = self.current
+        self._here.stream = stream
+        try:
+            yield
+        finally:
+            self._here.stream = before
+
+    def stream(self) -> FakeStream:
+        self._streams.append(FakeStream(side=True))
+        return self._streams[-1]
+
+    def check(self) -> None:
+        if self.broken:
+            raise RuntimeError("CUDA error: unspecified launch failure")
+
+    def allocate(self, size: int, *, pinned: bool = False) -> Tensor:
+        if self._sealed:
+            self.sin(f"{size} bytes {'of pinned memory' if pinned else 'on the device'} are set aside after the start")
+        memory = torch.full((size,), POISON, dtype=torch.uint8)
+        self.allocated += 1
+        owned = self._pinned if pinned else self._memory
+        if size:
+            owned[memory.untyped_storage().data_ptr()] = memory.untyped_storage()
+        return memory
+
+    def has(self, tensor: Any) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._memory
+
+    def mark(self, stream: FakeStream) -> FakeEvent:
+        self.check()
+        event = FakeEvent(self)
+        self._queue(event, stream)
+        return event
+
+    def wait(self, event: Any, stream: FakeStream) -> None:
+        self._queue(("wait", event), stream)
+
+    def pump(self) -> None:
+        """Run what can run, in the unkind order."""
+        below: Any = torch._C._AutoDispatchBelowADInplaceOrView()  # versions were counted when it was queued
+        with self._lock, _disable_current_modes(), below:
+            first, then = sorted((False, True), reverse=self.order == SIDE)
+            progress = self.moving.is_set()
+            while progress:
+                progress = self._step(first) or self._step(then)
+
+    def _step(self, side: bool) -> bool:
+        stepped = [stream.step() for stream in self._streams if stream.side is side]
+        return any(stepped)
+
+    def sin(self, text: str) -> None:
+        self.sins.append(text)
+        raise Sin(text)
+
+    def _queue(self, task: Any, stream: FakeStream | None = None) -> None:
+        with self._lock:
+            (stream or self.current).queue.append(task)
+
+    # -------------------------------------------------------------------------------------------- operations of torch
+
+    def operate(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch would do with memory of this device."""
+        self.check()
+        if func is _item:
+            self._wait(func)
+            return func(*args, **kwargs)
+        self._load(func, args)
+        if func in (_copy, _foreach_copy):
+            return self._copied(func, args, kwargs)
+        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+            self._queue(lambda: func(*args, **kwargs))
+            return args[0]
+        return self._computed(func, args, kwargs)
+
+    def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
+        to, source = (args[0], args[1]) if func is _foreach_copy else ([args[0]], [args[1]])
+        crossing = any(self.has(one) is not self.has(other) for one, other in zip(to, source, strict=True))
+        plain = all(self._straight(one, other) for one, other in zip(to, source, strict=True))
+        pinned = all(self.has(t) or t.untyped_storage().data_ptr() in self._pinned for t in (*to, *source))
+        waits = crossing and not (pinned and kwargs.get("non_blocking", args[2] if len(args) > 2 else False))
+        if crossing and not plain:
+            self.sin("a copy between device and host that is not straight needs memory of the device")
+        with _disable_current_modes():
+            for one in to:
+                if not self.has(one):
+                    one.view(torch.uint8).fill_(POISON)  # it arrives late
+        self._queue(lambda: func(*args, **kwargs))
+        if waits:
+            self._wait(func)
+        return None if func is _foreach_copy else args[0]
+
+    def _computed(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result has memory at once, and its content when the work has run."""
+        with _disable_current_modes():
+            results = func(*args, **kwargs)
+            fresh = [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor) and not self.has(leaf)]
+            for leaf in fresh:
+                if self._sealed:
+                    self.sin(f"{func} sets {leaf.nbytes} bytes aside on the device after the start")
+                self.allocated += 1
+                self.put(leaf).untyped_storage().fill_(POISON)
+
+            def work() -> None:
+                for leaf, content in zip(tree_leaves(results), tree_leaves(func(*args, **kwargs)), strict=True):
+                    if isinstance(leaf, Tensor):
+                        leaf.copy_(content)
+
+        self._queue(work)
+        return results
+
+    def _load(self, func: Any, args: Any) -> None:
+        """A kernel is loaded when it is launched first; straight copies need none."""
+        tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+        if func is _copy and self._straight(args[0], args[1]):
+            return
+        kernel = (str(func), *sorted({str(t.dtype) for t in tensors}), all(t.is_contiguous() for t in tensors))
+        if kernel not in self._loaded:
+            self.pump()
+            if any(stream.hangs for stream in self._streams):
+                self.sin(f"{kernel} is launched for the first time behind a kernel that never ends")
+            self._loaded.add(kernel)
+
+    @staticmethod
+    def _straight(one: Tensor, other: Tensor) -> bool:
+        return one.dtype == other.dtype and one.is_contiguous() and other.is_contiguous()
+
+    def _wait(self, what: object) -> None:
+        self.waits[threading.get_ident()] += 1
+        if threading.get_ident() in self._patient:
+            self.sin(f"{what} waits for the device")
+        stream = self.current
+        self.pump()
+        if stream.queue:
+            self.sin(f"{what} waits for ever")
+
+
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """While it is entered, what this thread does with memory of the devices is work of theirs."""
+
+    def __init__(self, *devices: FakeDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._devices = devices
+
+    def dispatch(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        flat, form = tree_flatten((args, kwargs or {}))
+        tensors = [leaf for leaf in flat if isinstance(leaf, Tensor) and leaf.layout is torch.strided]
+        owner = next((d for d in self._devices for t in tensors if not t.is_meta and d.has(t)), None)
+        args, kwargs = tree_unflatten(flat, form)
+        if owner is None or func.is_view:
+            return func(*args, **kwargs)
+        return owner.operate(func, args, kwargs)
+
+
+# Set here, because torch wraps what a class body has, and then imports its compiler for seconds.
+Watching.__torch_dispatch__ = Watching.dispatch  # type: ignore[assignment,method-assign]
+
+
+class FakeRuntime:
+    """See ``ttp.adapters.torch.device.Runtime``."""
+
+    def __init__(self, device: FakeDevice | None = None, order: str = TRAINING) -> None:
+        self.device = device or FakeDevice(order)
+        self.side = self.device.stream()
         self.log: list[str] = []
-        self._pinned: list[tuple[Tensor, Tensor]] = []  # memory, and what is known to be in it
-        self._lock = threading.Lock()  # the writer's thread asks events while training marks new ones
+
+    @property
+    def moving(self) -> threading.Event:
+        return self.device.moving
 
     def holds(self, tensor: Tensor) -> bool:
-        return not hasattr(tensor, "on_host")
+        return not tensor.is_meta and tensor.layout is torch.strided and self.device.has(tensor)
 
     def mark(self, *, side: bool) -> FakeEvent:
         self.log.append("mark side" if side else "mark")
-        return FakeEvent(self, self._take_away() if side else [])
-
-    def _take_away(self) -> list[tuple[Tensor, Tensor]]:
-        """What was copied since the last mark on the side stream is not there yet."""
-        arrivals = []
-        with self._lock:
-            for memory, known in self._pinned:
-                if not torch.equal(memory, known):
-                    arrivals.append((memory, memory.clone()))
-                    memory.fill_(POISON)
-                    known.fill_(POISON)
-        return arrivals
-
-    def arrive(self, arrivals: list[tuple[Tensor, Tensor]]) -> None:
-        with self._lock:
-            for memory, content in arrivals:
-                memory.copy_(content)
-                next(known for pinned, known in self._pinned if pinned is memory).copy_(content)
+        return self.device.mark(self.side if side else self.device.current)
 
     def side_waits_for(self, event: Any) -> None:
         self.log.append("wait")
+        self.device.wait(event, self.side)
 
-    @contextlib.contextmanager
-    def on_side(self) -> Iterator[None]:
+    def training_waits_for(self, event: Any) -> None:
+        self.log.append("training waits")
+        self.device.wait(event, self.device.current)
+
+    def on_side(self) -> contextlib.AbstractContextManager[None]:
         self.log.append("side")
-        yield
+        return self.device.on(self.side)
 
     def pinned(self, size: int) -> Tensor:
-        memory = torch.full((size,), POISON, dtype=torch.uint8)
-        self._pinned.append((memory, memory.clone()))
-        return memory
+        return self.device.allocate(size, pinned=True)
 
     def on_device(self, size: int) -> Tensor:
-        return torch.zeros(size, dtype=torch.uint8)
+        return self.device.allocate(size)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,40 +12,33 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
+from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, FakeRuntime, Sin, Watching  # noqa: E402
 from ttp.adapters.torch import buffers, staging  # noqa: E402
 from ttp.adapters.torch.capture import LocalCapture, LocalState  # noqa: E402
-from ttp.adapters.torch.device import DeviceFence, HostCopier, HostFence, make_fence  # noqa: E402
-from ttp.processor.pages import Page, PageWriter, read_page  # noqa: E402
+from ttp.adapters.torch.device import DeviceFence, HostFence, flat_bytes, holder, make_fence  # noqa: E402
+from ttp.adapters.torch.to_host import HostCopier, launch_once  # noqa: E402
+from ttp.errors import CheckpointError  # noqa: E402
+from ttp.processor import pages  # noqa: E402
+from ttp.processor.pages import PageWriter, read_page  # noqa: E402
 
-
-def _load_fake() -> Any:
-    """Test folders are no packages."""
-    spec = importlib.util.spec_from_file_location("fake_device", Path(__file__).with_name("fake_device.py"))
-    assert spec is not None and spec.loader is not None
-    module = sys.modules["fake_device"] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-fake = _load_fake()
 LARGE = buffers.LARGE_BYTES // 4
 
 
 @pytest.fixture
 def device() -> Any:
-    return fake.FakeRuntime()
+    return FakeRuntime()
 
 
 class TestFence:
     def test_on_the_host_a_version_is_finished_at_once(self) -> None:
-        fence = make_fence(torch.device("cpu"), base=4)
+        fence = make_fence((), 4)
         assert isinstance(fence, HostFence) and fence.finished_version() == 4
         fence.record(5)
         assert fence.finished_version() == 5
         assert fence.wait(5, 0) and not fence.wait(6, 0)
 
     def test_on_a_device_when_its_event_is(self, device: Any) -> None:
-        fence = make_fence(torch.device("cpu"), device, base=4)
+        fence = make_fence([device], 4)
         device.moving.clear()
         for version in (5, 6):
             fence.record(version)
@@ -69,7 +60,7 @@ class TestFence:
 
     def test_a_broken_device_finishes_nothing_more(self, device: Any) -> None:
         fence = DeviceFence(device, base=3)
-        device.broken = True
+        device.device.broken = True
         fence.record(4)
         assert fence.finished_version() == 3
         assert not fence.wait(4, 0.001)
@@ -80,17 +71,26 @@ class TestFence:
             fence.record(version)
         assert len(fence._pending) <= 1
 
+    def test_of_several_devices_what_all_have_finished_and_any_has_begun(self) -> None:
+        one, other = FakeRuntime(), FakeRuntime()
+        finished, begun = make_fence([one, other]), make_fence([one, other], newest=True)
+        other.moving.clear()
+        for fence in (begun, finished):
+            fence.record(1)
+        assert (begun.finished_version(), finished.finished_version()) == (1, 0)
+        assert not finished.wait(1, 0.001)
+        other.moving.set()
+        assert finished.wait(1, 10)
+
 
 def tensors() -> list[Any]:
     torch.manual_seed(0)
-    on_host = torch.tensor(5.0)
-    on_host.on_host = True
     return [
         torch.randn(7),
         torch.tensor(3),
         torch.empty(0, 4),
         torch.randn(300),
-        on_host,
+        torch.tensor(5.0),
         torch.randn(5, 6).t(),
         torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
         torch.randn(9).to(torch.bfloat16),
@@ -98,135 +98,263 @@ def tensors() -> list[Any]:
         torch.randn(1, 3).expand(4, 3),
         torch.tensor([True, False]),
         nn.Parameter(torch.randn(16)),
+        torch.randn(6, 8)[:, ::2].to(torch.float8_e4m3fn),
+        torch.randn(6, 8)[1:, 1:5],
+        torch.randn(4, 6, 2, dtype=torch.complex128).permute(2, 0, 1)[:, ::2],
+        torch.randn(3, 5, dtype=torch.bfloat16)[:, :3],
+        torch.empty(0, 3)[:, ::2],
     ]
+
+
+ON_HOST = 4
+
+
+def on_device(device: Any, given: list[Any]) -> list[Any]:
+    return [tensor if place == ON_HOST else device.device.put(tensor) for place, tensor in enumerate(given)]
 
 
 class TestHostCopier:
     @pytest.mark.parametrize("ring", [1, 2, 3])
     @pytest.mark.parametrize("size", [16, 64, 100_000])
-    def test_the_same_tensors_in_the_same_order(self, device: Any, ring: int, size: int) -> None:
-        given = tensors()
-        got = list(HostCopier(device, ring=ring, buffer_bytes=size).copy_to_host(given))
-        assert len(got) == len(given)
+    def test_the_same_tensors_in_the_same_order_past_a_stream_that_hangs(
+        self, device: Any, ring: int, size: int
+    ) -> None:
+        given = on_device(device, tensors())
+        with Watching(device.device):
+            copier = HostCopier([device], ring=ring, buffer_bytes=size)
+        device.device.seal()
+        device.device.hang()
+        with Watching(device.device), device.device.no_waiting():
+            got = list(copier.copy_to_host(given))
+        assert len(got) == len(given) and not device.device.sins
         for before, after in zip(given, got, strict=True):
             assert after.dtype == before.dtype and after.shape == before.shape and not after.requires_grad
-            assert torch.equal(before, after)
+            assert torch.equal(flat_bytes(before.contiguous()), flat_bytes(after.contiguous()))
         assert got[6].is_contiguous(memory_format=torch.channels_last)
+        assert got[ON_HOST] is not None and got[ON_HOST].data_ptr() == given[ON_HOST].data_ptr()
 
     def test_they_are_the_callers(self, device: Any) -> None:
-        copier = HostCopier(device, buffer_bytes=64)
-        kept = list(copier.copy_to_host([torch.ones(8)]))
-        list(copier.copy_to_host([torch.zeros(100)]))
+        copier = HostCopier([device], buffer_bytes=64)
+        with Watching(device.device):
+            kept = list(copier.copy_to_host([device.device.put(torch.ones(8))]))
+            list(copier.copy_to_host([device.device.put(torch.zeros(100))]))
         assert kept[0].tolist() == [1.0] * 8
 
     def test_one_chunk_is_under_way_while_another_is_moved(self, device: Any) -> None:
+        copier = HostCopier([device], ring=2, buffer_bytes=40, timeout_s=0.01)
         device.moving.clear()
-        copier = HostCopier(device, ring=2, buffer_bytes=40, timeout_s=0.01)
+        device.log.clear()
         with pytest.raises(TimeoutError, match="40 bytes did not leave the device"):
-            list(copier.copy_to_host([torch.zeros(100)]))
+            list(copier.copy_to_host([device.device.put(torch.zeros(100))]))
         assert device.log.count("side") == 2
 
     def test_without_a_device_they_are_handed_through(self) -> None:
         given = tensors()
-        got = list(HostCopier(None).copy_to_host(given))
+        got = list(HostCopier().copy_to_host(given))
         assert [a.data_ptr() for a in got] == [b.data_ptr() for b in given]
 
+    def test_each_comes_from_its_own_device(self) -> None:
+        """The stream of one of them may do nothing for the other."""
+        one = FakeRuntime()
+        other = FakeRuntime(FakeDevice(beside=one.device))
+        given = [one.device.put(torch.ones(30)), torch.zeros(2), other.device.put(torch.full((4, 9), 2.0).t()[::2])]
+        copier = HostCopier([one, other], buffer_bytes=64)
+        one.log.clear()
+        other.log.clear()
+        with Watching(one.device, other.device), one.device.no_waiting(), other.device.no_waiting():
+            got = list(copier.copy_to_host(given))
+        assert all(torch.equal(a, b) for a, b in zip(got, given, strict=True))
+        assert one.log.count("side") == 2 and other.log.count("side") == 4
 
-class TestBuffers:
-    @pytest.fixture
-    def page(self, tmp_path: Path) -> Iterator[PageWriter]:
-        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
-        yield writer
-        writer.close(unlink=True)
+    def test_what_is_somewhere_else_is_refused(self, device: Any) -> None:
+        class Elsewhere:
+            device = torch.device("xpu", 0)
+            is_meta = False
+            layout = torch.sparse_coo
 
-    def model(self) -> Any:
-        model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-        model.register_buffer("mask", torch.ones(LARGE))
-        model.register_buffer("strided", torch.arange(6.0)[::2])
-        return model
+            def detach(self) -> Any:
+                return self
 
-    def state(self, page: PageWriter, version: int) -> LocalState | str:
-        found = read_page(page.path.parent, 0, version, 1)
-        return LocalCapture.decode(found.data) if isinstance(found, Page) else found
+        elsewhere: Any = Elsewhere()
+        with pytest.raises(CheckpointError, match="a tensor is on xpu:0"):
+            holder([device], elsewhere)
 
-    def arrived(self, page: PageWriter, version: int) -> LocalState:
+    def test_the_stand_in_notices_what_a_device_would_not_forgive(self, device: Any) -> None:
+        """So that the tests above can fail."""
+        there = device.device.put(torch.randn(6, 8)[:, ::2])
+        device.device.seal()
+        device.device.hang()
+        with Watching(device.device):
+            with pytest.raises(Sin, match="first time behind"):
+                there.clone()
+            with pytest.raises(Sin, match="first time behind"), device.on_side():
+                there.copy_(there.t().t())
+            with pytest.raises(Sin, match="waits for ever"):
+                there[0, 0].item()
+        launch_once(device, device.device.put(torch.zeros(256, dtype=torch.uint8)), torch.zeros(0, dtype=torch.uint8))
+        with Watching(device.device), pytest.raises(Sin, match="first time"):
+            there.contiguous()
+
+
+class Page:
+    """A page of a model on a device, and what a reader finds in it."""
+
+    def __init__(self, directory: Path, device: Any) -> None:
+        self.writer = PageWriter(directory / "pages", 0, incarnation=1)
+        self.model: Any = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
+        self.model.register_buffer("mask", torch.ones(LARGE))
+        self.model.register_buffer("strided", torch.arange(6.0)[::2])
+        self.model.register_buffer("counter", torch.tensor(7))
+        self.here = "counter"  # the one that is on the host
+        for name, buffer in self.model.named_buffers():
+            if name != self.here:
+                device.device.put(buffer)
+        self.device = device
+        self.capture = LocalCapture(self.model, page=self.writer, runtimes=[device])
+
+    def state(self, version: int) -> LocalState | str:
+        found = read_page(self.writer.path.parent, 0, version, 1)
+        return LocalCapture.decode(found.data) if isinstance(found, pages.Page) else found
+
+    def arrived(self, version: int) -> LocalState:
         deadline = time.monotonic() + 30
-        while isinstance(state := self.state(page, version), str):
+        while isinstance(state := self.state(version), str):
             assert time.monotonic() < deadline, state
             time.sleep(0.001)
         return state
 
-    def test_they_arrive_as_they_were(self, device: Any, page: PageWriter) -> None:
-        model = self.model()
-        capture = LocalCapture(model, page=page, runtime=device)
-        device.moving.clear()
-        expected = {}
-        for version in (1, 2):
-            model(torch.randn(5, 3))
-            if version == 2:
-                with torch.no_grad():
-                    model.mask[3] = 7.0
-            expected[version] = {name: tensor.clone() for name, tensor in model.named_buffers()}
-            capture.capture(version, final=True)
-        model(torch.randn(5, 3))  # the training goes on while they are on their way
-        assert isinstance(self.state(page, 1), str)
+    def step(self, version: int) -> dict[str, Any]:
+        """One update, queued: every buffer changes in place. What they are then."""
+
+        with torch.no_grad():
+            self.model[1].running_mean.fill_(version)
+            self.model.mask.fill_(version)
+            self.model.strided.add_(1)
+            self.model.counter += 1
+        self.capture.capture(version, final=True)
+        strided = torch.arange(6.0)[::2] + version
+        return {
+            "1.running_mean": torch.full((3,), float(version)),
+            "mask": torch.full((LARGE,), float(version)),
+            "strided": strided,
+            "counter": torch.tensor(7 + version),
+        }
+
+    def check(self, version: int, expected: dict[str, Any]) -> None:
+        found = self.arrived(version)
+        assert set(found.buffers) == {name for name, _ in self.model.named_buffers()} and found.rng
+        for name, tensor in expected.items():
+            assert torch.equal(found.buffers[name], tensor), (version, name)
+
+
+class TestBuffers:
+    @pytest.fixture(params=[TRAINING, SIDE])
+    def device(self, request: Any) -> Any:
+        return FakeRuntime(order=request.param)
+
+    @pytest.fixture
+    def page(self, tmp_path: Path, device: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Page]:
+        monkeypatch.setattr(staging, "_TWIN_BYTES", LARGE)  # a large buffer takes several turns
+        made = Page(tmp_path, device)
+        with Watching(device.device):
+            yield made
+        device.device.release()
         device.moving.set()
-        for version in (2, 1):
-            found = self.arrived(page, version)
-            assert set(found.buffers) == set(expected[version])
-            for name, tensor in expected[version].items():
-                assert torch.equal(found.buffers[name], tensor), name
-            assert found.rng
-        capture.close()
-        assert not capture.problem
+        made.capture.close()
+        made.writer.close(unlink=True)
+        assert not device.device.sins
 
-    def test_the_side_stream_waits_for_the_packing(self, device: Any, page: PageWriter) -> None:
-        capture = LocalCapture(self.model(), page=page, runtime=device)
+    def test_they_arrive_as_they_were_however_far_the_training_is(self, device: Any, page: Page) -> None:
+        device.moving.clear()
+        expected = {version: page.step(version) for version in (1, 2, 3)}
+        page.model.counter += 100
+        assert isinstance(page.state(1), str)
+        device.moving.set()
+        for version in (3, 2, 1):
+            page.check(version, expected[version])
+        assert not page.capture.problem
+
+    def test_pages_are_those_of_versions_that_the_device_has_reached(self, device: Any, page: Page) -> None:
+        """The host is three updates ahead of a device that hangs: the page of the version there is not written over."""
+        expected = page.step(1)
+        page.arrived(1)
+        device.device.hang()
+        for version in (2, 3, 4):
+            page.step(version)
+        device.device.run()
+        page.check(1, expected)
+        assert all(isinstance(page.state(version), str) for version in (2, 3, 4))
+
+    def test_in_the_steady_state_nothing_is_set_aside_and_nobody_waits(self, device: Any, page: Page) -> None:
+        for version in range(1, 10):
+            expected = page.step(version)
+        page.check(9, expected)
+        device.device.seal()
+        with device.device.no_waiting():
+            for version in range(10, 40):
+                if version % 10 == 0:
+                    page.model[1].register_buffer("running_mean", device.device.put(torch.zeros(3)))
+                page.check(version, page.step(version))
+        assert not device.device.waits
+
+    def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
+        page.capture.capture(0, final=True)
+        page.arrived(0)
+        before = device.device.allocated
         device.log.clear()
-        capture.capture(1, final=True)
-        assert device.log == ["mark", "wait", "side", "mark side"]
-        capture.close()
-
-    def test_many_in_turn(self, device: Any, page: PageWriter) -> None:
-        model = self.model()
-        capture = LocalCapture(model, page=page, runtime=device)
-        for version in range(1, 40):
-            model(torch.randn(5, 3))
-            if version % 10 == 0:
-                model[1].register_buffer("running_mean", torch.full((3,), float(version)))
-            expected = model[1].running_mean.clone()
-            for final in (False, True):
-                capture.capture(version, final)
-            assert torch.equal(self.arrived(page, version).buffers["1.running_mean"], expected)
-        capture.close()
-
-    def test_a_large_constant_one_is_brought_once(self, device: Any, page: PageWriter) -> None:
-        capture = LocalCapture(self.model(), page=page, runtime=device)
-        before = len(device._pinned)
         for version in range(1, 12):
-            capture.capture(version, final=True)
-        assert len(device._pinned) == before + 1
-        assert self.arrived(page, 11).buffers["mask"].tolist() == [1.0] * LARGE
-        capture.close()
+            page.capture.capture(version, final=True)
+            page.arrived(version)
+        assert device.device.allocated == before
+        assert device.log.count("side") == 11, "the small ones, each time"
+
+    def test_without_any_buffer_a_page_waits_for_the_device_too(self, tmp_path: Path, device: Any) -> None:
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(nn.Linear(2, 2), page=writer, runtimes=[device])
+        device.moving.clear()
+        capture.capture(1, final=True)
+        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        device.moving.set()
+        deadline = time.monotonic() + 30
+        while isinstance(read_page(tmp_path / "pages", 0, 1, 1), str):
+            assert time.monotonic() < deadline
+        capture.close(unlink=True)
 
     def test_a_device_that_does_not_move_does_not_stop_training(
-        self, device: Any, page: PageWriter, monkeypatch: pytest.MonkeyPatch
+        self, device: Any, page: Page, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr(staging, "_PATIENCE_S", 0.001)
-        capture = LocalCapture(self.model(), page=page, runtime=device)
         device.moving.clear()
-        for version in range(1, 12):
-            capture.capture(version, final=True)
+        for version in range(1, 20):
+            page.step(version)
         device.moving.set()
-        self.arrived(page, 4)
-        assert isinstance(self.state(page, 11), str)
-        assert not capture.problem
-        capture.close()
+        page.arrived(staging._COPIES_MAX)
+        assert isinstance(page.state(19), str) and not page.capture.problem
 
-    def test_a_broken_device_does_not_end_the_writer(self, device: Any, page: PageWriter) -> None:
-        model = self.model()
-        capture = LocalCapture(model, page=page, runtime=device)
-        device.broken = True
-        capture.capture(1, final=True)
-        capture.close()
-        assert isinstance(self.state(page, 1), str)
+    def test_a_broken_device_does_not_end_the_writer(self, device: Any, page: Page) -> None:
+        page.capture.capture(1, final=True)
+        device.device.broken = True
+        page.capture.capture(2, final=True)
+        page.capture.close()
+        assert isinstance(page.state(2), str)
+
+    def test_buffers_of_several_devices_arrive_together(self, tmp_path: Path, device: Any) -> None:
+        other = FakeRuntime(FakeDevice(beside=device.device))
+        model: Any = nn.Module()
+        model.register_buffer("one", device.device.put(torch.ones(3)))
+        model.register_buffer("two", other.device.put(torch.full((LARGE,), 2.0)))
+        model.register_buffer("three", torch.full((2,), 3.0))
+        writer = PageWriter(tmp_path / "pages", 0, incarnation=1)
+        capture = LocalCapture(model, page=writer, runtimes=[device, other])
+        other.moving.clear()
+        with Watching(device.device, other.device):
+            capture.capture(1, final=True)
+        time.sleep(0.01)
+        assert isinstance(read_page(tmp_path / "pages", 0, 1, 1), str)
+        other.moving.set()
+        deadline = time.monotonic() + 30
+        while isinstance(found := read_page(tmp_path / "pages", 0, 1, 1), str):
+            assert time.monotonic() < deadline
+        got = LocalCapture.decode(found.data).buffers
+        assert [set(got[name].tolist()) for name in ("one", "two", "three")] == [{1.0}, {2.0}, {3.0}]
+        capture.close(unlink=True)

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
-from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
+from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching  # noqa: E402
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
 from ttp.adapters.torch import inspection  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
@@ -187,23 +187,53 @@ class TestDevice:
         monkeypatch.setattr(inspection, "_PATIENCE_S", 0.01)
         return FakeRuntime()
 
-    def test_it_sees_what_is_there(self, device: Any) -> None:
+    def test_it_sees_what_is_there_past_a_stream_that_hangs(self, device: Any) -> None:
         leaves = [leaf for leaf in Replica().leaves() if not leaf.name.endswith(".step")]
         leaves += [Leaf("large", torch.randn(5 * self.LIMIT), True), Leaf("bad", torch.tensor([float("nan")]), True)]
-        assert Inspector("all", device).look(leaves, 3) == Inspector("all").look(leaves, 3)
+        leaves += [Leaf("half", torch.randn(9, dtype=torch.float16), True), Leaf("eight", torch.ones(3).byte(), True)]
+        expected = Inspector("all").look(leaves, 3)
+        for leaf in leaves:
+            device.device.put(leaf.tensor)
+        with Watching(device.device), device.device.no_waiting():
+            inspector = Inspector("all", [device])
+            device.device.seal()
+            device.device.hang()
+            assert inspector.look(leaves, 3) == expected
         assert device.log.count("side") > 20, "on the side stream, never more than was set aside"
+        assert not device.device.sins
+
+    def test_so_it_does_where_it_takes_a_sample(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
+            monkeypatch.setattr(inspection, name, value)
+        leaves = [*TestSample.leaves(), Leaf("half", torch.randn(9_000, dtype=torch.bfloat16), True)]
+        expected = Inspector().look(leaves, 5)
+        for leaf in leaves:
+            device.device.put(leaf.tensor)
+        with Watching(device.device), device.device.no_waiting():
+            inspector = Inspector("sample", [device])
+            device.device.seal()
+            device.device.hang()
+            assert inspector.look(leaves, 5) == expected
 
     def test_numbers_on_the_host_are_ahead_of_it(self, device: Any) -> None:
-        count = torch.tensor(5.0)
-        count.on_host = True
-        there = Leaf("x", torch.ones(3), True)
-        inspector = Inspector("sample", device)
-        assert inspector.look([there, Leaf("step", count, True)], 3) == inspector.look([there], 3)
+        there = Leaf("x", device.device.put(torch.ones(3)), True)
+        inspector = Inspector("sample", [device])
+        assert inspector.look([there, Leaf("step", torch.tensor(5.0), True)], 3) == inspector.look([there], 3)
 
     def test_one_that_hangs_is_not_waited_for(self, device: Any) -> None:
+        inspector = Inspector("sample", [device])
         device.moving.clear()
         with pytest.raises(TimeoutError, match="12 bytes did not leave the device"):
-            Inspector("sample", device).look([Leaf("x", torch.ones(3), True)], 3)
+            inspector.look([Leaf("x", device.device.put(torch.ones(3)), True)], 3)
+
+    def test_two_devices_look_like_one(self, device: Any) -> None:
+        other = FakeRuntime(FakeDevice(beside=device.device))
+        leaves = [Leaf("a", torch.randn(7), True), Leaf("b", torch.randn(8), True), Leaf("c", torch.randn(9), True)]
+        expected = Inspector("all").look(leaves, 3)
+        for leaf, runtime in zip(leaves, (device, other, device), strict=True):
+            runtime.device.put(leaf.tensor)
+        with Watching(device.device, other.device):
+            assert Inspector("all", [device, other]).look(leaves, 3) == expected
 
 
 class Halves(PlainSharding):

@@ -207,13 +207,12 @@ class TestCost:
 
 
 def test_on_a_device_the_copies_are_of_what_the_device_has_done() -> None:
-    parameter = nn.Parameter(torch.zeros(3))
+    device: Any = FakeRuntime()
+    parameter = device.device.put(nn.Parameter(torch.zeros(3)))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     count = torch.tensor(0.0)
-    count.on_host = True
     optimizer.state[parameter] = {"step": count}
-    device: Any = FakeRuntime()
-    kept = PreImage(optimizer, runtime=device)
+    kept = PreImage(optimizer, runtimes=[device])
     assert kept.version is None
     kept.take(4)
     count += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,18 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
+from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from ttp.adapters.torch import source  # noqa: E402
 from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device import DeviceFence  # noqa: E402
 from ttp.adapters.torch.preimage import PreImage  # noqa: E402
 from ttp.adapters.torch.reader import read_values  # noqa: E402
 from ttp.adapters.torch.table import items_of  # noqa: E402
+from ttp.adapters.torch.to_host import HostCopier  # noqa: E402
 from ttp.core.layout import Rank  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
+from ttp.processor.source import MovedError  # noqa: E402
 from ttp.store.manifest import Manifest  # noqa: E402
 
 PATIENCE_S = 30
@@ -92,7 +96,7 @@ class TestGradient:
     def test_on_a_device_when_it_is_there(self, make: Callable[..., Job]) -> None:
         job = make()
         device: Any = FakeRuntime()
-        job.source.on_device, job.source.reduced = True, DeviceFence(device)
+        job.source.runtimes, job.source.reduced = [device], DeviceFence(device)
         job.adapter._attachment._reporter = DeviceReporter(job.processor, job.source)  # type: ignore
         device.moving.clear()
         job.park()
@@ -112,7 +116,9 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     job, device = make(), FakeRuntime()
     source: Any = job.source
     runtime: Any = device
-    source.on_device, source.preimage = True, PreImage(job.optimizer, runtime=runtime)
+    for parameter in job.model.parameters():
+        device.device.put(parameter)
+    source.runtimes, source.preimage = [runtime], PreImage(job.optimizer, runtimes=[runtime])
     source.begun, source.finished = DeviceFence(runtime), DeviceFence(runtime)
     fences = (source.preimage._begun, source.preimage._taken, source.begun, source.finished)
 
@@ -134,17 +140,167 @@ def test_on_a_device_the_pre_image_goes_with_what_the_device_has_finished(make: 
     assert source.has_preimage and all(fence.finished_version() >= 1 for fence in fences)
 
 
-def test_counters_of_a_host_that_is_ahead_are_those_of_the_version(make: Callable[..., Job]) -> None:
-    """The device hangs before the update that the host has queued: moments of version 1, and a count of 2."""
-    job = make(torch.optim.AdamW)
-    for _ in range(2):
-        job.step()
-    job.source.on_device = True
-    path = save(job.adapter, job.processor, 1)
-    items = [item for item in items_of(Manifest.load(path).pieces) if item.path[-1] == "step"]
-    states = read_values(path, items)["optim"]["state"]
-    assert [state["step"].item() for state in states.values()] == [1.0, 1.0]
-    assert [state["step"].item() for state in job.optimizer.state.values()] == [2.0, 2.0], "the live ones stay"
+class OnDevice:
+    """A job whose parameters, moments and buffers are on a device; the host makes updates, the device may hang."""
+
+    def __init__(self, job: Job, device: Any) -> None:
+        self.job, self.device = job, device
+        source, runtime = job.source, device
+        source.runtimes = [runtime]
+        source.begun, source.finished, source.reduced = (DeviceFence(runtime) for _ in range(3))
+        self.put()
+        source._copier = HostCopier([runtime], buffer_bytes=256, pack_bytes=256)
+        reporter: Any = DeviceReporter(job.processor, source)  # type: ignore[arg-type]
+        job.adapter._attachment._reporter, job.adapter._attachment._fence = reporter, source.finished  # type: ignore
+
+    def put(self) -> None:
+        kept = [v for values in self.job.optimizer.state.values() for k, v in values.items() if k != "step"]
+        for tensor in [*self.job.model.parameters(), *kept]:
+            if isinstance(tensor, torch.Tensor):
+                self.device.device.put(tensor)
+
+    def step(self) -> None:
+        """The host queues an update."""
+        for parameter in self.job.model.parameters():
+            if parameter.grad is None:
+                parameter.grad = self.device.device.put(torch.ones_like(parameter))
+        self.job.optimizer.step()
+
+    def weights(self) -> list[Any]:
+        return [parameter.detach().clone() for parameter in self.job.model.parameters()]
+
+
+@pytest.fixture
+def device() -> Any:
+    return FakeRuntime()
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def saved(path: Path) -> Any:
+    return read_values(path, items_of(Manifest.load(path).pieces))
+
+
+def test_a_host_that_is_ahead_saves_what_its_device_has(make: Callable[..., Job], device: Any) -> None:
+    """Three updates are queued behind a collective that hangs. The schedule of each version is kept, too."""
+    job = make(adam)
+    on = OnDevice(job, device)
+    with Watching(device.device):
+        on.step()
+        on.put()
+        device.device.run()
+        expected = on.weights()
+        device.device.hang()
+        for _ in range(3):
+            on.step()
+        assert job.processor.gate.version == 4 and job.source.device_version(4, 0.01) == 1
+        device.device.seal()
+        with device.device.no_waiting():
+            path = save(job.adapter, job.processor, 1)
+    assert not device.device.sins
+    found = saved(path)
+    assert [torch.equal(found["model"][n], e) for n, e in zip(("weight", "bias"), expected, strict=True)] == [True] * 2
+    assert [state["step"].item() for state in found["optim"]["state"].values()] == [1.0, 1.0]
+    assert [state["step"].item() for state in job.optimizer.state.values()] == [4.0, 4.0], "the live ones stay"
+
+
+def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
+    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody aborts the communicator: what was queued runs on what the collective left behind."""
+    job = make(adam)
+    on = OnDevice(job, device)
+    bring = job.source._to_host
+
+    def aborted(tensor: Any) -> Any:
+        found = bring(tensor)
+        device.device.release()
+        device.device.run()
+        return found
+
+    with Watching(device.device):
+        on.step()
+        on.put()
+        device.device.run()
+        device.device.hang()
+        on.step()
+        monkeypatch.setattr(job.source, "_to_host", aborted)
+        with pytest.raises(MovedError, match="not that of version 1 any more: the device has finished version 2"):
+            save(job.adapter, job.processor, 1)
+
+
+def test_half_an_update_is_of_no_version(
+    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source, "INSIDE_S", 0.01)
+    job = make(adam)
+    on = OnDevice(job, device)
+    with Watching(device.device):
+        on.step()
+        on.put()
+        job.optimizer.register_step_pre_hook(lambda *_: device.device.hang())  # behind the hook that marks
+        on.step()
+        assert job.source.device_version(2, 0.001) is None
+        with pytest.raises(MovedError, match="finished version 1 and begun 2"):
+            save(job.adapter, job.processor, 1)
+        device.device.release()
+        assert job.source.device_version(2, 0.001) == 2
+
+
+def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[..., Job], device: Any) -> None:
+    """It stands before the update as long as it stands still, however long the host may be asked to wait otherwise."""
+    job = make(adam)
+    on = OnDevice(job, device)
+    with Watching(device.device):
+        on.step()
+        on.put()
+        device.device.hang()
+        on.step()
+        asked = time.monotonic()
+        assert job.source.device_version(2, 0.0) == job.source.device_version(2, 0.002) == 1
+        assert time.monotonic() - asked < PATIENCE_S
+        threading.Timer(0.05, device.device.release).start()
+        assert job.source.device_version(2, PATIENCE_S) == 2
+
+
+def test_state_on_both_sides_is_whole_only_when_the_device_has_come_to_the_hosts_version(
+    make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that keeps its moments on the host has those of the update that the device has yet to get."""
+    monkeypatch.setattr(source, "INSIDE_S", 0.01)
+    job = make(adam)
+    on = OnDevice(job, device)
+    with Watching(device.device):
+        on.step()
+        on.put()
+        job.optimizer.state[job.model.weight]["offloaded"] = torch.ones(3)
+        device.device.hang()
+        on.step()
+        assert job.source.device_version(2, 0.001) is None
+        device.device.release()
+        assert job.source.device_version(2, PATIENCE_S) == 2
+        found = saved(save(job.adapter, job.processor, 2))
+    assert found["optim"]["state"]["weight"]["offloaded"].tolist() == [1.0] * 3
+
+
+def test_on_the_host_an_update_that_begins_while_it_is_saved_is_an_error(
+    make: Callable[..., Job], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = make()
+    job.step()
+    bring = job.source._to_host
+
+    def begun(tensor: Any) -> Any:
+        job.processor.gate.open()
+        if not job.processor.gate.updating:
+            job.processor.gate.begin_update()
+        return bring(tensor)
+
+    monkeypatch.setattr(job.source, "_to_host", begun)
+    with pytest.raises(MovedError, match=r"holds version 1, not 1 \(updating\)"):
+        save(job.adapter, job.processor, 1)
 
 
 def test_a_version_that_this_rank_does_not_hold_is_not_written(make: Callable[..., Job]) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from tests.gpu.stand import Stand, Thread, assert_same, saved_tensors
 from tests.gpu.training import Training, references
 
@@ -30,14 +28,9 @@ def host_ahead(
             training.step()
         stand.synchronize()
 
-        def body(move: Callable[[], None]) -> None:
-            for _ in range(lead):
-                training.step()
-                move()
-
         training.gradient()
         spin = stand.spin()
-        training_thread = Thread(lambda move: (training.update(), move(), body(move))[0])
+        training_thread = Thread([training.update, *[training.step] * lead])
         try:
             stuck = training_thread.wait_stuck()
             stand.numbers["host at"] = training.steps

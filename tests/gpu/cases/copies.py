@@ -60,7 +60,7 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
         wanted = training.state()
         spin = stand.spin()
         try:
-            queued = Thread(lambda move: (training.step() if stand.real else None, move())[1])
+            queued = Thread([training.step] if stand.real else [])
             queued.wait_stuck()
             version, checkpoint = stand.save()
         finally:

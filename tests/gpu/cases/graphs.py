@@ -48,7 +48,8 @@ def whole_step(stand: Stand) -> None:
     training = Training(stand, "adam-capturable")
     with stand.protected():
         training.protect()
-        stream = torch.cuda.Stream()
+        cuda: Any = torch.cuda
+        stream = cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(3):
@@ -60,12 +61,16 @@ def whole_step(stand: Stand) -> None:
         stand.numbers["refusal"] = str(problem)
 
 
-def _capture(training: Training) -> Exception | None:
+def _capture(training: Training) -> BaseException | None:
+    """What comes of capturing a step; the first error, for ending a capture that was broken off may be one more."""
     graph: Any = torch.cuda.CUDAGraph()
     try:
         with torch.cuda.graph(graph):
             training.gradient()
             training.optimizer.step()
     except Exception as problem:
-        return problem
+        first: BaseException = problem
+        while first.__context__ is not None:
+            first = first.__context__
+        return first
     return None

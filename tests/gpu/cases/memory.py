@@ -22,7 +22,7 @@ def full(stand: Stand) -> None:
         before = _allocations(stand)
         spin = stand.spin()
         try:
-            queued = Thread(lambda move: (training.step() if stand.real else None, move())[1])
+            queued = Thread([training.step] if stand.real else [])
             queued.wait_stuck()
             version, checkpoint = stand.save()
         finally:

@@ -133,8 +133,7 @@ def _world(stand: Stand, kind: str) -> Iterator[None]:
     if kind not in ("ddp", "fsdp", "hsdp"):
         yield
         return
-    store = dist.FileStore(str(stand.directory / "store"), 1)
-    dist.init_process_group("nccl" if stand.real else "gloo", store=store, rank=0, world_size=1)
+    stand.join_world()
     try:
         yield
     finally:

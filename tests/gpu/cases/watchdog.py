@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import datetime
 import os
 import time
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,8 @@ def hung_collective(stand: Stand, watch_s: float = 30.0) -> None:
     Returns when it has lived for ``watch_s`` seconds.
     """
     _group(stand)
-    side = torch.cuda.Stream() if stand.real else None
+    cuda: Any = torch.cuda
+    side = cuda.Stream() if stand.real else None
     later, seen = torch.zeros(1, device=stand.device), torch.zeros(1)
     if side is not None:
         seen = seen.pin_memory()
@@ -81,9 +82,7 @@ def _ddp(stand: Stand) -> Training:
 
 def _group(stand: Stand) -> None:
     os.environ.setdefault("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", str(DUMP_MS))
-    store = dist.FileStore(str(stand.directory / "store"), 1)
-    timeout = datetime.timedelta(seconds=TIMEOUT_S)
-    dist.init_process_group("nccl" if stand.real else "gloo", store=store, rank=0, world_size=1, timeout=timeout)
+    stand.join_world(TIMEOUT_S)
 
 
 def _leave(stand: Stand) -> None:
