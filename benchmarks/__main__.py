@@ -13,13 +13,27 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import buddy, controller_load, core, detect, gpu, layouts, rescue, restoring, save, steady, zero
+from benchmarks import (
+    barrier,
+    buddy,
+    controller_load,
+    core,
+    detect,
+    gpu,
+    layouts,
+    rescue,
+    restoring,
+    save,
+    steady,
+    zero,
+)
 from benchmarks.result import Result
 
 GROUPS = {
     "core": core.run,
     "steady": steady.run,
     "buddy": buddy.run,
+    "barrier": barrier.run,
     "layouts": layouts.run,
     "zero": zero.run,
     "save": save.run,

@@ -74,11 +74,12 @@ def stage_of(model: nn.Sequential) -> tuple[nn.Module, Step]:
     return stage_model, (lambda: schedule.step(target=data)) if number else (lambda: schedule.step(data))
 
 
-def block_ms(step: Step, optimizer: torch.optim.Optimizer, steps: int) -> float:
-    """Milliseconds per step of one block, all ranks together."""
+def block_ms(step: Step, optimizer: torch.optim.Optimizer, steps: int, pause_s: float) -> float:
+    """Milliseconds per step of one block, all ranks together; each begins with a pause."""
     dist.barrier()
     begin = time.perf_counter()
     for _ in range(steps):
+        time.sleep(pause_s)
         step()
         optimizer.step()
         optimizer.zero_grad()
@@ -87,8 +88,8 @@ def block_ms(step: Step, optimizer: torch.optim.Optimizer, steps: int) -> float:
 
 
 @ttp.ttp_to_persist
-def train(layout: str, blocks: int, steps: int) -> None:
-    """Blocks by turns, after one of each that is not counted."""
+def train(layout: str, blocks: int, steps: int, step_ms: float) -> None:
+    """Blocks by turns, after one of each that is not counted, and shows how long the pause has to be."""
     kind, _, undo = layout.partition("-")
     model, step = make(kind)
     parameters = model.parameters()
@@ -98,11 +99,16 @@ def train(layout: str, blocks: int, steps: int) -> None:
     adapter, processor = current.adapter, current.processor
     assert isinstance(adapter, TorchAdapter) and processor is not None
     on, off = [], []
-    for _ in range(blocks + 1):
-        on.append(block_ms(step, optimizer, steps))
+    pause_s = 0.0
+    for number in range(blocks + 1):
+        on.append(block_ms(step, optimizer, steps, pause_s))
         adapter.detach()
-        off.append(block_ms(step, optimizer, steps))
+        off.append(block_ms(step, optimizer, steps, pause_s))
         adapter.attach(processor)
+        if number == 0:
+            pause = torch.tensor(max(0.0, step_ms - off[0]) / 1e3)
+            dist.broadcast(pause, 0)
+            pause_s = float(pause)
     if dist.get_rank() == 0:
         print(json.dumps({"on": on[1:], "off": off[1:]}), flush=True)
 
@@ -110,6 +116,6 @@ def train(layout: str, blocks: int, steps: int) -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
+    train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
     dist.barrier()
     dist.destroy_process_group()

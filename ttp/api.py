@@ -186,8 +186,20 @@ def register(
     path = Path(directory)
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
-        path = check_places(directory, current.config.fallback_dir, restart=restart)
+        with _refused_everywhere(getattr(adapter, "refused", None)):
+            path = check_places(directory, current.config.fallback_dir, restart=restart)
     current.register(adapter, path.absolute(), layout, buddy=buddy)
+
+
+@contextlib.contextmanager
+def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None] | None) -> Iterator[None]:
+    """What is wrong here, maybe on this rank alone, is said to the others: they would wait for it to join them."""
+    try:
+        yield
+    except (ConfigError, UsageError) as problem:
+        if tell is not None and session.current().enabled:
+            tell(problem, RankEnv.from_env().world_size)
+        raise
 
 
 def _adapter_for(
@@ -204,21 +216,23 @@ def _adapter_for(
     families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
+        from ttp.adapters.torch.exchange import refuse_everywhere
 
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")
         extra: Mapping[str, Any] | Any = extra_state
-        return TorchAdapter(
-            optimizer,
-            model=model,
-            scheduler=scheduler,
-            extra_state=extra,
-            scaler=scaler,
-            undo=undo,
-            layout=layout,
-            shard_of=shard_of,
-            buddy=buddy,
-        )
+        with _refused_everywhere(refuse_everywhere):
+            return TorchAdapter(
+                optimizer,
+                model=model,
+                scheduler=scheduler,
+                extra_state=extra,
+                scaler=scaler,
+                undo=undo,
+                layout=layout,
+                shard_of=shard_of,
+                buddy=buddy,
+            )
     if "megatron" in families and not isinstance(optimizer, (list, tuple)):
         from ttp.adapters.megatron.adapter import MegatronAdapter
 

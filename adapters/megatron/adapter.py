@@ -32,7 +32,6 @@ from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.restore import Restored
 from ttp.adapters.torch.tail import Tail
-from ttp.adapters.torch.watch import watch_method
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
 from ttp.store.manifest import Manifest
@@ -87,6 +86,7 @@ class MegatronAdapter(TorchAdapter):
         outline = outline_text(geometry, plain, optimizer, inners, args)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
         self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, outline)
+        self._noted = getattr(scheduler, "num_steps", 0)
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)
         self._source = MegatronSource(
@@ -118,7 +118,7 @@ class MegatronAdapter(TorchAdapter):
     def attach(self, processor: Processor) -> None:
         """Hook into the inner optimizers; report to ``processor``."""
         self._processor, source = processor, self._source
-        self._watch_scheduler()
+        self._note_increment()
         self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
@@ -131,9 +131,9 @@ class MegatronAdapter(TorchAdapter):
             tail=self._tail,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            chain=True,
             before_gate=lambda: self._at_gate(processor, barrier),
             before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
+            after_update=self._note_increment,
         )
         self._syncs.attach(self._held.stepping)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped
@@ -151,18 +151,12 @@ class MegatronAdapter(TorchAdapter):
         super().detach()
         self._syncs.detach()
 
-    def _watch_scheduler(self) -> None:
-        """By how much it is stepped is the loop's choice, and needed where its step is made up for after a restore."""
-        before = 0
-
-        def begins() -> None:
-            nonlocal before
-            before = self._scheduler.num_steps
-
-        def stepped() -> None:
-            self._source.increment = self._scheduler.num_steps - before
-
-        watch_method(self._scheduler, "step", begins, stepped)
+    def _note_increment(self) -> None:
+        """By how much the scheduler is stepped is the loop's choice; needed where its step is made up for."""
+        now = getattr(self._scheduler, "num_steps", 0)
+        if now > self._noted:
+            self._source.increment = now - self._noted
+        self._noted = now
 
     # --------------------------------------------------------------------------------------------------- restoring
 
@@ -203,7 +197,7 @@ class MegatronAdapter(TorchAdapter):
             return ["the step of the LR scheduler that was due could not be made"]
         if job.scheduler_pending:
             scheduler.step(increment=increment)
-        self._source.increment = increment
+        self._source.increment, self._noted = increment, scheduler.num_steps
         return []
 
     def _number(self, rank: int, world_size: int) -> int:

@@ -112,7 +112,7 @@ class MegatronSource(TorchSource):
         optimizers = with_counts(
             [
                 {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
-                for inner, groups in zip(self.held.inners, self.tail.param_groups(version), strict=True)
+                for inner, groups in zip(self.held.inners, self.tail.param_groups(version, job), strict=True)
             ]
         )
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})

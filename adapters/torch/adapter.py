@@ -17,15 +17,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of
+from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.device import devices_of
-from ttp.adapters.torch.exchange import connected, gather_bytes
+from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment, attach
-from ttp.adapters.torch.inner import inner_of, is_sharded, owners_of
+from ttp.adapters.torch.inner import inner_of, is_sharded, owners_of, turn_takers
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
@@ -34,6 +35,8 @@ from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource
 from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail, listed
+from ttp.adapters.torch.trial import Trial, try_before_training
+from ttp.adapters.torch.turns import Turns
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
@@ -103,6 +106,7 @@ class TorchAdapter:
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
+        self._resumed = False
 
     @property
     def source(self) -> TorchSource:
@@ -110,8 +114,27 @@ class TorchAdapter:
         return self._source
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups, as the objects show them. All ranks ask at the same point of their programs."""
+        """The replica groups, as the objects show them. All ranks ask at the same point of their programs.
+
+        Raises:
+            ConfigError: this state, or that of another rank, could not be saved; all ranks say the same.
+        """
+        if connected(world_size):
+            gather_or_refuse(self._try)
+        else:
+            self._try()
         return self.sharding(world_size).layout
+
+    def _try(self) -> bytes:
+        """See ``trial``."""
+        try_before_training(self._source.everything(), self._model, self._names, self._capture.skipped)
+        if why := hook_refusal(ddps_of(self._model)):
+            raise ConfigError(why)
+        return b""
+
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """This rank did not get as far as ``layout``: the others, which wait there, hear why. Raises it as they do."""
+        refuse_everywhere(problem, world_size)
 
     def sharding(self, world_size: int) -> Sharding:
         """How the state is spread over the ranks; found out once. All ranks ask at the same point of their programs.
@@ -137,30 +160,64 @@ class TorchAdapter:
         self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
+        self._trial = trial = Trial(members, self._model, self._names, self._source.everything)
+        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        if not is_sharded(self._optimizer):  # else it deals out itself what is added
+            mine = processor.layout.shards_of(Rank(processor.env.rank))
+            trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
         self._source.tail, self._source.buckets = self._tail, buckets
         self._source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
             modules = self._extra.modules.values()
             self._source.preimage = PreImage(inner_of(self._optimizer), modules, self._source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
+
+        def before_gate() -> None:
+            trial.before_update()
+            if barrier is not None:
+                barrier.wait()
+
+        def after_update() -> None:
+            self._updated(buckets)
+            trial.update_finished()
+
         reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
+        takers = [taker for each in self._given for taker in turn_takers(each)]
+        if is_sharded(self._optimizer):
+            takers = [list(sharding.stepping)]
+        turns = Turns(_names(takers), skipped=self._tail.skipped, scaled=self._scaler is not None)
+        between = self._between(turns, takers, len(processor.layout.groups) > 1)
         self._attachment = attach(
-            sharding.stepping,
+            takers,
             self._model,
             reporter,
             self._capture,
             tail=self._tail,
-            chain=True,
+            turns=turns,
             fence=self._source.finished,
             version=lambda: processor.gate.version,
-            before_gate=barrier.wait if barrier is not None else lambda: None,
+            before_gate=before_gate,
             before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            after_update=buckets.update_finished,
+            before_turn=between.before_turn if self._undo is None else lambda _version, _number: None,
+            after_update=after_update,
             ddps=ddps,
             after_end=self._stay_redone if self._source.exchanges else lambda: None,
         )
         self._source.connect(processor, self._attachment, sharding)
         self._capture.capture(processor.gate.version, final=True)
+
+    def _between(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> BetweenSteps:
+        owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
+        modules, runtimes = self._extra.modules.values(), self._source.runtimes
+        self._source.between = BetweenSteps(
+            turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtimes, reserve=False)
+        )
+        return self._source.between
+
+    def _updated(self, buckets: LayoutWatch) -> None:
+        assert self._source.between is not None
+        self._source.between.after_update()
+        buckets.update_finished()
 
     def _stay_redone(self) -> None:
         """After an update that was made by order, do not enter an exchange with ranks that may be dead."""
@@ -223,6 +280,7 @@ class TorchAdapter:
             scaler=self._scaler,
             elsewhere=elsewhere,
         )
+        self._resumed = True
         self._load_modules(checkpoint, manifest)
         if manifest.extra.get("disputed"):
             log.warning(
@@ -236,8 +294,7 @@ class TorchAdapter:
             self._tail.restored(restored.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
-        if self._source.preimage is not None:
-            self._source.preimage.forget()
+        self._source.forget_images()
         if protected:
             self._capture.capture(restored.version, final=True)
         return Version(restored.version)
@@ -311,6 +368,15 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     return given
 
 
+def _names(takers: Sequence[Sequence[Optimizer]]) -> list[str]:
+    """How people tell the optimizers apart."""
+    return [f"optimizer {number} ({type(taker[0]).__name__})" for number, taker in enumerate(takers, 1)]
+
+
+def _owners(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    return [owner for each in optimizers for owner in owners_of(each)]
+
+
 def _tell_forgotten(names: Sequence[str]) -> None:
     if names:
         listing = ", ".join(names[:_LISTED_MAX]) + (", ..." if len(names) > _LISTED_MAX else "")
@@ -361,6 +427,10 @@ class DeviceReporter:
         self._reduced.record(self._processor.gate.version + 1)
         self._processor.begin_update(again)
         self._begun.record(self._processor.gate.version + 1)
+
+    def stand_between(self) -> None:
+        """See ``UpdateReporter``."""
+        self._processor.stand_between()
 
     def leave_update(self) -> None:
         """See ``UpdateReporter``."""

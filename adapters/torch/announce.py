@@ -198,7 +198,8 @@ def _content(tensors: Iterable[Tensor]) -> str:
     for tensor in tensors:
         memory = tensor.detach().cpu().contiguous()
         digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
-        digest.update(flat_bytes(memory).numpy())
+        content: Any = flat_bytes(memory).numpy()
+        digest.update(content)
     return digest.hexdigest()
 
 

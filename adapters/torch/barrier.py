@@ -112,7 +112,8 @@ class UpdateBarrier:
             group = dist.new_group(list(place.firsts), backend="gloo", timeout=timeout)
             if place.number == 0:
                 self._couriers.append(Courier(self.meeting, group))
-        log.debug("rank meets %d ranks in shared memory, and %d other hosts", len(place.ranks), len(place.firsts) - 1)
+        text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
+        log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
         processor.on_death = self._ring
 
     def wait(self) -> None:

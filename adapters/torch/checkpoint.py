@@ -144,7 +144,8 @@ class _ShardWriter:
 
     def _write_tensor(self, name: Item, chunk: Chunk) -> Item:
         tensor = chunk.tensor.detach()
-        _check_storable(name.key, tensor)
+        if why := objection(name.key, tensor):
+            raise CheckpointError(why)
         dtype = chunk.dtype or tensor.dtype
         layout = (dtype, tensor.shape, tensor.stride())
         same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
@@ -198,12 +199,15 @@ def _give_back(copy: Tensor, of: Tensor) -> None:
         storage.resize_(0)
 
 
-def _check_storable(key: str, tensor: Tensor) -> None:
-    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
-        raise CheckpointError(
-            f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain "
-            "dense tensors only"
-        )
+def objection(key: str, tensor: Tensor) -> str:
+    """Why ``tensor`` has no form on disk that stock torch loads without unpickling classes; empty: it has one."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        return ""
+    return (
+        f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain dense "
+        "tensors only, which torch loads without unpickling a class. Train plain ones and convert them in the forward "
+        "pass; a buffer that the program can make again may be persistent=False"
+    )
 
 
 class _Stream:

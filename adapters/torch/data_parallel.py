@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch.ddp import BucketWatch, Ddp, applied_layout, apply_bucket_layout, missing_layout
+from ttp.adapters.torch.ddp import BucketWatch, Ddp, apply_bucket_layout, missing_layout
 from ttp.adapters.torch.names import ModelNames
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -70,7 +70,9 @@ class LayoutWatch:
     """
 
     def __init__(self, ddps: Sequence[Ddp], names: ModelNames) -> None:
+        self._ddps, self._names = list(ddps), names
         self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
+        _say_hook_state(ddps)
 
     @property
     def layout(self) -> Layouts | None:
@@ -81,6 +83,35 @@ class LayoutWatch:
     def previous(self) -> Layouts | None:
         """What ``layout`` was before the last update."""
         return _joined({name: watch.previous for name, watch in self._watches.items()})
+
+    def look_again(self, model: nn.Module, *, resumed: bool) -> list[str]:
+        """Find those that were made after the first look; once, when the first update is made.
+
+        Args:
+            model: the registered one.
+            resumed: a checkpoint was restored before.
+
+        Returns:
+            What of theirs makes saves impossible, in sentences.
+        """
+        late = [ddp for ddp in ddps_of(model) if not any(ddp is known for known in self._ddps)]
+        self._ddps += late
+        self._watches |= {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
+        _say_hook_state(late)
+        if resumed and any(missing_layout(ddp) is not None for ddp in late):
+            _log.warning(
+                "a DistributedDataParallel was made after ttp.restore(), so its buckets were not laid out as in the "
+                "job that saved: the next steps may differ in the last bits from an unbroken run. Make it before"
+            )
+        found = [hook_refusal(self._ddps)]
+        alone = {id(parameter) for parameter in not_replicated(self._ddps) if parameter.requires_grad} if late else ()
+        if alone:
+            names = [name for name, parameter in self._names.parameters.items() if id(parameter) in alone]
+            found.append(
+                f"a DistributedDataParallel that ignores {', '.join(names[:4])} was made after wrap_optimizer(), which "
+                "took these parameters for equal on all ranks: make it before"
+            )
+        return [problem for problem in found if problem]
 
     def update_finished(self) -> None:
         """Call it on the training thread after every update."""
@@ -109,15 +140,15 @@ def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None)
     return [reason for reason in reasons if reason is not None]
 
 
-def came_late(before: Sequence[Ddp], model: nn.Module, *, resumed: bool) -> list[Ddp]:
-    """Those made since ``before`` was found. Says in the log what that costs in a resumed job."""
-    late = [ddp for ddp in ddps_of(model) if not any(ddp is known for known in before)]
-    if resumed and any(applied_layout(ddp) is None and missing_layout(ddp) is not None for ddp in late):
-        _log.warning(
-            "a DistributedDataParallel was made after ttp.restore(), so its buckets were not laid out as in the job "
-            "that saved: the next steps may differ in the last bits from an unbroken run. Make it before"
-        )
-    return late
+def hook_refusal(ddps: Sequence[Ddp]) -> str:
+    """Why a communication hook makes a save impossible, and what to do; empty: none does."""
+    kinds = {type(state).__name__ for ddp in ddps for _, state in ddp._comm_hooks}
+    if "PostLocalSGDState" not in kinds:
+        return ""
+    return (
+        "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of another "
+        "one's: register another communication hook, or none"
+    )
 
 
 # -------------------------------------------------------------------------------------------------------------- private
@@ -146,3 +177,19 @@ def _by_name(ddps: Sequence[Ddp], names: ModelNames) -> dict[str, Ddp]:
 def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
     known = {name: layout for name, layout in layouts.items() if layout is not None}
     return next(iter(known.values()), None) if len(layouts) < 2 else known or None
+
+
+def _say_hook_state(ddps: Sequence[Ddp]) -> None:
+    """Say in the log which communication hooks have state of their own: it is as large as the gradients, different on
+    every rank, and not saved."""
+    for ddp in ddps:
+        for hook, state in ddp._comm_hooks:
+            if state is None or isinstance(state, dist.ProcessGroup) or "mixed_precision" in type(state).__module__:
+                continue
+            _log.warning(
+                "the communication hook %s keeps state of its own (%s: PowerSGD has the error that it feeds back), "
+                "which is in no checkpoint: after a restart it begins anew, and the bits are not those of an unbroken "
+                "run. Hooks without state keep them (none, fp16_compress_hook, bf16_compress_hook)",
+                getattr(hook, "__name__", hook),
+                type(state).__name__,
+            )

@@ -19,10 +19,12 @@ All of this is private to torch. When something is not as expected, training is 
 
 from __future__ import annotations
 
+import inspect
 import os
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch.distributed
@@ -52,11 +54,6 @@ def bucket_layout(ddp: Ddp) -> str | None:
     except _WHAT_MAY_FAIL:
         text = None
     return str(text) if text else _applied.get(ddp)
-
-
-def applied_layout(ddp: Ddp) -> str | None:
-    """The layout that ``apply_bucket_layout`` gave to ``ddp``; None: it gave none."""
-    return _applied.get(ddp)
 
 
 def apply_bucket_layout(ddp: Ddp, layout: str) -> str | None:
@@ -196,8 +193,8 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
 
     before = ddp.reducer
     names = ddp._build_debug_param_to_name_mapping(parameters)
-    with _Replaced(_dist, "_compute_bucket_assignment_by_size", answer):
-        ddp._ddp_init_helper(parameters, sparse, names, ddp.static_graph)
+    construct = _asking(answer, inspect.unwrap(type(ddp)._ddp_init_helper))
+    construct(ddp, parameters, sparse, names, ddp.static_graph)
     if ddp.reducer is before or not answers:
         raise RuntimeError("this torch chooses its buckets in another way")
     if ddp.static_graph:
@@ -228,15 +225,20 @@ def _limits(ddp: Ddp) -> list[int]:
     return [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
 
 
-class _Replaced:
-    """Another value for a module's attribute, for a moment."""
+def _asking(answer: Callable[..., Any], method: FunctionType) -> Callable[..., Any]:
+    """A function of our own with the code of ``method``, in which ``dist`` answers one question as we want it.
 
-    def __init__(self, module: Any, name: str, value: Any) -> None:
-        self._module, self._name, self._value = module, name, value
+    The module itself stays as it is: other threads may be making other reducers.
+    """
+    names = method.__globals__ | {"dist": _Dist(answer)}
+    return FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
 
-    def __enter__(self) -> None:
-        self._before = getattr(self._module, self._name)
-        setattr(self._module, self._name, self._value)
 
-    def __exit__(self, *_exc: object) -> None:
-        setattr(self._module, self._name, self._before)
+class _Dist:
+    """``torch.distributed``, but for the layout of buckets."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self._compute_bucket_assignment_by_size = answer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(_dist, name)

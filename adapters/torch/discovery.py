@@ -27,7 +27,7 @@ from torch import Tensor
 from ttp.adapters.torch.announce import Entry, Key, View, describe, held, key_of, view_of
 from ttp.adapters.torch.checkpoint import Stored
 from ttp.adapters.torch.combined import members_of
-from ttp.adapters.torch.exchange import broadcast_bytes, gather_bytes
+from ttp.adapters.torch.exchange import broadcast_bytes, gather_or_refuse
 from ttp.adapters.torch.sharding import Parts
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
@@ -65,13 +65,15 @@ class FoundSharding:
         self.layout, self.flat_groups = layout, flat_groups
         self.stepping = members_of(parts.optimizer)
         self._cutter, self._mine, self._explicit = parts.cutter, dict(mine), parts.layout is not None
-        self._elsewhere = frozenset(elsewhere)
+        self._elsewhere, self._names = frozenset(elsewhere), parts.names
         self._parameters: dict[Shard, list[str]] = defaultdict(list)
         for name in parts.names.parameters:
             self._parameters[self._mine[key_of(parts, name, dist.get_rank())]].append(name)
 
     def parameters_of(self, shard: Shard) -> Collection[str]:
         """See ``Sharding``."""
+        if len(self.layout.groups) == 1:
+            return self._names.parameters.keys()  # there may be more than there were
         return self._parameters.get(shard, ())
 
     def carries(self, shard: Shard, tensor: Tensor) -> bool:
@@ -94,8 +96,13 @@ def discover(parts: Parts) -> FoundSharding:
         ConfigError: one name stands for two things, or an explicit layout does not fit; the text says what to do.
     """
     me = dist.get_rank()
-    mine = held(parts, me)
-    views = [View.decode(data) for data in gather_bytes(view_of(parts, mine).encode())]
+    mine: dict[Key, list[Entry]] = {}
+
+    def view() -> bytes:
+        mine.update(held(parts, me))
+        return view_of(parts, mine).encode()
+
+    views = [View.decode(data) for data in gather_or_refuse(view)]
     shards = same_shards(views)
     if parts.layout is None:
         refuse_left_alone(views)
@@ -220,10 +227,16 @@ def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[
     """The shard that each rank means, where the user has named them.
 
     Raises:
-        ConfigError: ranks that should hold the same do not.
+        ConfigError: ranks that should hold the same do not, or two shards are told apart by nothing.
     """
     first: dict[str, Sequence[Rank]] = {}
-    for (_, label), ranks in shards.items():
+    meant: dict[str, str] = {}
+    for (parts, label), ranks in shards.items():
+        if (twin := meant.setdefault(parts, label)) != label:
+            raise ConfigError(
+                f"shards {twin!r} and {label!r} of the layout have parameters of the same names and shapes, and a "
+                f"checkpoint can have one of each name: {RENAME}"
+            )
         other = first.setdefault(label, ranks)
         if other is not ranks:
             raise ConfigError(

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
+
+from ttp.core.layout import Rank, compact_ranks
+from ttp.errors import ConfigError, UsageError
+
+_FINE = b"+"
+_KINDS: dict[bytes, type[ConfigError] | type[UsageError]] = {b"c": ConfigError, b"u": UsageError}
 
 
 def connected(world_size: int) -> bool:
@@ -23,6 +31,46 @@ def gather_bytes(data: bytes) -> list[bytes]:
     return [_bytes(blob[: int(length)]) for blob, length in zip(everyone, sizes, strict=True)]
 
 
+def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
+    """What ``make`` gives on every rank, by rank. Where it refuses on one of them, all refuse, with the same words.
+
+    Nobody waits in a collective for a rank that has found something wrong.
+
+    Raises:
+        ConfigError: ``make`` raised it, here or elsewhere.
+        UsageError: the same.
+    """
+    refusal: ConfigError | UsageError | None = None
+    try:
+        mine = _FINE + make()
+    except (ConfigError, UsageError) as problem:
+        refusal = problem
+        mine = (b"u" if isinstance(problem, UsageError) else b"c") + str(problem).encode()
+    said = gather_bytes(mine)
+    refused = [Rank(rank) for rank, one in enumerate(said) if one[:1] != _FINE]
+    if refused:
+        first = said[refused[0]]
+        alike = [rank for rank in refused if said[rank] == first]
+        where = "" if len(alike) == len(said) else f"rank {compact_ranks(alike)}: "
+        raise _KINDS[first[:1]](where + first[1:].decode()) from refusal
+    return [one[1:] for one in said]
+
+
+def refuse_everywhere(problem: ConfigError | UsageError, world_size: int) -> None:
+    """Have ``gather_or_refuse`` raise on the other ranks: this one has not got as far.
+
+    Raises:
+        ConfigError: as on all of them; nothing is raised where nobody could be told.
+        UsageError: the same.
+    """
+
+    def make() -> bytes:
+        raise problem
+
+    if connected(world_size):
+        gather_or_refuse(make)
+
+
 def broadcast_bytes(data: bytes, source: int) -> bytes:
     """The ``data`` of rank ``source``; that of others is ignored."""
     size = torch.tensor([len(data)], device=_device())
@@ -39,4 +87,7 @@ def _bytes(content: torch.Tensor) -> bytes:
 
 
 def _device() -> str:
-    return "cuda" if dist.get_backend() == "nccl" else "cpu"
+    """The kind of device that the default group takes: the host, or another where it has no backend for that (NCCL)."""
+    world: dist.ProcessGroup | None = dist.group.WORLD
+    kinds = [device.type for device in getattr(world, "_device_types", ())]
+    return "cpu" if "cpu" in kinds or not kinds else kinds[0]

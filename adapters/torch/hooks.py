@@ -3,8 +3,8 @@
 ::
 
     forward        the tail of the last update is through
-    backward       provisional capture for n + 1, before this rank's last gradient can leave it
-    step, before   provisional capture again; a barrier where the layout needs one; the gate; a copy of n where asked
+    backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
+    step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the
@@ -46,8 +46,10 @@ from ttp.adapters.torch.misuse import (
     refuse_capture,
     refuse_in_backward,
 )
+from ttp.adapters.torch.no_sync import NoSync
 from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.turns import Turns
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
@@ -78,9 +80,12 @@ class Capture(Protocol):
     def capture(self, version: int, final: bool) -> None:
         """Take the rank-local state of this moment; never raises."""
 
+    def look_again(self, version: int) -> None:
+        """Just before the update: take what has changed since the last capture for ``version``; never raises."""
+
 
 def attach(
-    optimizers: Optimizer | Sequence[Optimizer],
+    optimizers: Optimizer | Sequence[Optimizer | Sequence[Optimizer]],
     model: nn.Module,
     reporter: UpdateReporter,
     capture: Capture,
@@ -88,44 +93,49 @@ def attach(
     tail: Tail,
     fence: Fence,
     version: Callable[[], int],
-    chain: bool = False,
+    turns: Turns | None = None,
     ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
+    before_turn: Callable[[int, int], None] = lambda _version, _number: None,
     after_update: Callable[[], None] = lambda: None,
     after_end: Callable[[], None] = lambda: None,
 ) -> Attachment:
     """Report every update of ``optimizers``, and capture what belongs to it.
 
     Args:
-        optimizers: one, or several that make one version together (then the user has to call ``step_done``).
+        optimizers: one, or several that make one version together; of wrappers those inside too, as a list, of which
+            the outermost step counts.
         model: the outermost module that the loop calls.
         reporter: begin waits while the world is frozen.
         capture: of rank-local state.
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
-        chain: several optimizers are stepped one after the other, each of them once, and make one version together.
+        turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
         ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
         before_update: called behind the gate with the number of finished updates; may not raise.
+        before_turn: the same before each step of several, with the number of the optimizer too, where training may
+            stand between the steps of one version.
         after_update: called on the training thread after each update; may not block.
         after_end: called when the update was reported as finished, before ``step()`` returns; may block, may not raise.
 
     Returns:
         Call it to detach.
     """
-    many = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
     attachment = Attachment(
         reporter,
         capture,
-        by_hand=len(many) > 1 and not chain,
-        last=many[-1] if chain else None,
+        turns=turns or Turns([type(each[0]).__name__ for each in many], chained=True),
         tail=tail,
         fence=fence,
         version=version,
         before_gate=before_gate,
         before_update=before_update,
+        before_turn=before_turn,
         after_update=after_update,
         after_end=after_end,
     )
@@ -146,13 +156,13 @@ class Attachment:
         reporter: UpdateReporter,
         capture: Capture,
         *,
-        by_hand: bool,
-        last: Optimizer | None,
+        turns: Turns,
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
         before_gate: Callable[[], None],
         before_update: Callable[[int], None],
+        before_turn: Callable[[int, int], None],
         after_update: Callable[[], None],
         after_end: Callable[[], None],
     ) -> None:
@@ -162,34 +172,42 @@ class Attachment:
         self._fence = fence
         self._version = version
         self._before_gate, self._before_update, self._after_update = before_gate, before_update, after_update
-        self._after_end = after_end
+        self._before_turn, self._after_end = before_turn, after_end
         self.redoable = False
         """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
         self._stepping = Stepping(())
         self._strangers: Strangers | None = None
         self._begun = False
+        self._stands = False  # training may stand between the steps of the open update
+        self._between = False  # it does
+        self._turns = turns
+        self._numbers: dict[int, int] = {}  # of the optimizers, by identity
+        self._number = 0  # whose turn it is
+        self._opened = False  # nothing keeps it from writing any more
         self._left = False  # the last update, half made; until the next one begins
         self._again = False  # no gradient has come since
         self._closures = 0  # that run
-        self._by_hand = by_hand  # the user says when a step is done
-        self._last = last  # whose step is the last one of an update; None: there is one only
         self._task = -1
         self._mark = 0
         self._evaluating = False
         self._complained = False
         self._said: set[str] = set()
         self._handles: list[Any] = []
+        self._no_sync = NoSync(nn.Module())
 
-    def connect(self, optimizers: Sequence[Optimizer], model: nn.Module, ddps: Sequence[Ddp]) -> None:
+    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
         """Register the hooks.
 
         Raises:
             UsageError: parameters are updated in the backward pass.
         """
         refuse_in_backward(model)
-        self._stepping = Stepping(optimizers)
-        self._strangers = Strangers(optimizers, model, lambda: self._begun)
-        for optimizer in optimizers:
+        self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
+        every = [each for several in optimizers for each in several]
+        self._stepping = Stepping(every)
+        self._strangers = Strangers(every, model, lambda: self._begun)
+        self._no_sync = NoSync(model, ddps)
+        for optimizer in every:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
         for parameter in gradient_triggers(model, ddps):
@@ -207,7 +225,6 @@ class Attachment:
         self._handles.clear()
         if self._strangers is not None:
             self._strangers.remove()
-        self._tail.close()
 
     def step_done(self) -> None:
         """The user says that a step is done, tail and all; from the first call on this ends the update.
@@ -220,12 +237,12 @@ class Attachment:
         self._look_for_exception()
         if self._stepping.depth:
             raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
+        hand, self._turns.by_hand = self._turns.by_hand, True
         if self._begun:
             self._end()
-        elif not self._by_hand:  # the hooks have ended this update already, too early
+        elif not hand:  # the hooks have ended this update already, too early
             self._safely(self._tail.step_done)
             self._capture.capture(self._version(), final=True)
-        self._by_hand = True
 
     # -------------------------------------------------------------------------------------------------------- hooks
 
@@ -257,7 +274,9 @@ class Attachment:
             self._look_for_exception()
             self._again = False
             self._pass()
-            self._capture.capture(self._next_version(), final=False)
+            self._turns.backward()
+            if not self._no_sync.withholds():
+                self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
@@ -265,19 +284,29 @@ class Attachment:
         in_backward(optimizer)
         refuse_capture()
         self._look_for_exception(entering=True)
-        if self._begun or self._stepping.depth:  # in an update, or in a step() that will begin one
+        if self._stepping.depth:  # in another step
             self._stepping.entered()
             return None
+        self._take_turn(self._numbers[id(optimizer)])
         kind: Any = type(optimizer)
         closure = closure_of(args, kwargs)
         self._again = self._again and closure is None  # a closure makes a gradient of its own
         if closure is None:
-            self._begin(redoable=True)
+            self._open(redoable=True)
         elif not evaluates_first(kind):
             self._say_once(_WHOLE_STEP.format(kind.__name__))
-            self._begin(redoable=False)
+            self._open(redoable=False)
         self._stepping.entered()
         return None if closure is None else with_closure(partial(self._evaluate, closure), args, kwargs)
+
+    def _take_turn(self, number: int) -> None:
+        """It is the turn of this optimizer; nothing of its step is done yet."""
+        if self._left and not self._again:
+            self._turns.forget()
+        if self._turns.overdue(number):
+            self._end()
+        self._turns.begins(number)
+        self._number, self._opened = number, False
 
     def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
         """What the optimizer calls in place of ``closure``: behind it the gradient is there, and nothing is written."""
@@ -286,17 +315,31 @@ class Attachment:
             result = closure(*args, **kwargs)
         finally:
             self._closures -= 1
-        if not self._begun:
+        if not self._opened:
             with torch.no_grad():
-                self._begin(redoable=True)
+                self._open(redoable=True)
         return result
+
+    def _open(self, redoable: bool) -> None:
+        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one."""
+        fresh, self._opened = not self._left, True  # what was left half made is nothing to go back to
+        if not self._begun:
+            self._begin(redoable)
+        elif self._between:
+            self._pass()
+            self._reporter.begin_update()
+            self._between = False
+        if self._stands and fresh:
+            self._before_turn(self._version(), self._number)
 
     def _begin(self, redoable: bool) -> None:
         again = self._again
         self._pass()
+        self._no_sync.at_gate()
         self._safely(self._tail.at_gate)
-        self._capture.capture(self._next_version(), final=False)
-        self.redoable = redoable and not self._by_hand
+        self._capture.look_again(self._next_version())
+        self._stands = self._turns.stands_between
+        self.redoable = redoable and not (self._turns.by_hand or self._stands)
         if not again:
             self._before_gate()
         self._reporter.begin_update(again)
@@ -307,19 +350,27 @@ class Attachment:
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         self._stepping.returned()
-        if not self._begun:
+        if not self._opened:
             self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
-            self._begin(redoable=False)
-        if self._stepping.depth == 0 and not self._by_hand and self._last in (None, optimizer):
+            self._open(redoable=False)
+        if self._stepping.depth:
+            return
+        if self._turns.ended(self._number):
             self._end()
+        elif self._stands:
+            self._between = True
+            self._reporter.stand_between()
 
     def _end(self) -> None:
+        if self._between:
+            self._reporter.begin_update()  # who stands between is frozen like anybody before the gate
         version = self._version() + 1
+        self._turns.over()
         self._capture.capture(version, final=True)
-        self._safely(self._tail.update_finished, version, whole=self._by_hand)
+        self._safely(self._tail.update_finished, version, whole=self._turns.by_hand)
         self._safely(self._fence.record, version)
         self._safely(self._after_update)
-        self._begun = False
+        self._begun = self._between = False
         self._mark = self._reporter.mark = 0
         self._reporter.end_update()
         self._after_end()

@@ -65,6 +65,25 @@ def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
         yield from wrappers_of(each)
 
 
+def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
+    """Whose steps are to be seen: for each step that the loop makes, the optimizer and those inside of it.
+
+    A wrapper whose own step can be seen takes one turn, with all that is inside. Of one that hides it (it does not call
+    ``Optimizer.__init__``) those inside take turns.
+    """
+    inside = wrapped_by(optimizer)
+    if not inside or fires_hooks(optimizer):
+        deeper = [each for one in inside for taker in turn_takers(one) for each in taker]
+        return [[optimizer, *deeper]]
+    return [taker for each in inside for taker in turn_takers(each)]
+
+
+def fires_hooks(optimizer: Optimizer) -> bool:
+    """Whether step hooks registered on it are called."""
+    step: Any = type(optimizer).step
+    return bool(getattr(step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
 def _optimizers_in(value: Any) -> Iterable[Optimizer]:
     if isinstance(value, Optimizer):
         return [value]

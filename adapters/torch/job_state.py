@@ -38,6 +38,7 @@ class JobState:
         scaler: ``state_dict()`` of the GradScaler; None without one.
         scheduler_pending: the update was finished but ``scheduler.step()`` after it was not: it is due on restore.
         scaler_pending: the same for ``scaler.update()``.
+        scaler_skipped: the optimizer took the scale itself and was told to skip: the scale is due to be lowered.
         ddp_buckets: layout of the all-reduce buckets for the next step, as ``ddp.bucket_layout`` gives it; with several
             DistributedDataParallel modules that of each, by name.
         extra: whatever else is equal everywhere, by name.
@@ -49,6 +50,7 @@ class JobState:
     scaler: dict[str, Any] | None = None
     scheduler_pending: bool = False
     scaler_pending: bool = False
+    scaler_skipped: bool = False
     ddp_buckets: str | dict[str, str] | None = None
     extra: dict[str, Any] = field(default_factory=dict)
     several: list[Any] | None = None
@@ -122,6 +124,7 @@ _KINDS: dict[str, Any] = {
     "scaler": dict | None,
     "scheduler_pending": bool,
     "scaler_pending": bool,
+    "scaler_skipped": bool,
     "ddp_buckets": str | dict | None,
     "extra": dict,
     "several": list | None,

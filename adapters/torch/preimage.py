@@ -23,9 +23,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.combined import members_of
 from ttp.adapters.torch.cuts import is_distributed, local
 from ttp.adapters.torch.device import AHEAD_MAX, Runtime, holder, make_fence
-from ttp.adapters.torch.tail import copied
+from ttp.adapters.torch.habit import copied
+from ttp.adapters.torch.inner import inner_of
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -42,11 +44,22 @@ class Image:
         version: finished updates.
         state: like ``Optimizer.state``, with copies of its tensors; what came later is not in it.
         copies: of parameters and averages, by the identity of the live tensor.
+        members: identities of the optimizers whose part is in it.
+        modules: whether averages are in it.
+        serial: of the last copying into it.
     """
 
     version: int
     state: dict[Any, Any] = field(default_factory=dict)
     copies: dict[int, Tensor] = field(default_factory=dict)
+    members: set[int] = field(default_factory=set)
+    modules: bool = False
+    serial: int = 0
+
+    def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Like ``optimizer.state``; of optimizers that have not stepped since, and were not copied, the live one."""
+        others = (member for member in members_of(optimizer) if id(inner_of(member)) not in self.members)
+        return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
 
     def of(self, live: Any) -> Any:
         """The copy of a live tensor; anything else as it is."""
@@ -57,15 +70,21 @@ class PreImage:
     """Keeps the state that the running, or else the last, update started from.
 
     Args:
-        optimizer: whose parameters and state.
+        optimizer: whose parameters and state; may be several combined.
         modules: averages of the weights that belong to the version.
         runtimes: the devices of the state; none: the host.
+        reserve: set the memory for all parameters aside now: a job that has too little finds out at once.
     """
 
     def __init__(
-        self, optimizer: Optimizer, modules: Iterable[nn.Module] = (), runtimes: Sequence[Runtime] = ()
+        self,
+        optimizer: Optimizer,
+        modules: Iterable[nn.Module] = (),
+        runtimes: Sequence[Runtime] = (),
+        *,
+        reserve: bool = True,
     ) -> None:
-        self._optimizer = optimizer
+        self._members = members_of(optimizer)
         self._modules = tuple(modules)
         self._runtimes = runtimes
         self._begun, self._taken = make_fence(runtimes, -1, newest=True), make_fence(runtimes, -1)
@@ -73,16 +92,26 @@ class PreImage:
         self._memory: dict[_Place, Tensor] = {}
         self._used: set[_Place] = set()
         self._broken = False
-        self._copy_parameters(Image(-1), [])  # sets the memory aside now: a job that has too little finds out at once
+        self._serial = -1
+        if reserve:
+            for number, member in enumerate(self._members):
+                self._copy_parameters(number, member, Image(-1), [])
+            self._copy_modules(Image(-1), [])
 
     # --------------------------------------------------------------------------------------------- training thread
 
-    def take(self, version: int) -> None:
-        """The gate is passed and nothing of the update after ``version`` is written yet. Never raises."""
+    def take(self, version: int, only: Sequence[Optimizer] | None = None, *, modules: bool = True) -> None:
+        """The gate is passed and nothing of this is written yet in the update after ``version``. Never raises.
+
+        Args:
+            version: finished updates.
+            only: of the optimizers: what they are about to change; None: all. What of ``version`` is there stays.
+            modules: the averages too.
+        """
         if self._broken:
             return
         try:
-            self._take(version)
+            self._take(version, only, modules)
         except Exception as problem:
             self._broken = True
             self.forget()
@@ -94,26 +123,42 @@ class PreImage:
         self._images.clear()
 
     @torch.no_grad()
-    def _take(self, version: int) -> None:
-        self._begun.record(version)
-        image, copies = Image(version), _Copies()
-        self._used = set()
-        self._copy_parameters(image, copies)
-        for number, (owner, value) in enumerate(self._optimizer.state.items()):
-            image.state[owner] = self._copy(value, ("state", number), copies)
-        for place in self._memory.keys() - self._used:
-            del self._memory[place]
+    def _take(self, version: int, only: Sequence[Optimizer] | None, modules: bool) -> None:
+        newest = self._images[-1] if self._images else None
+        image = newest if only is not None and newest is not None and newest.version == version else Image(version)
+        self._serial += 1
+        self._begun.record(self._serial)
+        copies = _Copies()
+        for number, member in enumerate(self._members):
+            if (only is None or member in only) and id(member) not in image.members:
+                self._copy_member(number, member, image, copies)
+        if modules and not image.modules:
+            self._copy_modules(image, copies)
         _carry_out(copies)
-        self._images.append(image)
-        self._taken.record(version)
+        image.serial = self._serial
+        if image is not newest:
+            self._images.append(image)
+        self._taken.record(self._serial)
 
-    def _copy_parameters(self, image: Image, copies: _Copies) -> None:
-        groups = self._optimizer.param_groups
-        live = [parameter for group in groups for parameter in group["params"]]
-        for module in self._modules:
-            live += [*module.parameters(), *module.buffers()]
-        for number, tensor in enumerate(live):
-            image.copies[id(tensor)] = self._copy(tensor, ("live", number), copies)
+    def _copy_member(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
+        self._used = set()
+        self._copy_parameters(number, member, image, copies)
+        for position, (owner, value) in enumerate(member.state.items()):
+            image.state[owner] = self._copy(value, (number, "state", position), copies)
+        for place in [place for place in self._memory if place[0] == number and place not in self._used]:
+            del self._memory[place]
+        image.members.add(id(member))
+
+    def _copy_parameters(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
+        live = [parameter for group in member.param_groups for parameter in group["params"]]
+        for position, tensor in enumerate(live):
+            image.copies[id(tensor)] = self._copy(tensor, (number, "live", position), copies)
+
+    def _copy_modules(self, image: Image, copies: _Copies) -> None:
+        live = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+        for position, tensor in enumerate(live):
+            image.copies[id(tensor)] = self._copy(tensor, ("module", position), copies)
+        image.modules = True
 
     def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
         if isinstance(value, Tensor):
@@ -141,10 +186,29 @@ class PreImage:
     @property
     def version(self) -> int | None:
         """Of what is kept; None while nothing is, or while it is being replaced."""
+        image = self._kept()
+        return None if image is None else image.version
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the version, so that a finished update can be undone; else a running one only."""
+        image = self._kept()
+        return image is not None and len(image.members) == len(self._members) and image.modules
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of memory."""
+        return sum(memory.nbytes for memory in list(self._memory.values()))
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the device has made the last copies; not for the training thread."""
+        self._taken.wait(self._serial, timeout_s)
+
+    def _kept(self) -> Image | None:
         taken = self._taken.finished_version()
         if self._begun.finished_version() != taken:
             return None
-        return taken if any(image.version == taken for image in list(self._images)) else None
+        return next((image for image in list(self._images) if image.serial == taken), None)
 
     def image(self, version: int) -> Image:
         """The state of ``version``.
@@ -152,13 +216,13 @@ class PreImage:
         Raises:
             CheckpointError: it is not kept.
         """
-        kept = self.version
-        if kept != version:
+        kept = self._kept()
+        if kept is None or kept.version != version:
             raise CheckpointError(
                 f"version {version} cannot be gone back to: what is kept is "
-                + ("nothing" if kept is None else f"version {kept}")
+                + ("nothing" if kept is None else f"version {kept.version}")
             )
-        return next(image for image in list(self._images) if image.version == version)
+        return kept
 
 
 def _carry_out(copies: _Copies) -> None:

@@ -49,17 +49,23 @@ def load_scaler(scaler: Any, job: JobState) -> list[str]:
         return _one_sided(
             "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
         )
-    scaler.load_state_dict(_updated(job.scaler) if job.scaler_pending else job.scaler)
+    scaler.load_state_dict(_updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler)
     return []
 
 
-def _updated(scaler: Mapping[str, Any]) -> dict[str, Any]:
-    """The scaler's state after ``update()`` following a step that was not skipped; a skipped one makes no version."""
+def _updated(scaler: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
+    """The scaler's state after the ``update()`` that follows a step, which may have been skipped."""
     tracker = int(scaler["_growth_tracker"]) + 1
+    if skipped:
+        return dict(scaler) | {"_growth_tracker": 0, "scale": _in_float32(scaler["scale"] * scaler["backoff_factor"])}
     if tracker < int(scaler["growth_interval"]):
         return dict(scaler) | {"_growth_tracker": tracker}
-    grown = float(torch.tensor(scaler["scale"] * scaler["growth_factor"], dtype=torch.float32))
+    grown = _in_float32(scaler["scale"] * scaler["growth_factor"])
     return dict(scaler) | {"_growth_tracker": 0, "scale": grown if math.isfinite(grown) else scaler["scale"]}
+
+
+def _in_float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
 
 
 def _one_sided(what: str, here: Any, there: Any) -> list[str]:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
@@ -29,7 +30,7 @@ from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.state import checkpoint_state, counted_back, tensors_in
+from ttp.adapters.torch.state import checkpoint_state, counted_back, model_state, optimizer_state, tensors_in
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.to_host import HostCopier
@@ -57,6 +58,8 @@ SETTLE_S = 2.0
 """How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
 _POLL_S = 0.002
 _LOOK_S = 0.0005
+COPIES_S = 1.0
+"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
 class TorchSource:
@@ -96,6 +99,7 @@ class TorchSource:
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
+        self.between: BetweenSteps | None = None
         self.tail: Tail | None = None
         self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
@@ -173,16 +177,31 @@ class TorchSource:
     @property
     def has_preimage(self) -> bool:
         """See ``StateSource``."""
-        if self._processor is None or self.preimage is None:
+        preimage = self._preimage_now
+        if self._processor is None or preimage is None:
             return False
         state = self._processor.gate.state()
         if state.phase is Phase.UPDATING:
             return False
         if state.phase is Phase.TORN:
-            return self.preimage.version == state.version
+            preimage.wait(COPIES_S)
+            return preimage.version == state.version
         finished = self.finished.finished_version()  # the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and self.preimage.version == finished - 1
+        return whole and preimage.whole and preimage.version == finished - 1
+
+    def forget_images(self) -> None:
+        """The state was replaced: what is kept of another one belongs to nothing."""
+        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
+            if preimage is not None:
+                preimage.forget()
+
+    @property
+    def _preimage_now(self) -> PreImage | None:
+        """What the user has asked for, or else what several optimizers need between their steps."""
+        if self.preimage is None and self.between is not None:
+            return self.between.preimage
+        return self.preimage
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
@@ -255,6 +274,12 @@ class TorchSource:
 
     # ----------------------------------------------------------------------------------------------------- details
 
+    def everything(self) -> dict[str, Any]:
+        """All that this rank may have to write, as it is now: references. For any thread."""
+        state = {"model": model_state(self._names, {}), "optim": optimizer_state(self._names, self._optimizer)}
+        modules = self._extra.modules
+        return state | {"extra": {name: _module_state(module, None) for name, module in modules.items()}}
+
     def _image(self, how: How, version: Version) -> Image | None:
         """What was kept of ``version``, where the order is to undo an update; None: the live state is of it.
 
@@ -263,9 +288,10 @@ class TorchSource:
         """
         if how is not How.UNDO:
             return None
-        if self.preimage is None:
+        preimage = self._preimage_now
+        if preimage is None:
             raise CheckpointError('an update cannot be undone: wrap_optimizer() was not given undo="preimage"')
-        return self.preimage.image(version)
+        return preimage.image(version)
 
     def _check_stands(self, version: Version, image: Image | None) -> None:
         """Before the first byte is read and after the last one: what is read in between is of ``version``.
@@ -278,7 +304,8 @@ class TorchSource:
         """
         assert self._processor is not None
         if image is not None:
-            kept = None if self.preimage is None else self.preimage.version
+            preimage = self._preimage_now
+            kept = None if preimage is None else preimage.version
             stands, found = kept == version, f"what is kept is {'of no version' if kept is None else f'version {kept}'}"
         elif self.on_device:
             done, begun = self.finished.finished_version(), self.begun.finished_version()
@@ -391,7 +418,7 @@ class TorchSource:
             state["optim"]["state"] = counted_back(
                 state["optim"]["state"], ahead, lambda tensor: holder(self.runtimes, tensor) is None
             )
-        kept_groups = [group for groups in self.tail.param_groups(job.version) for group in groups]
+        kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules

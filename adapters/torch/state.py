@@ -37,7 +37,7 @@ def checkpoint_state(
         model = {name: image.of(value) for name, value in model.items()}
     state: dict[str, Any] = {
         "model": model,
-        "optim": optimizer_state(names, optimizer, None if image is None else image.state),
+        "optim": optimizer_state(names, optimizer, None if image is None else image.state_of(optimizer)),
         "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
     }
     if job.several is not None:

@@ -5,33 +5,37 @@ weights follow. So after each update the state of scheduler and scaler, and the 
 into, are kept as they were when the tail was through; and the tail is *settled* when nothing of it is missing.
 
 When that is, depends on the loop, and is learned from it. A scheduler stepped once after each update has settled with
-that step. One that is stepped before the update (leading) is not part of the tail. For what cannot be watched (an
+that step. One that is stepped before the update (leading) is not part of the tail. For what does not show its steps (an
 average of the weights, a scheduler stepped now and then) the next forward pass, or standing at the gate, is the proof.
 When a save comes before the tail is through, the state says what was due.
 
-An iteration that makes no version (a skipped step of the scaler) is repeated after a restore, so what it did to
-scheduler and scaler is not kept: only the first tail after an update counts.
+An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step), is repeated after a restore,
+and what it did to scheduler and scaler is not kept: only the first tail after an update counts. An optimizer that takes
+the scale itself (``fused=True``) steps all the same, and its device decides that nothing is written: that is a version
+like any other, of which only the scale is new, and when the scaler's update is due the state says so.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.habit import Habit, Reading, copied
+from ttp.adapters.torch.hyperparameters import Groups, Hyperparameters
 from ttp.adapters.torch.job_state import JobState, Schedule
-from ttp.adapters.torch.watch import watch_method
 from ttp.errors import UsageError
 from ttp.store.encoding import EncodingError, encode
 
 log = logging.getLogger("ttp.adapters.torch")
 
-Groups = list[dict[str, Any]]
-"""The hyperparameters of an optimizer's param groups, without the parameters."""
+_READS_MAX = 20
+_SCALING = "_per_optimizer_states"
+_FOUND_INF = "found_inf "
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,56 +44,19 @@ class _Snapshot:
 
     Args:
         version: finished updates.
-        schedulers: ``state_dict()`` of each, containers copied.
+        schedules: where each scheduler was.
         scaler: the scaler's numbers; on a device still tensors.
         groups: of each optimizer.
-        scheduler_steps: how many of them are in it, of each scheduler.
-        scaler_updates: the same.
+        scaling: what the scaler replaces when it is updated.
+        updated: whether it was, after the last update of this version.
     """
 
     version: int
-    schedulers: tuple[dict[str, Any], ...]
+    schedules: tuple[Reading, ...]
     scaler: dict[str, Any] | None
     groups: list[Groups]
-    scheduler_steps: tuple[int, ...]
-    scaler_updates: int = 0
-
-
-@dataclass(slots=True)
-class _Habit:
-    """What the loop does with one scheduler, as far as it is learned.
-
-    Args:
-        scheduler: the object.
-        inside: its step, which belongs to the last version, is running.
-        leading: it is stepped before the update.
-        single_steps: the last so many tails had exactly one step.
-        steps_expected: as many as the last tail had.
-        watched: its steps are seen.
-        stale: it was stepped since its state was last taken.
-    """
-
-    scheduler: Any
-    inside: bool = False
-    leading: bool = False
-    single_steps: int = 0
-    steps_expected: int = 0
-    watched: bool = False
-    stale: bool = True
-
-    def settled(self, steps: int) -> bool:
-        """Whether nothing more of it follows the last update, after so many steps."""
-        if self.inside:
-            return False
-        return steps >= self.steps_expected if self.steps_expected else self.leading
-
-    def learned(self, tails: int) -> bool:
-        """Whether every update, or at least the last two, had exactly one step of it behind it."""
-        return tails > 0 and self.single_steps >= min(2, tails)
-
-    def state(self) -> Any:
-        """Its ``state_dict()``, to keep."""
-        return copied(self.scheduler.state_dict())
+    scaling: Any = None
+    updated: bool = False
 
 
 class Tail:
@@ -116,7 +83,8 @@ class Tail:
         version: int = 0,
     ) -> None:
         self._optimizers = tuple(optimizers)
-        self._habits = tuple(map(_Habit, listed(scheduler)))
+        self._groups = Hyperparameters(self._optimizers, copied)
+        self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
         self._check()
@@ -124,22 +92,7 @@ class Tail:
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
         self._tails = 0  # that have ended
         self._updates_expected = True
-        self.after_scaler_update: Callable[[], None] = lambda: None
-        """Called when the loop has updated the scaler: no optimizer steps any more in this iteration."""
         self._previous = self._snapshot = self._take(version)
-        self._unwatch = [self._watch(number, habit) for number, habit in enumerate(self._habits)]
-        self._unwatch.append(watch_method(self._scaler, "update", lambda: None, self._scaler_updated))
-
-    def _watch(self, number: int, habit: _Habit) -> Callable[[], None]:
-        kind = type(habit.scheduler)
-        undo = watch_method(
-            habit.scheduler,
-            "step",
-            lambda: self._scheduler_begins(habit),
-            lambda: self._scheduler_stepped(number, habit),
-        )
-        habit.watched = type(habit.scheduler) is not kind
-        return undo
 
     @property
     def wants_forward(self) -> bool:
@@ -150,10 +103,10 @@ class Tail:
 
     def restored(self, version: int) -> None:
         """The objects hold the state of ``version``."""
-        self._open, self._entered = False, True
         for habit in self._habits:
-            habit.stale, habit.leading = True, False  # a step that loading made says nothing of the loop
+            habit.leading = False  # a step that loading made says nothing of the loop
         self._previous = self._snapshot = self._take(version)
+        self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
         """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
@@ -174,45 +127,26 @@ class Tail:
             version: finished updates.
             whole: the tail is through too: the user says when a step is done.
         """
-        self._previous, self._snapshot = self._snapshot, self._take(version)
-        for habit in self._habits:
-            habit.inside = False
+        last = self._snapshot
+        if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
+            for habit, before in zip(self._habits, last.schedules, strict=True):
+                habit.leading = habit.leading or (habit.began(before) and not whole)
+        self._previous, self._snapshot = last, self._take(version, last)
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
-        last = self._snapshot
-        for habit in self._habits:
-            habit.stale = True
-        self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates)
+        self._snapshot = self._after(self._snapshot, self._groups.now)
         self._open, self._entered = False, True
 
     def _end_tail(self) -> None:
-        self._open = False
+        last = self._snapshot
+        for habit, before in zip(self._habits, last.schedules, strict=True):
+            habit.tail_ended(habit.steps_since(before))
+        self._snapshot = self._after(last, self._groups.now)
+        self._updates_expected = self._snapshot.updated
         self._tails += 1
-        for habit, steps in zip(self._habits, self._snapshot.scheduler_steps, strict=True):
-            habit.single_steps = habit.single_steps + 1 if steps == 1 else 0
-            habit.steps_expected = steps
-        self._updates_expected = self._snapshot.scaler_updates > 0
-
-    def _scheduler_begins(self, habit: _Habit) -> None:
-        habit.inside, habit.stale = self._open, True
-        if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
-            habit.leading = True
-
-    def _scheduler_stepped(self, number: int, habit: _Habit) -> None:
-        if self._open:
-            last = self._snapshot
-            steps = list(last.scheduler_steps)
-            steps[number] += 1
-            self._snapshot = self._take(last.version, tuple(steps), last.scaler_updates)
-        habit.inside = False
-
-    def _scaler_updated(self) -> None:
-        if self._open:
-            last = self._snapshot
-            self._snapshot = self._take(last.version, last.scheduler_steps, last.scaler_updates + 1)
-        self.after_scaler_update()
+        self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 
@@ -221,41 +155,77 @@ class Tail:
         if self._entered:
             return True
         last = self._snapshot
-        schedules = all(h.settled(steps) for h, steps in zip(self._habits, last.scheduler_steps, strict=True))
-        return schedules and self._scaler_settled(last) and not self._averages
+        schedules = all(habit.settled(before) for habit, before in zip(self._habits, last.schedules, strict=True))
+        return schedules and self._scaler_settled(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
         """Whether what is still to follow the last update is known, so that a save can say what is due."""
         return not self._averages and all(habit.leading or habit.learned(self._tails) for habit in self._habits)
 
-    def _scaler_settled(self, last: _Snapshot) -> bool:
-        return self._scaler is None or last.scaler_updates > 0 or (self._tails > 0 and not self._updates_expected)
+    def _scaler_settled(self, updated: bool) -> bool:
+        return self._scaler is None or updated or (self._tails > 0 and not self._updates_expected)
 
     def job_state(self, version: int) -> JobState:
         """Scheduler and scaler as they belong to ``version``, with what was still due.
 
         Of another version than the last two, the state is that of now.
         """
-        entered, inside = self._entered, [habit.inside for habit in self._habits]  # before what may follow them
-        found = self._of(version)
+        entered = self._entered  # before what may follow it
+        found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
-        schedules = [
-            Schedule(state, open_ended and steps == 0 and (now or habit.learned(self._tails)))
-            for state, steps, now, habit in zip(
-                found.schedulers, found.scheduler_steps, inside, self._habits, strict=True
-            )
-        ]
-        scaler_pending = open_ended and not self._scaler_settled(found)
-        return JobState.of(version, schedules, _scaler_state(found.scaler), scaler_pending)
+        pending = open_ended and not self._scaler_settled(found.updated)
+        schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
+        job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
+        return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
-    def param_groups(self, version: int) -> list[Groups]:
-        """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already."""
-        return self._of(version).groups
+    def param_groups(self, version: int, job: JobState | None = None) -> list[Groups]:
+        """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already.
 
-    def close(self) -> None:
-        """Let go of scheduler and scaler."""
-        for undo in self._unwatch:
-            undo()
+        Args:
+            version: finished updates.
+            job: what ``job_state`` has said: the groups are of the same moment.
+        """
+        found = self._of(version)
+        if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
+            return found.groups
+        return self._read(version)[0].groups
+
+    def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
+        """What belongs to ``version``, and of which schedulers a step is due on top of that.
+
+        While the tail is open this looks at objects that the training thread may be changing: what was read is of one
+        moment, or it is what was kept when the update ended.
+        """
+        for _ in range(_READS_MAX):
+            entered, tail_open, last = self._entered, self._open, self._snapshot
+            found = self._of(version)
+            if found is not last or not tail_open:
+                return found, [False] * len(self._habits)
+            due = self._due(last, entered)
+            if any(due):
+                return self._after(last, self._groups.copies, schedules=False), due
+            now = self._after(last, self._groups.copies)
+            if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
+                return now, due
+        return self._snapshot, [False] * len(self._habits)
+
+    def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
+        """Of which schedulers a step is due on top of ``last``; of none if all of them can be read as they are now."""
+        pairs = list(zip(self._habits, last.schedules, strict=True))
+        began = [habit.began(before) for habit, before in pairs]
+        half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
+        missing = [not entered and not b and h.learned(self._tails) for h, b in zip(self._habits, began, strict=True)]
+        if not half and not any(missing):
+            return [False] * len(pairs)
+        return [b or m for b, m in zip(began, missing, strict=True)]
+
+    def skipped(self) -> bool:
+        """Whether the scaler has left out a step at its last update. Waits for the device: for rare cases."""
+        if self._scaler is None:
+            return False
+        now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
+        assert now is not None and before is not None
+        return bool(now["_growth_tracker"] == 0 and now["scale"] <= before["scale"])
 
     # ----------------------------------------------------------------------------------------------------- snapshots
 
@@ -266,23 +236,36 @@ class Tail:
         log.warning("the schedule of version %d is not kept; the present one is taken", version)
         return self._take(version)
 
-    def _take(self, version: int, scheduler_steps: tuple[int, ...] = (), scaler_updates: int = 0) -> _Snapshot:
-        schedulers = tuple(map(self._scheduler_state, range(len(self._habits))))
-        scaler = None if self._scaler is None else _scaler_numbers(self._scaler)
-        groups = [[_without_parameters(group) for group in opt.param_groups] for opt in self._optimizers]
-        steps = scheduler_steps or (0,) * len(self._habits)
-        return _Snapshot(version, schedulers, scaler, groups, steps, scaler_updates)
+    def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
+        """All of it, as of now; what has not changed is that of ``last``."""
+        before: Sequence[Reading | None] = (None,) * len(self._habits) if last is None else last.schedules
+        schedules = tuple(map(Habit.look, self._habits, before))
+        scaler = None if self._scaler is None else _scaler_numbers(self._scaler) | self._found_infs()
+        return _Snapshot(version, schedules, scaler, self._groups.now(), getattr(self._scaler, _SCALING, None))
 
-    def _scheduler_state(self, number: int) -> Any:
-        habit = self._habits[number]
-        kept: Any = None if habit.stale or not habit.watched else self._snapshot.schedulers[number]
-        habit.stale = False
-        return habit.state() if kept is None else kept
+    def _after(self, last: _Snapshot, groups: Callable[[], list[Groups]], *, schedules: bool = True) -> _Snapshot:
+        """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers."""
+        if self._is_updated(last) and not last.updated:
+            last = replace(last, scaler=_scaler_numbers(self._scaler), updated=True)
+        if not schedules or not self._habits:
+            return last
+        now = tuple(map(Habit.look, self._habits, last.schedules))
+        if all(new is old for new, old in zip(now, last.schedules, strict=True)):
+            return last
+        return replace(last, schedules=now, groups=groups())
+
+    def _is_updated(self, last: _Snapshot) -> bool:
+        return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
+
+    def _found_infs(self) -> dict[str, Any]:
+        """What optimizers that take the scale themselves were told: whether to skip the step."""
+        found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
+        return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
 
     def _check(self) -> None:
         for habit in self._habits:
             try:
-                encode(habit.state(), "scheduler.state_dict()")
+                encode(habit.look().state, "scheduler.state_dict()")
             except EncodingError as problem:
                 raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
 
@@ -292,29 +275,6 @@ def listed(one_or_several: Any) -> list[Any]:
     if isinstance(one_or_several, (list, tuple)):
         return [each for each in one_or_several if each is not None]
     return [] if one_or_several is None else [one_or_several]
-
-
-_PLAIN = frozenset({float, int, bool, str, type(None)})
-
-
-def copied(value: Any) -> Any:
-    """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
-    kind = type(value)
-    if kind in _PLAIN:
-        return value
-    if kind is dict:
-        return {key: item if type(item) in _PLAIN else copied(item) for key, item in value.items()}
-    if kind is list:
-        return [item if type(item) in _PLAIN else copied(item) for item in value]
-    if kind is tuple:
-        return tuple([item if type(item) in _PLAIN else copied(item) for item in value])
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    return value.copy() if isinstance(value, (dict, list, set)) else value
-
-
-def _without_parameters(group: dict[str, Any]) -> dict[str, Any]:
-    return {key: value if type(value) in _PLAIN else copied(value) for key, value in group.items() if key != "params"}
 
 
 def _scaler_numbers(scaler: Any) -> dict[str, Any]:
@@ -335,4 +295,9 @@ def _scaler_numbers(scaler: Any) -> dict[str, Any]:
 def _scaler_state(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
     if numbers is None:
         return None
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in numbers.items()}
+    known = {key: value for key, value in numbers.items() if not key.startswith(_FOUND_INF)}
+    return {key: value.item() if isinstance(value, Tensor) else value for key, value in known.items()}
+
+
+def _skipped(numbers: dict[str, Any] | None) -> bool:
+    return any(float(value) for key, value in (numbers or {}).items() if key.startswith(_FOUND_INF))

@@ -461,6 +461,35 @@ def test_a_newer_version_that_comes_back_within_the_grace_is_saved() -> None:
     assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
 
 
+def test_a_device_that_was_only_slow_is_saved_at_its_newer_version() -> None:
+    """It seemed to hang; while it is saved it goes on. The save that fails of it counts nobody out."""
+    talk = Talk()
+    talk.lost(2)
+    talk.frozen(0, 7)
+    assert "Save:0" in talk.frozen(1, 7)
+    assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
+    assert talk.save_failed(0, 0, may_pass=True) == ""
+    assert "Commit" in talk.saved(0, 1)
+
+
+def test_devices_that_were_only_slow_may_go_on_one_after_the_other() -> None:
+    """Between the two no version is whole: the first one is not counted out for that."""
+    talk = Talk(grid(2, 2))
+    for rank in (2, 3):
+        talk.lost(rank)
+    talk.after(1)
+    talk.frozen(0, 7)
+    assert "Save:0,1" in talk.frozen(1, 7)
+    assert talk.frozen(0, 8) == "[answer]"
+    talk.save_failed(0, 0, may_pass=True)
+    talk.frozen(1, 8)
+    talk.save_failed(1, 0, may_pass=True)
+    for _ in range(100):
+        if "Save:0,1" in talk.after(0.1):
+            break
+    assert talk.orders(m.Save)[0].version == 8
+
+
 def test_an_answer_that_was_outrun_by_a_newer_one_changes_nothing() -> None:
     """The version that rank 0 was told to make is not taken back by what it said before."""
     talk = Talk(grid(1, 3))

@@ -19,7 +19,7 @@ LAYOUTS = {
     "replicated": "`ReplicatedOptimizer`, dp 4",
     "zero": "`ZeroRedundancyOptimizer`, dp 4",
 }
-MODES = {"redo": "redo", "undo": "undo", "buddy": "`buddy=True`"}
+MODES = {"redo": "redo", "hosts": "redo, two hosts", "undo": "undo", "buddy": "`buddy=True`"}
 
 
 def main() -> int:

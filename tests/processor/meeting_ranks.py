@@ -51,7 +51,12 @@ def main(directory: Path, rank: int, count: int) -> None:
     place = find_place(rank, pages, through_files(directory, rank, count))
     assert place.ranks == tuple(range(count)) and place.firsts == (0,), place
     meeting = Meeting(place.words, place.number, count, wide=False, gone=place.gone)
-    Neighbours(pages, rank, 0, lambda *_: (known.set(), run(meeting.ring()))).start()
+
+    def died(*_: object) -> None:
+        known.set()
+        run(meeting.ring())
+
+    Neighbours(pages, rank, 0, died).start()
     with (directory / "held").open("r+b") as file:
         held = Mapping(file.fileno(), 4096, writable=True)
     sys.stdout.write("ready\n")

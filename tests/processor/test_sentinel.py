@@ -331,3 +331,14 @@ def test_names_that_are_no_ranks(tmp_path: Path) -> None:
 
 def test_a_process_that_is_gone_started_never() -> None:
     assert process_start(2**22 + 1) == 0
+
+
+def test_one_is_added_to_the_word_that_is_meant() -> None:
+    mapping = Mapping(-1, FILE_BYTES, writable=True)
+    for at, idle in ((128, 64), (192, 128), (128, 64), (64, 128)):
+        mapping.add_one(at, idle)
+    assert [mapping.word(at) for at in (64, 128, 192)] == [1, 2, 1]
+    mapping.set_word(64, 0xFFFFFFFF)
+    mapping.add_one(64, 128)
+    assert mapping.word(64) == 0
+    mapping.close()

@@ -45,13 +45,18 @@ class TrainingStep(nn.Module):
 
 
 class Callbacks:
-    """A smoothed loss, as a progress bar keeps it; its state belongs to the run."""
+    """A smoothed loss, as a progress bar keeps it; its state belongs to the run.
+
+    It is made in ``on_before_backward``: a rank that dies behind that has taken part in the step, and so has its loss.
+    """
 
     def __init__(self, report: Callable[[int, Any], None]) -> None:
         self.report, self.smooth = report, 0.0
 
-    def on_train_batch_end(self, step: int, loss: Tensor) -> None:
+    def on_before_backward(self, loss: Tensor) -> None:
         self.smooth = 0.9 * self.smooth + 0.1 * loss.item()
+
+    def on_train_batch_end(self, step: int, loss: Tensor) -> None:
         self.report(step, loss.item())
 
     def state_dict(self) -> dict[str, Any]:
@@ -78,13 +83,13 @@ class Trainer:
             loss = self.optimize(model, optimizer, batch)
             scheduler.step()
             self.callbacks.on_train_batch_end(step, loss)
-            ttp.step_done()  # ttp: the callbacks' state belongs to the step
         return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "callbacks": self.callbacks}
 
     def optimize(self, model: nn.Module, optimizer: torch.optim.Optimizer, batch: Any) -> Tensor:
         def closure() -> Tensor:
             loss: Tensor = model(batch)
             optimizer.zero_grad()
+            self.callbacks.on_before_backward(loss)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             return loss

@@ -36,23 +36,30 @@ PROGRAMS: dict[str, list[Fault]] = {
 }
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.supports("closures")
+@pytest.mark.supports("gradient accumulation and no_sync")
+@pytest.mark.supports("several optimizers")
+@pytest.mark.supports("rates set by hand")
+@pytest.mark.supports("optimizer containers and wrappers")
+@pytest.mark.supports("EMA")
+@pytest.mark.supports("BatchNorm and SyncBatchNorm")
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_is_killed_in_four_phases_and_ends_with_its_bits(program: str, tmp_path: Path) -> None:
     faults, env = PROGRAMS[program], {"JOB_PROGRAM": program}
     hurt = ForkedJob(tmp_path / "hurt", 2, STEPS, faults=faults, env=env, module="tests.programs.hurt")
     for fault in faults:
-        codes = hurt.live(timeout_s=90)
+        codes = hurt.live(timeout_s=150)
         assert sorted(codes) == [-9, 75] and codes[fault["rank"]] == -9, f"{fault} ended with {codes}\n{hurt.story()}"
-    assert hurt.live(timeout_s=90) == [0, 0], hurt.story()
+    assert hurt.live(timeout_s=150) == [0, 0], hurt.story()
 
     unbroken = ForkedJob(tmp_path / "unbroken", 2, STEPS, env=env, module="tests.programs.hurt", protected=False)
-    assert unbroken.live(timeout_s=90) == [0, 0], unbroken.story()
+    assert unbroken.live(timeout_s=150) == [0, 0], unbroken.story()
     assert_as_if_nothing_had_happened(hurt, unbroken)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("launcher", ["ttp", "torchrun"])
 def test_the_same_under_a_launcher(launcher: str, program: str, make_job: Callable[..., Job]) -> None:

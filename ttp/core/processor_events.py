@@ -264,7 +264,12 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class CloseGate:
-    """Close the gate and say how the state is (``Quiet``)."""
+    """Close the gate and say how the state is (``Quiet``).
+
+    ``hurry``: something broke, so that an accelerator that stands still may well hang; it is not waited for.
+    """
+
+    hurry: bool = True
 
 
 @dataclass(frozen=True, slots=True)

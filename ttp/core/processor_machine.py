@@ -434,7 +434,7 @@ class ProcessorMachine:
             self._frozen_since = now
         self.incident, self._snapshot = order.incident, order.snapshot
         self._do(HoldLease(self._frozen_since + self.manners.rescue_s))
-        self._do(CloseGate())
+        self._do(CloseGate(hurry=not order.snapshot))
 
     def _quiet(self, quiet: Quiet, now: float) -> None:
         self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
@@ -454,7 +454,9 @@ class ProcessorMachine:
                 stuck=not (quiet.parked or self._broken or self._returned),
                 settled=quiet.settled,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
-                has_preimage=quiet.has_preimage and not self._snapshot,
+                # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
+                # there is nothing else, and thawed they go on.
+                has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
                 digests=quiet.digests,
                 bad=quiet.bad,
                 kept=quiet.kept,
@@ -480,7 +482,11 @@ class ProcessorMachine:
         else:
             state = self._phase.value if self._redoing is None else f"on its way to {self._redoing}"
             text = f"asked for version {order.version}, holds {self._version} ({state})"
-            self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text))
+            ahead = order.version < self._version and self._phase in (
+                m.Phase.IDLE,
+                m.Phase.DONE,
+            )  # it may save that one
+            self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text, ahead))
 
     def _holds(self, order: m.Save) -> bool:
         """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""

@@ -19,7 +19,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, lru_cache
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -52,6 +52,12 @@ class _Timespec(ctypes.Structure):
     _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
 
 
+@lru_cache(maxsize=16)
+def _timespec(seconds: float) -> Any:
+    """Where the kernel reads how long to sleep."""
+    return ctypes.pointer(_Timespec(int(seconds), int(seconds % 1 * 1e9)))
+
+
 class Mapping:
     """A file in memory, shared with everybody who maps it. Addresses stay valid until ``close``.
 
@@ -74,14 +80,17 @@ class Mapping:
         if address in (None, ctypes.c_void_p(-1).value):
             raise _problem("mmap")
         self.address, self._size = int(address), size
+        self._words: Any = (ctypes.c_uint32 * (size // 4)).from_address(self.address)
+        self._calls: dict[tuple[int, ...], tuple[Any, ...]] = {}
 
     def word(self, offset: int) -> int:
         """The 32-bit word there."""
-        return int(ctypes.c_uint32.from_address(self.address + offset).value)
+        value: int = self._words[offset >> 2]
+        return value
 
     def set_word(self, offset: int, value: int) -> None:
         """Store a 32-bit word at once."""
-        ctypes.c_uint32.from_address(self.address + offset).value = value
+        self._words[offset >> 2] = value
 
     def wait(self, offset: int, expected: int, timeout_s: float) -> bool:
         """Sleep while the word is ``expected``; without the interpreter lock. May return early for no reason.
@@ -92,22 +101,14 @@ class Mapping:
         Raises:
             OSError: futexes are not to be had here.
         """
-        timeout = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
-        failed = _syscall(
-            _numbers().futex,
-            ctypes.c_void_p(self.address + offset),
-            ctypes.c_int(_WAIT),
-            ctypes.c_uint32(expected),
-            ctypes.byref(timeout),
-        )
+        failed = _libc().syscall(*self._prepared(_WAIT, offset), ctypes.c_uint32(expected), _timespec(timeout_s)) == -1
         if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
             raise _problem("futex wait")
         return not (failed and ctypes.get_errno() == errno.ETIMEDOUT)
 
     def wake(self, offset: int) -> None:
         """Wake everybody who waits for the word, in any process."""
-        where = ctypes.c_void_p(self.address + offset)
-        _syscall(_numbers().futex, where, ctypes.c_int(_WAKE), ctypes.c_int(_EVERYBODY))
+        _libc().syscall(*self._prepared(_WAKE, offset, _EVERYBODY))
 
     def add_one(self, offset: int, idle: int) -> None:
         """Add 1 to a word, as one step for all processes; what was stored before is seen by who sees the sum.
@@ -121,16 +122,22 @@ class Mapping:
         Raises:
             OSError: futexes are not to be had here.
         """
-        if _syscall(
-            _numbers().futex,
-            ctypes.c_void_p(self.address + idle),
-            ctypes.c_int(_WAKE_OP),
-            ctypes.c_int(1),
-            ctypes.c_void_p(1),
-            ctypes.c_void_p(self.address + offset),
-            ctypes.c_int(_ADD_ONE),
-        ):
+        call = self._calls.get((_WAKE_OP, offset, idle))
+        if call is None:
+            start = self._prepared(_WAKE_OP, idle, 1)
+            added = ctypes.c_void_p(self.address + offset), ctypes.c_int(_ADD_ONE)
+            call = self._calls[_WAKE_OP, offset, idle] = (*start, ctypes.c_void_p(1), *added)
+        if _libc().syscall(*call) == -1:
             raise _problem("futex wake-op")
+
+    def _prepared(self, operation: int, offset: int, *more: int) -> tuple[Any, ...]:
+        """What a call begins with; kept, because making it takes longer than the call."""
+        call = self._calls.get((operation, offset))
+        if call is None:
+            where = ctypes.c_void_p(self.address + offset)
+            call = (ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation), *map(ctypes.c_int, more))
+            self._calls[operation, offset] = call
+        return call
 
     def close(self) -> None:
         """Give the addresses back."""

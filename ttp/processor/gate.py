@@ -56,6 +56,7 @@ class Gate:
 
     __slots__ = (
         "_admitted",
+        "_between",
         "_closed",
         "_closure",
         "_done",
@@ -82,6 +83,7 @@ class Gate:
         self._closure = 0
         self._admitted = False
         self._updating = False
+        self._between = False
         self._left = False  # an update, by an exception that the program has caught
         self._torn = False
         self._parked = False
@@ -116,7 +118,7 @@ class Gate:
                     if self._left and not again:
                         self.version = Version(self.version + 1)
                     self.redone = self._admitted
-                    self._updating, self._admitted, self._left = True, False, False
+                    self._updating, self._admitted, self._left, self._between = True, False, False, False
                     return
                 self._parked = True
                 self._opened.clear()
@@ -170,6 +172,18 @@ class Gate:
     def closed(self) -> bool:
         """Whether updates may not start. Without the lock: for a training thread that will ask again."""
         return self._closed
+
+    def stand_between(self) -> None:
+        """One of several steps that make a version together is made, and it may be long until the next one begins.
+
+        The copy stands still and is of no version: under a closed gate it is torn, and what was kept from before the
+        update is all there is. ``begin_update`` goes on with the update.
+        """
+        with self._lock:
+            self._updating, self._between = False, True
+            closed = self._closed
+        if closed:
+            self._on_quiet()
 
     def end_update(self, version: Version | None = None) -> None:
         """The update is finished: the copy is of the next version, or of ``version`` if the program counts itself."""
@@ -227,7 +241,7 @@ class Gate:
     def admit(self) -> bool:
         """Let the training thread, if it stands at the closed gate, make one update. Whether it stands there."""
         with self._lock:
-            if not (self._closed and self._parked) or self._torn or self._left:
+            if not (self._closed and self._parked) or self._torn or self._left or self._between:
                 return False
             self._admitted = True
             self._opened.set()
@@ -243,7 +257,7 @@ class Gate:
         """The copy was repaired and is of ``version``; the training thread enters its loop again."""
         with self._lock:
             self.version = version
-            self._updating = self._left = self._torn = self._halted = self._admitted = False
+            self._updating = self._left = self._between = self._torn = self._halted = self._admitted = False
 
     def open(self) -> None:
         """Let updates start again. Nobody stands at an open gate, even if the thread that stood there never wakes."""
@@ -258,9 +272,9 @@ class Gate:
             return self._state()
 
     def _state(self) -> GateState:
-        if self._torn or self._left:
+        if self._torn or self._left or (self._between and self._closed):
             phase = Phase.TORN
-        elif self._updating or self._admitted:  # who is admitted may begin at any moment
+        elif self._updating or self._between or self._admitted:  # who is admitted may begin at any moment
             phase = Phase.UPDATING
         else:
             phase = Phase.DONE if self._done else Phase.IDLE

@@ -1,4 +1,10 @@
-"""What a rank answers when it is asked to freeze: all of it of one moment, whatever its threads do meanwhile."""
+"""What a rank answers when it is asked to freeze: all of it of one moment, whatever its threads do meanwhile.
+
+A device may be behind its frozen host: it works off its queue, or hangs behind a collective whose peers are dead, and
+nobody can tell these apart. So it is waited for only as long as it moves. Then the version that it has finished is
+said, and said again, as another one, when the device goes on after all. A plan that was made of the first answer is
+made again then; a save that has begun by then looks at the state after each piece, and fails.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +27,14 @@ T = TypeVar("T")
 log = logging.getLogger("ttp.processor")
 
 DEVICE_PATIENCE_S = 5.0
-"""How long queued kernels may take after the gate is closed. Behind a collective that hangs they never run."""
+"""How long a device may stand still after the gate is closed where nothing is known to be broken."""
+
+STILL_S = 0.02
+"""How long it may where something is: behind a collective that hangs nothing ever moves. What is said then of one that
+was only slow is put right as soon as it goes on."""
+
+FOLLOW_S = 0.005
+"""Between two looks whether it does."""
 
 COMES_S = 1.0
 """How long a training thread that waits for its peers before the gate may take to come to it once it is closed."""
@@ -63,16 +76,20 @@ class Looker:
         self._lane = Lane("ttp-looker")
         self._took_s = 0.0
         self._came = threading.Event()  # to the gate, since it was closed
+        self._patience_s = DEVICE_PATIENCE_S
+        self._enough = threading.Event()  # for the thread that follows a device
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
 
-    def freeze(self) -> None:
-        """Close the gate and say what is there."""
+    def freeze(self, *, hurry: bool = False) -> None:
+        """Close the gate and say what is there. ``hurry``: a device that stands still is not waited for."""
+        self._patience_s = STILL_S if hurry else DEVICE_PATIENCE_S
         self._came.clear()
         self._say(self._gate.close())
 
     def thaw(self) -> None:
         """Open the gate; the state will be another one."""
         self._seen = None
+        self._enough.set()
         self._gate.open()
         self._came.set()
 
@@ -86,8 +103,15 @@ class Looker:
         """Until all has been looked at; false when it takes longer."""
         return self._lane.wait_done(timeout_s)
 
+    def look_again(self) -> None:
+        """The state has moved: say how it is now. Returns when that was said."""
+        state = self._gate.state()
+        self._lane.submit(lambda: self._look(state))
+        self._lane.wait_done(2 * DEVICE_PATIENCE_S)
+
     def close(self) -> None:
         """No more looks."""
+        self._enough.set()
         self._lane.close()
 
     def _say(self, state: GateState) -> None:
@@ -126,6 +150,21 @@ class Looker:
         self._took_s = time.monotonic() - began
         if not self._moved_on(state):
             self._put(Look(state.closure, quiet))
+            if version != state.version:
+                self._follow(state, version)
+
+    def _follow(self, state: GateState, said: Version | None) -> None:
+        """The device is behind its host, and may be slow only: when it goes on, what was said is put right."""
+        self._enough.set()
+        self._enough = enough = threading.Event()
+
+        def run() -> None:
+            while not enough.wait(FOLLOW_S) and self._gate.state() == state:
+                if self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said:
+                    self._lane.submit(lambda: self._look(state))
+                    return
+
+        threading.Thread(target=run, name="ttp-follower", daemon=True).start()
 
     def _moved_on(self, state: GateState) -> bool:
         """Whether ``state`` is of the past; if so the new one is said instead, unless nobody asks any more."""
@@ -137,7 +176,7 @@ class Looker:
     def _device_version(self, state: GateState) -> Version | None:
         if not self._source.on_device or state.phase is m.Phase.TORN:
             return state.version
-        return self._asked(lambda: self._source.device_version(state.version, DEVICE_PATIENCE_S), None)
+        return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
 
     def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
         """Once for each version: under a closed gate nothing changes."""

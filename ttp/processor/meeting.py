@@ -158,12 +158,13 @@ class Meeting:
     def __init__(
         self, words: Words, place: int, count: int, *, wide: bool, gone: Callable[[int], Awaitable[bool]]
     ) -> None:
-        self._words, self._place, self._count, self._wide, self._gone = words, place, count, wide, gone
+        self._words, self._place, self._wide, self._gone = words, place, wide, gone
+        self._slots = [slot(p) for p in range(count)]
 
     async def come(self, turn: int) -> None:
         """This rank has all that the others wait for. ``turn`` is 1 more than in the meeting before."""
         bell = FRONT if self._wide else BELL
-        await self._words.store(slot(self._place), turn)
+        await self._words.store(self._slots[self._place], turn)
         await self._words.add_one(bell)
         if await self._all_came(turn):
             await self._words.wake(bell)
@@ -208,27 +209,20 @@ class Meeting:
         await self._words.wake(BELL)
 
     async def _all_came(self, turn: int) -> bool:
-        for place in range(self._count):
-            if not await self._came(place, turn):
+        for at in self._slots:
+            if not reached(await self._words.load(at), turn):
                 return False
         return True
 
     async def _check(self, turn: int) -> None:
         if await self._words.load(BROKEN):
             raise BrokenError("the hosts cannot meet any more")
-        for place in range(self._count):
-            ended = place != self._place and await self._missing(place, turn) and await self._gone(place)
-            if ended and await self._missing(place, turn):  # else it did what is wanted of it, and ended then
+        for place, at in enumerate(self._slots):
+            wanted = RELEASED if self._wide and place == 0 else at  # its courier is to meet those of the other hosts
+            if place == self._place or reached(await self._words.load(wanted), turn) or not await self._gone(place):
+                continue
+            if not reached(await self._words.load(wanted), turn):  # else it did what is wanted of it, and ended then
                 raise BrokenError(f"a rank of this host has ended, the one at place {place}")
-
-    async def _missing(self, place: int, turn: int) -> bool:
-        """Whether something is still wanted of a rank: to come, or that its courier meets those of the other hosts."""
-        if self._wide and place == 0:
-            return not await self.over(turn)
-        return not await self._came(place, turn)
-
-    async def _came(self, place: int, turn: int) -> bool:
-        return reached(await self._words.load(slot(place)), turn)
 
     # ------------------------------------------------------------------------------------------------- of the courier
 

@@ -18,7 +18,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,8 +34,8 @@ T = TypeVar("T")
 log = logging.getLogger("ttp.processor")
 
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-SEEN_S = 2.0
-"""How long the sentinels of the others may take to appear. They were begun before."""
+SEEN_S = 10.0
+"""How long a sentinel may take to appear. It was begun before; where there can be none, the start takes that longer."""
 _SECRET_BYTES = 32
 
 Gather = Callable[[bytes], Sequence[bytes]]
@@ -89,19 +89,22 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
     """
     pid = os.getpid()
     mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, process_start(pid))
+    if page_dir is None or not mine.boot or _tried(rank, lambda: _see(page_dir, rank, mine)) is None:
+        mine = replace(mine, directory="")
     offers = [_Offer(*decode(told)) for told in gather(encode(_fields(mine)))]
     together = [r for r, offer in enumerate(offers) if (offer.boot, offer.directory) == (mine.boot, mine.directory)]
-    alone = len(together) == 1 or page_dir is None or not mine.boot
+    alone = len(together) == 1 or not mine.directory
     with contextlib.ExitStack() as held:
-        opened = None
+        opened: Mapping | None = None
         if not alone and rank == together[0]:
             opened = _tried(rank, lambda: _make(Path(mine.directory), offers[rank].secret, len(together), held))
         gather(b"1")  # who makes a file has made it
         if not alone and rank != together[0]:
             opened = _tried(rank, lambda: _open(Path(mine.directory), offers[together[0]].secret, len(together)))
-        lookouts = None
+        lookouts: dict[int, Lookout] | None = None
         if opened is not None:
-            lookouts = _tried(rank, lambda: _see(Path(mine.directory), rank, together, offers))
+            others = [(number, r) for number, r in enumerate(together) if r != rank]
+            lookouts = _tried(rank, lambda: {number: _see(Path(mine.directory), r, offers[r]) for number, r in others})
         could = [told == b"1" for told in gather(b"1" if lookouts is not None else b"0")]
     places = _places(offers, could)
     ranks = next(place for place in places if rank in place)
@@ -188,25 +191,19 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
-def _see(directory: Path, rank: int, together: Sequence[int], offers: Sequence[_Offer]) -> dict[int, Lookout]:
-    """A lookout at everybody else here."""
+def _see(directory: Path, rank: int, offer: _Offer) -> Lookout:
+    """A lookout at the process that made an offer."""
     deadline = time.monotonic() + SEEN_S
-    seen: dict[int, Lookout] = {}
-    for number, other in enumerate(together):
-        if other == rank:
-            continue
-        while True:
-            found = look(directory, other, Seat.NEIGHBOUR)
-            if isinstance(found, Lookout) and _is(found, offers[other]):
-                seen[number] = found
-                break
-            if isinstance(found, Lookout):
-                found.close()
-            if time.monotonic() > deadline:
-                why = found if isinstance(found, str) else "there is one of another process"
-                raise _NotSharedError(f"it does not see that rank {other} lives: {why}")
-            time.sleep(0.005)
-    return seen
+    while True:
+        found = look(directory, rank, Seat.NEIGHBOUR)
+        if isinstance(found, Lookout):
+            if _is(found, offer):
+                return found
+            found.close()
+        if time.monotonic() > deadline:
+            why = found if isinstance(found, str) else "there is one of another process"
+            raise _NotSharedError(f"nobody would see that rank {rank} has ended: {why}")
+        time.sleep(0.005)
 
 
 def _is(found: Lookout, offer: _Offer) -> bool:

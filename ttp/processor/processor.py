@@ -120,6 +120,7 @@ class Processor:
             wait_pages=self.company.wait_stored,
             put=put,
             wrote=self._wrote,
+            look_again=self._looker.look_again,
         )
         self._joined = threading.Event()
         self._problem: TtpError | None = None
@@ -173,6 +174,10 @@ class Processor:
     def leave_update(self) -> None:
         """See ``UpdateReporter``."""
         self.gate.leave_update()
+
+    def stand_between(self) -> None:
+        """See ``UpdateReporter``."""
+        self.gate.stand_between()
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
@@ -343,10 +348,10 @@ class Processor:
                 self._aside("ttp-connect", lambda: self._line.connect(action))
             case pm.Send(report):
                 self._line.send(report)
-            case pm.CloseGate():
+            case pm.CloseGate(hurry):
                 if self.copying is not None:
                     self.copying.freeze()
-                self._looker.freeze()
+                self._looker.freeze(hurry=hurry)
             case pm.OpenGate():
                 if self.copying is not None:
                     self.copying.thaw()

@@ -13,7 +13,7 @@ from ttp.core import processor_machine as pm
 from ttp.core.layout import Version
 from ttp.processor.copying import Copying
 from ttp.processor.lane import Lane
-from ttp.processor.source import Cancelled, StateSource
+from ttp.processor.source import Cancelled, MovedError, StateSource
 from ttp.store.mounts import Mounts
 
 log = logging.getLogger("ttp.processor")
@@ -34,6 +34,7 @@ class Saver:
         wait_pages: waits that many seconds for pages that have just come.
         put: takes what became of an order; called on the saver's thread.
         wrote: called with bytes written, of copies; the source counts its own.
+        look_again: has it said how the state is now; returns when it was.
     """
 
     def __init__(
@@ -47,7 +48,9 @@ class Saver:
         wait_pages: Callable[[float], bool],
         put: Callable[[pm.Event], None],
         wrote: Callable[[int], None],
+        look_again: Callable[[], None],
     ) -> None:
+        self._look_again = look_again
         self._source, self._save_dir, self._copying = source, save_dir, copying
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
@@ -105,6 +108,10 @@ class Saver:
             return pm.PiecesWritten(order.incident, order.generation, tuple(pieces))
         except Cancelled:
             return None
+        except MovedError as problem:
+            log.warning("saving version %s came to nothing: %s", order.version, problem)
+            self._look_again()  # so that whoever plans knows how it is before it hears that the save failed
+            return pm.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
         except BaseException as problem:
             log.exception("saving version %s failed", order.version)
             return pm.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))

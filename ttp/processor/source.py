@@ -111,5 +111,8 @@ class UpdateReporter(Protocol):
     def leave_update(self) -> None:
         """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
 
+    def stand_between(self) -> None:
+        """Between two steps that make one update together; ``begin_update`` goes on with it."""
+
     def end_update(self) -> None:
         """Just after the last write of an update."""

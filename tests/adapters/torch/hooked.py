@@ -45,6 +45,10 @@ class Job:
         self.gate.begin_update(again)
         self.log.append("begin")
 
+    def stand_between(self) -> None:
+        self.gate.stand_between()
+        self.log.append("between")
+
     def leave_update(self) -> None:
         self.gate.leave_update()
         self.log.append("left")
@@ -55,6 +59,9 @@ class Job:
 
     def capture(self, version: int, final: bool) -> None:
         self.log.append((version, "final" if final else "early"))
+
+    def look_again(self, version: int) -> None:
+        self.log.append((version, "again"))
 
     def scheduler_state(self, version: int) -> Any:
         return self.tail.job_state(version).scheduler

@@ -107,7 +107,7 @@ def barrier(directory: Path, rank: int) -> dict[str, Any]:
     job.processor.begin_update = begins  # type: ignore[method-assign]
     job.step()
     assert job.adapter._barrier is not None
-    return {"early": early, "shared": job.adapter._barrier.meeting._count}
+    return {"early": early, "shared": len(job.adapter._barrier.meeting._slots)}
 
 
 def no_barrier(directory: Path, rank: int) -> dict[str, Any]:

@@ -312,7 +312,7 @@ def scheduled(job: Job, version: int) -> None:
     """Another learning rate, as if a scheduler had done it after this version."""
     job.optimizer.param_groups[1]["lr"] = 3e-3
     tail: Any = job.adapter._tail
-    tail._snapshot = tail._take(version, 0, 0)
+    tail._snapshot = tail._take(version)
 
 
 def restore_all(directory: Path, rank: int) -> list[Any]:

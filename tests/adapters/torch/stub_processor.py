@@ -54,6 +54,9 @@ class StubProcessor:
         self.gate.begin_update(again)
         self.begun.append(self.gate.version + 1)
 
+    def stand_between(self) -> None:
+        self.gate.stand_between()
+
     def leave_update(self) -> None:
         self.gate.leave_update()
 

@@ -19,8 +19,8 @@ from ttp.adapters.torch import data_parallel  # noqa: E402
 from ttp.adapters.torch.data_parallel import (  # noqa: E402
     LayoutWatch,
     apply_layouts,
-    came_late,
     ddps_of,
+    hook_refusal,
     not_replicated,
 )
 from ttp.adapters.torch.hooks import gradient_triggers  # noqa: E402
@@ -142,14 +142,55 @@ class TestLayouts:
 
     def test_one_made_late_is_noticed_and_said(self, shown: dict[Any, str], caplog: pytest.LogCaptureFixture) -> None:
         model = layers()
-        before = ddps_of(model)
+        names = ModelNames(model, None)
+        fresh, resumed = LayoutWatch([], names), LayoutWatch([], names)
         ddp = Ddp(model)
+        shown[ddp] = "1 0"
         with caplog.at_level(logging.WARNING):
-            assert came_late(before, model, resumed=False) == [ddp]
-            assert not caplog.messages, "there is no layout to be kept yet"
-            assert came_late(before, model, resumed=True) == [ddp]
+            assert fresh.look_again(model, resumed=False) == []
+            assert not caplog.messages, "there was no layout to be kept"
+            assert resumed.look_again(model, resumed=True) == []
         assert "made after ttp.restore()" in caplog.text
-        assert came_late([ddp], model, resumed=True) == []
+        assert fresh.layout == resumed.layout == "1 0"
+
+    def test_one_made_late_may_leave_nothing_alone(self, shown: dict[Any, str]) -> None:
+        model = layers()
+        watch = LayoutWatch([], ModelNames(model, None))
+        Ddp._set_params_and_buffers_to_ignore_for_model(model, ["1.weight"])
+        ddp = Ddp(model)
+        (problem,) = watch.look_again(model, resumed=False)
+        assert "that ignores 1.weight was made after wrap_optimizer()" in problem and ddp is not None
+
+
+class TestHooksWithState:
+    def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        model = layers()
+        ddp = Ddp(model)
+        ddp.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+        with caplog.at_level(logging.WARNING):
+            LayoutWatch([ddp], ModelNames(model, None)).close()
+        assert "powerSGD_hook keeps state of its own (PowerSGDState" in caplog.text
+        assert hook_refusal([ddp]) == ""
+
+    def test_compression_has_none(self, caplog: pytest.LogCaptureFixture) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
+
+        model = layers()
+        ddp = Ddp(model)
+        ddp.register_comm_hook(None, fp16_compress_hook)
+        with caplog.at_level(logging.WARNING):
+            LayoutWatch([ddp], ModelNames(model, None)).close()
+        assert not caplog.messages
+
+    def test_weights_that_differ_between_averagings_are_refused(self) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
+
+        ddp = Ddp(layers())
+        state: Any = PostLocalSGDState
+        ddp.register_comm_hook(state(None, None, 10), post_localSGD_hook)
+        assert hook_refusal([ddp]).startswith("post_localSGD_hook lets the weights of ranks differ")
 
 
 class TestLeftAlone:

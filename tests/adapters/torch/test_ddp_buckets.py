@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import types
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -120,3 +121,21 @@ def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buck
     assert json.loads(said) == {"saved": True}, errors_of(tmp_path, "hung")
     resumed = run(tmp_path, "resumed", steps=STEPS, load=str(tmp_path / "5"), **SMALL_BUCKETS)
     assert resumed["digest"] == small_buckets.unbroken["digest"]
+
+
+def test_nothing_of_torch_is_replaced_while_a_layout_is_applied() -> None:
+    """DDP's own construction is run, with an answer of ours for the one question that decides the layout."""
+    from torch.nn.parallel import distributed
+
+    from ttp.adapters.torch import ddp
+
+    asked: Any = types.FunctionType(_construct.__code__, vars(distributed), "construct")
+    assert ddp._asking(lambda *_: "ours", asked)() == ("ours", distributed.dist.Reducer)  # type: ignore[attr-defined]
+    assert asked() != "ours"
+
+
+def _construct() -> Any:
+    try:
+        return dist._compute_bucket_assignment_by_size([], [], []), dist.Reducer  # type: ignore[name-defined]  # noqa: F821
+    except RuntimeError as problem:  # torch's own wants tensors
+        return problem

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import logging
-import pickle
+import sys
 import warnings
 from typing import Any
 
@@ -17,7 +15,6 @@ from torch.optim import lr_scheduler as lr  # noqa: E402
 from ttp.adapters.torch import schedules  # noqa: E402
 from ttp.adapters.torch.job_state import JobState  # noqa: E402
 from ttp.adapters.torch.tail import Tail  # noqa: E402
-from ttp.adapters.torch.watch import watch_method  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
 
 
@@ -241,6 +238,7 @@ class TestOtherLoops:
         loop.forward(training=False)
         assert loop.tail.settled()
 
+    @pytest.mark.supports("rates set by hand")
     def test_rates_set_by_hand(self) -> None:
         loop = Loop()
         for version in (1, 2):
@@ -362,16 +360,65 @@ class TestScaler:
         assert loop.tail.settled()
 
 
-class TestWatching:
-    def test_the_scheduler_is_what_it_was(self) -> None:
-        loop = Loop(exponential)
-        assert isinstance(loop.scheduler, lr.ExponentialLR)
-        assert type(loop.scheduler).__name__ == "ExponentialLR"
-        assert "step" not in loop.scheduler.state_dict()
-        for twin in (copy.deepcopy(loop.scheduler), pickle.loads(pickle.dumps(loop.scheduler))):
-            assert type(twin) is lr.ExponentialLR
-        loop.tail.close()
-        assert type(loop.scheduler) is lr.ExponentialLR
+class TestFused:
+    """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
+
+    def loop(self) -> Loop:
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
+        loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
+        loop.tail = Tail([loop.optimizer], scaler=loop.scaler)
+        return loop
+
+    def finished(self, loop: Loop) -> None:
+        loop.version += 1
+        loop.tail.update_finished(loop.version)
+
+    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+        loop.forward()
+        weight: Any = next(loop.model.parameters())
+        loop.scaler.scale(weight.sum() * 0)
+        if overflow:
+            weight.grad.fill_(float("inf"))
+        loop.tail.at_gate()
+        loop.scaler.step(loop.optimizer)
+        if update:
+            loop.scaler.update()
+
+    @pytest.mark.supports("AMP and GradScaler (fused)")
+    def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
+        loop = self.loop()
+        self.iteration(loop)
+        before = [p.clone() for p in loop.model.parameters()]
+        self.iteration(loop, overflow=True)
+        assert loop.version == 2 and all(map(torch.equal, before, loop.model.parameters()))
+        assert loop.state().scaler == loop.scaler.state_dict() and loop.scaler.get_scale() == 4.0
+        assert not loop.state().scaler_pending
+
+    @pytest.mark.parametrize("overflow", [True, False])
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_between_the_step_and_the_update_it_is_known_what_is_due(self, count: int, overflow: bool) -> None:
+        unbroken = self.loop()
+        for _ in range(count):
+            self.iteration(unbroken)
+        self.iteration(unbroken, overflow=overflow, update=False)
+        assert not unbroken.tail.settled()
+        saved = JobState.decode(unbroken.state().encode())
+        assert saved.scaler_pending and saved.scaler_skipped == overflow
+        unbroken.scaler.update()
+        assert unbroken.tail.settled() and not unbroken.state().scaler_skipped
+        resumed = self.loop()
+        schedules.load_scaler(resumed.scaler, saved)
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
+
+
+class TestLooking:
+    def test_nothing_of_the_scheduler_is_another(self) -> None:
+        """``type(scheduler) is LambdaLR`` is asked by other libraries."""
+        scheduler = lr.ExponentialLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 0.5)
+        before = dict(vars(scheduler))
+        Tail([scheduler.optimizer], scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"))
+        assert type(scheduler) is lr.ExponentialLR and vars(scheduler) == before
 
     def test_a_state_that_cannot_be_stored_is_said_at_start(self) -> None:
         class Odd(lr.ExponentialLR):
@@ -381,44 +428,62 @@ class TestWatching:
         with pytest.raises(UsageError, match=r"scheduler.state_dict\(\)\['curve'\]\[0\]"):
             Loop(lambda o: Odd(o, 0.5))
 
-    def test_what_cannot_be_watched_settles_with_the_forward_pass(self) -> None:
+    def test_what_does_not_count_its_steps_settles_with_the_forward_pass(self) -> None:
         loop = Loop(exponential)
-        loop.tail.close()
-        vars(loop.scheduler)["step"] = loop.scheduler.step
         tail = Tail([loop.optimizer], scheduler=_Plain(loop.scheduler))
+        loop.optimizer.step()
         tail.update_finished(1)
+        loop.step()
         assert not tail.settled()
         tail.forward_entered(training=True)
         assert tail.settled()
+        loop.step()
+        state: Any = tail.job_state(1).scheduler
+        assert state["last_epoch"] == 1 and tail.param_groups(1)[0][0]["lr"] == 0.05
 
-    def test_a_listener_that_fails_does_not_reach_the_caller(self, caplog: pytest.LogCaptureFixture) -> None:
-        class Thing:
-            def step(self, by: int) -> int:
-                return by + 1
+    @pytest.mark.parametrize("make", [*SCHEDULERS, lambda o: lr.ChainedScheduler([lr.LinearLR(o), exponential(o)])])
+    def test_a_step_that_is_being_made_is_told_from_one_that_is_over(self, make: Any) -> None:
+        """Whoever saves looks at any moment: here at every line of a step."""
+        loop = Loop(make)
+        loop.iterations(2)
+        loop.forward()
+        loop.update()
+        before = loop.state().scheduler, loop.tail.param_groups(3)
+        seen: list[Any] = []
 
-        def fail() -> None:
-            raise RuntimeError("mine")
+        def look(frame: Any, event: str, _argument: Any) -> Any:
+            if frame.f_code.co_filename == lr.__file__:
+                sys.settrace(None)
+                state = loop.state()
+                seen.append((state.scheduler_pending, (state.scheduler, loop.tail.param_groups(3, state))))
+                sys.settrace(look)
+            return look
 
-        thing = Thing()
-        watch_method(thing, "step", fail, fail)
-        assert [thing.step(1), thing.step(by=2)] == [2, 3]
-        assert [record.levelno for record in caplog.records] == [logging.WARNING]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            sys.settrace(look)
+            try:
+                loop.scheduler.step()
+            finally:
+                sys.settrace(None)
+        after = loop.scheduler.state_dict(), loop.tail.param_groups(3)
+        assert len(seen) > 5 and not loop.state().scheduler_pending
+        for pending, found in seen:
+            assert found == (before if pending else after)
 
-    def test_after_is_called_only_when_the_method_returned(self) -> None:
-        class Thing:
-            def step(self) -> None:
-                raise ValueError
-
-        calls: list[str] = []
-        thing = Thing()
-        watch_method(thing, "step", lambda: calls.append("before"), lambda: calls.append("after"))
-        with pytest.raises(ValueError):
-            thing.step()
-        assert calls == ["before"]
+    def test_groups_and_schedule_are_of_one_moment(self) -> None:
+        loop = Loop(exponential)
+        loop.iterations(2)
+        loop.forward()
+        loop.update()
+        job = loop.state()
+        loop.step()
+        assert job.scheduler_pending and loop.tail.param_groups(3, job)[0][0]["lr"] == pytest.approx(0.1 * 0.5**2)
+        assert loop.rate == pytest.approx(0.1 * 0.5**3)
 
 
 class _Plain:
-    """A scheduler whose class cannot be exchanged."""
+    """A scheduler that shows nothing but its state."""
 
     __slots__ = ("scheduler",)
 

@@ -1,0 +1,126 @@
+"""What a loop does with one LR scheduler, as far as it is learned from what the scheduler says of itself.
+
+Nobody is told when a scheduler is stepped: that would take another method or class for an object that is not ours.
+It is looked at instead. Schedulers of torch count their steps, and the last thing a step does is to make a new list of
+the rates it has set: so one can tell a step that is over from one that is being made, or that raised.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ttp.adapters.torch.hyperparameters import PLAIN
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Where a scheduler was.
+
+    Args:
+        state: its ``state_dict()``, containers copied.
+        counters: its counts of its steps; none: it does not count.
+        rates: the list that its last step ended with; None: it makes none.
+    """
+
+    state: dict[str, Any]
+    counters: tuple[int, ...]
+    rates: Any
+
+
+class Habit:
+    """Methods of one thread at a time, but for ``look``, ``began`` and ``through``.
+
+    Args:
+        scheduler: anything with ``step`` and ``state_dict``.
+    """
+
+    __slots__ = ("leading", "scheduler", "single_steps", "steps_expected")
+
+    def __init__(self, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.leading = False
+        """It is stepped before the update."""
+        self.single_steps = 0
+        """The last so many tails had exactly one step."""
+        self.steps_expected = 0
+        """As many as the last tail had."""
+
+    def look(self, before: Reading | None = None) -> Reading:
+        """Where it is; with the state of ``before`` if it has not been stepped since."""
+        counters, rates = counters_of(self.scheduler), getattr(self.scheduler, "_last_lr", None)
+        if before is not None and (counters or rates is not None) and not self.began(before):
+            return before
+        return Reading(copied(self.scheduler.state_dict()), counters, rates)
+
+    def steps_since(self, before: Reading) -> int:
+        """How often it was stepped; 0 where it does not count."""
+        now = counters_of(self.scheduler)
+        grown = max((new - old for new, old in zip(now, before.counters, strict=False)), default=0)
+        return min(grown, 1) if _counts_samples(self.scheduler) else grown
+
+    def began(self, before: Reading) -> bool:
+        """Whether a step has begun since, as far as can be told."""
+        return counters_of(self.scheduler) != before.counters or self.through(before)
+
+    def through(self, before: Reading) -> bool:
+        """Whether a step is over that began since."""
+        return getattr(self.scheduler, "_last_lr", None) is not before.rates
+
+    def is_at(self, reading: Reading) -> bool:
+        """Whether it still is where it was."""
+        return not self.began(reading)
+
+    def tail_ended(self, steps: int) -> None:
+        """The loop has made so many steps of it after an update."""
+        self.leading = self.leading and not steps
+        self.single_steps = self.single_steps + 1 if steps == 1 else 0
+        self.steps_expected = steps
+
+    def learned(self, tails: int) -> bool:
+        """Whether every update, or at least the last two of so many, had exactly one step of it behind it."""
+        return tails > 0 and self.single_steps >= min(2, tails)
+
+    def settled(self, before: Reading) -> bool:
+        """Whether nothing more of it follows the last update, which ended at ``before``."""
+        if self.began(before) and not self.through(before):
+            return False
+        return self.steps_since(before) >= self.steps_expected if self.steps_expected else self.leading
+
+
+def counters_of(scheduler: Any) -> tuple[int, ...]:
+    """What the scheduler counts its steps with; of one that is made of others, what those do."""
+    found = [value for name in ("_step_count", "last_epoch") if type(value := getattr(scheduler, name, None)) is int]
+    if found:
+        return tuple(found)
+    if _counts_samples(scheduler):
+        return (scheduler.num_steps,)
+    for name in ("_schedulers", "schedulers", "scheduler"):
+        inner = getattr(scheduler, name, None)
+        first = inner[0] if isinstance(inner, (list, tuple)) and inner else inner
+        if hasattr(first, "state_dict"):
+            return counters_of(first)
+    return ()
+
+
+def _counts_samples(scheduler: Any) -> bool:
+    """Whether it is Megatron's, whose count grows by the size of a batch."""
+    return type(getattr(scheduler, "num_steps", None)) is int and not hasattr(scheduler, "last_epoch")
+
+
+def copied(value: Any) -> Any:
+    """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
+    kind = type(value)
+    if kind in PLAIN:
+        return value
+    if kind is dict:
+        return {key: item if type(item) in PLAIN else copied(item) for key, item in value.items()}
+    if kind is list:
+        return [item if type(item) in PLAIN else copied(item) for item in value]
+    if kind is tuple:
+        return tuple([item if type(item) in PLAIN else copied(item) for item in value])
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return value.copy() if isinstance(value, (dict, list, set)) else value

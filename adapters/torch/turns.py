@@ -1,0 +1,126 @@
+"""Whose steps make one version, where a training has several optimizers.
+
+The first version shows the order: it ends when each of them has stepped once, and from then on with the step of the one
+that came last. A loop in which they step a different number of times (five steps of a critic for one of the generator)
+has no such order; it has to say where its iterations end, by ``step_done()``. That is found out at the first step that
+does not fit, and said, because versions that are counted wrongly are restored wrongly.
+
+Whether the loop learns (a backward pass) between the steps of one version is learned too. If it does, a rank may be
+killed, or wait for one that was, when some optimizers have stepped and others have not: see ``between.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ttp.errors import UsageError
+
+_UNDECIDED_MAX = 1000
+"""Steps in a version without an end: no loop that ends its iterations somewhere makes so many."""
+
+
+class Turns:
+    """Follows the steps of one training loop. For the training thread.
+
+    Args:
+        names: of the optimizers, for people.
+        skipped: whether the last step that should have been made was left out by a gradient scaler.
+        scaled: whether there is a gradient scaler, which may leave out steps.
+        chained: the optimizers are known to step in the order given, right after each other.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        skipped: Callable[[], bool] = lambda: False,
+        scaled: bool = False,
+        chained: bool = False,
+    ) -> None:
+        self._names, self._skipped, self._scaled, self._chained = tuple(names), skipped, scaled, chained
+        self._made: list[int] = []
+        self.order: tuple[int, ...] | None = tuple(range(len(names))) if chained or len(names) == 1 else None
+        """In which they step; None: not known yet."""
+        self.interleaved: bool | None = False if self.order is not None else None
+        """Whether backward passes come between the steps of a version; None: not known yet."""
+        self.by_hand = False
+        """Whether the loop says itself, by ``step_done()``, when a version ends."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one optimizer."""
+        return len(self._names) > 1
+
+    @property
+    def stands_between(self) -> bool:
+        """Whether training may stand between two steps of one version for as long as a collective takes."""
+        return self.several and self.interleaved is not False
+
+    def is_last(self, number: int) -> bool:
+        """Whether the version is known to end with the step of this optimizer."""
+        if self.by_hand:
+            return False
+        if self.order is not None:
+            return number == self.order[-1]
+        return {*self._made, number} == set(range(len(self._names))) and len(set(self._made)) == len(self._made)
+
+    def overdue(self, number: int) -> bool:
+        """Whether the version should have ended before this step: the scaler has left out the one it ends with."""
+        return not self.by_hand and number in self._made and self._scaled and self._skipped()
+
+    def begins(self, number: int) -> None:
+        """An optimizer is about to step, and what is overdue has been ended.
+
+        Raises:
+            UsageError: it is not its turn: where versions end cannot be told.
+        """
+        if self.by_hand or not self.several or self._chained:
+            return
+        made = self._made
+        if self.order is None:
+            wrong = number in made and (set(made) == set(range(len(self._names))) or len(made) >= _UNDECIDED_MAX)
+        elif self._scaled:
+            wrong = number in made or (bool(made) and self.order.index(number) < self.order.index(made[-1]))
+        else:
+            wrong = number != self.order[len(made)]
+        if wrong:
+            raise UsageError(self._irregular(number))
+
+    def ended(self, number: int) -> bool:
+        """An optimizer has stepped. Whether the version is finished by that."""
+        finished = self.is_last(number)
+        self._made.append(number)
+        return finished
+
+    def backward(self) -> None:
+        """A backward pass has begun."""
+        if self._made:
+            self.interleaved = True
+
+    def forget(self) -> None:
+        """The version was left half made, and the loop begins another one."""
+        self._made = []
+
+    def over(self) -> None:
+        """The version is finished; the next step begins another one."""
+        made, self._made = tuple(self._made), []
+        if len(set(made)) < len(self._names):
+            return  # the scaler has left out a step, or the user has said so: nothing is to be learned
+        if self.order is None and not self.by_hand:
+            self.order = made
+        if self.interleaved is None:
+            self.interleaved = False
+
+    def _irregular(self, number: int) -> str:
+        made = ", ".join(self._names[each] for each in self._made[:8]) + (", ..." if len(self._made) > 8 else "")
+        usual = (
+            "that order is not known yet"
+            if self.order is None
+            else "the order was " + ", ".join(self._names[each] for each in self.order)
+        )
+        return (
+            f"{self._names[number]} steps again or out of turn: in this iteration {made or 'none'} stepped before, and "
+            f"{usual}. A version is finished when every optimizer has stepped once in the order of the first "
+            "iteration. If they step a different number of times, say where an iteration ends: call ttp.step_done() at "
+            "the end of each, from the first one on"
+        )

@@ -1,0 +1,60 @@
+"""A rank that does nothing but meet the others before updates that it does not make. Started by ``benchmarks.barrier``.
+
+Arguments: "one" host or "many", blocks, meetings in each, a directory for signs of life. Prints JSON: microseconds of
+a meeting and of this process's CPU for it, in every block.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from ttp.adapters.torch.barrier import UpdateBarrier
+from ttp.core.messages import FaultKind
+from ttp.processor.gate import Gate
+from ttp.processor.sentinel import Sentinel
+
+
+class Processor:
+    """As much of one as the barrier needs."""
+
+    def __init__(self, page_dir: Path | None) -> None:
+        self.gate, self.page_dir = Gate(), page_dir
+        self.on_death: Callable[[], None] = lambda: None
+
+    def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
+        """See ``ttp.processor.processor.Processor``."""
+        raise RuntimeError(text)
+
+
+def main(where: str, blocks: int, meetings: int, pages: Path) -> None:
+    """Measure, and print what was found."""
+    page_dir = pages if where == "one" else None
+    pages.mkdir(mode=0o700, exist_ok=True)
+    sentinel = Sentinel(pages, dist.get_rank(), f"{dist.get_rank()}", 0)
+    barrier = UpdateBarrier(dist.get_world_size(), torch.device("cpu"), Processor(page_dir))
+    took, cpu = [], []
+    for _ in range(blocks + 1):
+        barrier.wait()
+        begin, spent = time.perf_counter_ns(), time.process_time_ns()
+        for _ in range(meetings):
+            barrier.wait()
+        took.append((time.perf_counter_ns() - begin) / meetings / 1e3)
+        cpu.append((time.process_time_ns() - spent) / meetings / 1e3)
+    print(json.dumps({"us": took[1:], "cpu_us": cpu[1:]}), flush=True)
+    dist.barrier()
+    sentinel.close()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    dist.barrier()
+    dist.destroy_process_group()

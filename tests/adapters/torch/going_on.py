@@ -1,0 +1,123 @@
+"""Small training programs, and whether one goes on with its bits in the place of another. See test_supported.py."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.programs.digests import digest
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Rank
+
+UPDATES = 3
+"""Before the save, and after it."""
+
+
+@dataclass
+class Program:
+    """What a program registers, and one of its steps.
+
+    Args:
+        model: and ``optimizer``, ``scheduler``, ``scaler``, ``extra_state``: as for ``wrap_optimizer``.
+        step: by its number; returns the loss.
+        also: what else has to be equal.
+    """
+
+    model: Any
+    optimizer: Any
+    step: Callable[[int], Any]
+    scheduler: Any = None
+    scaler: Any = None
+    extra_state: Any = None
+    also: Mapping[str, Any] = field(default_factory=dict)
+
+    def register(self) -> TorchAdapter:
+        return TorchAdapter(
+            self.optimizer,
+            model=self.model,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            extra_state=self.extra_state,
+        )
+
+    def state(self) -> dict[str, str]:
+        objects = {"model": self.model, "optimizer": self.optimizer, "scaler": self.scaler, **self.also}
+        objects |= dict(self.extra_state or {})
+        objects |= {f"scheduler {n}": each for n, each in enumerate(_several(self.scheduler))}
+        found = {name: digest(one.state_dict()) for name, one in objects.items() if hasattr(one, "state_dict")}
+        found |= {f"optimizer {n}": digest(each.state_dict()) for n, each in enumerate(_several(self.optimizer))}
+        streams = (torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False))
+        return found | {"random streams": digest(streams)}
+
+
+def _several(given: Any) -> Sequence[Any]:
+    return given if isinstance(given, list | tuple) else [] if given is None else [given]
+
+
+Make = Callable[[], Program]
+
+
+def seed(number: int) -> None:
+    for each in (torch.manual_seed, random.seed, np.random.seed):
+        each(number)
+
+
+def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
+    """Save in the middle of one program, restore into another one."""
+    seed(1)
+    one = make()
+    adapter, processor = one.register(), StubProcessor(directory)
+    adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
+    adapter.attach(processor)  # type: ignore[arg-type]
+    for step in range(UPDATES):
+        one.step(step)
+    assert processor.gate.version == UPDATES
+    saved = save(adapter, processor, UPDATES)
+    at_save = one.state()
+    processor.gate.open()
+    expected = [digest(one.step(step)) for step in range(UPDATES, 2 * UPDATES)]
+    adapter.detach()
+    adapter.capture.close(unlink=True)
+
+    seed(2)
+    other = make()
+    assert other.state() != at_save, "nothing may be right by chance"
+    assert other.register().load(saved, 0, 1, protected=False) == UPDATES
+    assert other.state() == at_save
+    assert [digest(other.step(step)) for step in range(UPDATES, 2 * UPDATES)] == expected
+    assert other.state() == one.state()
+
+
+def net(*more: nn.Module) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.2), *more, nn.Linear(8, 3))
+
+
+def data() -> Tensor:
+    return torch.randn(8, 6)
+
+
+def adamw(model: nn.Module, **settings: Any) -> Any:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, **settings)
+
+
+def plainly(model: Any, optimizer: Any, before: Callable[[], Any] = lambda: None, after: Any = lambda: None) -> Any:
+    """A step with nothing special in it."""
+
+    def step(_number: int) -> Any:
+        optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        loss.backward()
+        before()
+        optimizer.step()
+        after()
+        return loss
+
+    return step

@@ -1,0 +1,165 @@
+"""What the two ranks of test_refusals.py do: one of them is wrong, or both have what is not replicated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import ttp
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from ttp import session
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.messages import Commit, SaverOrder
+from ttp.errors import ConfigError, UsageError
+
+WORLD = 2
+Ddp: Any = DistributedDataParallel
+
+
+class Experts(nn.Module):
+    """A common layer, and one that DistributedDataParallel is told to ignore."""
+
+    def __init__(self, name: str, value: float, frozen: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.common = nn.Linear(2, 2)
+        expert = nn.Linear(2, 2)
+        nn.init.constant_(expert.weight, value)
+        self.experts = nn.ModuleDict({name: expert})
+        self.experts.requires_grad_(not frozen)
+        self.name = name
+        ignored = [f"experts.{name}.weight", f"experts.{name}.bias"]
+        Ddp._set_params_and_buffers_to_ignore_for_model(self, ignored)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.experts[self.name](self.common(x))
+
+
+def adapter(model: nn.Module, **given: Any) -> TorchAdapter:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    parts: dict[str, Any] = {"scheduler": None, "extra_state": None, "scaler": None}
+    return TorchAdapter(torch.optim.AdamW(trained, lr=0.1), model=model, **parts, **given)
+
+
+def refused(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except (ConfigError, UsageError) as problem:
+        return f"{type(problem).__name__}: {problem}"
+    return ""
+
+
+def everything(directory: Path, rank: int) -> dict[str, Any]:
+    return {
+        "one rank": refused(lambda: adapter(one_is_wrong(rank)).layout(WORLD)),
+        "both ranks": refused(lambda: adapter(Ddp(Experts("mine", rank))).layout(WORLD)),
+        "said to be copies": refused(
+            lambda: adapter(Ddp(Experts("mine", rank)), layout=Layout.data_parallel(WORLD)).layout(WORLD)
+        ),
+        "frozen and equal": refused(lambda: adapter(Ddp(Experts("mine", 1.0, frozen=True))).layout(WORLD)),
+        "frozen and not": refused(lambda: adapter(Ddp(Experts("mine", rank, frozen=True))).layout(WORLD)),
+        "one name in two shards": refused(lambda: two_shards(rank).layout(WORLD)),
+        "a layout that rank 1 does not fit": refused(lambda: labelled(rank).layout(WORLD)),
+        "public": public(directory, rank),
+        "experts": experts(directory, rank),
+    }
+
+
+def one_is_wrong(rank: int) -> Any:
+    model = nn.Linear(2, 2)
+    if rank == 1:
+        model.register_buffer("odd", torch.empty(1, device="meta"))
+    return Ddp(model, broadcast_buffers=False, init_sync=False)
+
+
+def two_shards(rank: int) -> TorchAdapter:
+    layout = Layout(WORLD, {Shard("a"): (Rank(0),), Shard("b"): (Rank(1),)})
+    return adapter(nn.Linear(2, 2), layout=layout)
+
+
+def labelled(rank: int) -> TorchAdapter:
+    layout = Layout(WORLD, {Shard("all"): (Rank(0), Rank(1)), Shard("b"): (Rank(1),)})
+    model = nn.ModuleDict({"common": nn.Linear(2, 2)} | ({"own": nn.Linear(2, 2)} if rank else {}))
+    return adapter(model, layout=layout, shard_of=lambda name: "all" if name.startswith("common") else "nobody's")
+
+
+def public(directory: Path, rank: int) -> list[str]:
+    """``wrap_optimizer`` on rank 0 fails before the ranks ask each other: rank 1 hears why and does not join."""
+    os.environ |= {"TTP_PORT": "1", "MASTER_ADDR": "localhost", "TTP_RUN_DIR": str(directory / "run")}
+    model, stranger = nn.Linear(2, 2), nn.Linear(3, 3)
+    told = []
+    for optimizer, save_dir in (
+        (torch.optim.SGD((model if rank else stranger).parameters(), lr=0.1), directory / "saved"),
+        (torch.optim.SGD(model.parameters(), lr=0.1), directory / "saved" if rank else Path("/proc/nowhere")),
+    ):
+        session.reset()
+        told.append(refused(lambda o=optimizer, d=save_dir: ttp.wrap_optimizer(o, model=model, save_dir=d)))  # type: ignore[misc]
+    for name in ("TTP_PORT", "TTP_RUN_DIR"):
+        os.environ.pop(name)
+    session.reset()
+    return told
+
+
+def experts(directory: Path, rank: int) -> dict[str, Any]:
+    """Each rank has an expert under a name of its own: they are shards of their own, and come back as they were."""
+    job = Job(directory, rank)
+    job.step()
+    path = job.save()
+    fresh = Job(directory / "again", rank)
+    fresh.adapter.load(path, rank, WORLD, protected=False)
+    pairs = zip(job.model.parameters(), fresh.model.parameters(), strict=True)
+    same = all(torch.equal(one, other) for one, other in pairs)
+    moments = [job.optimizer.state[p]["exp_avg"] for p in job.model.parameters()]
+    loaded = [fresh.optimizer.state[p]["exp_avg"] for p in fresh.model.parameters()]
+    told = {
+        "groups": {shard: list(ranks) for shard, ranks in job.processor.layout.groups.items()},
+        "same": same and all(map(torch.equal, moments, loaded)),
+    }
+    dist.barrier()
+    return told
+
+
+class Job:
+    """One rank of a job with an expert on each."""
+
+    def __init__(self, directory: Path, rank: int) -> None:
+        self.rank = rank
+        self.model = Experts(f"rank{rank}", 1.0 + rank)
+        self.ddp = Ddp(self.model)
+        self.adapter = adapter(self.model)  # the module inside will do
+        self.optimizer: Any = self.adapter._optimizer
+        self.processor = StubProcessor(directory, rank=rank, layout=self.adapter.layout(WORLD))
+        self.adapter.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+
+    def step(self) -> None:
+        self.ddp(torch.ones(1, 2)).sum().backward()
+        self.optimizer.step()
+
+    def save(self) -> Path:
+        self.processor.gate.close()
+        draft = self.processor.save_dir / ".draft-step_1-x"
+        draft.mkdir(parents=True, exist_ok=True)
+        shards = tuple(s for s, ranks in self.processor.layout.groups.items() if ranks[0] == self.rank)
+        order = SaverOrder(Rank(self.rank), shards, How.AS_IS, (), self.rank == 0)
+        pieces = self.adapter.source.write_pieces(
+            order=order, version=Version(1), draft=draft, generation=1, cancelled=lambda: False
+        )
+        everyone: list[Any] = [None] * WORLD
+        dist.all_gather_object(everyone, pieces)
+        if self.rank == 0:
+            found = tuple(piece for pieces in everyone for piece in pieces)
+            self.adapter.source.commit(
+                Commit(Rank(0), 1, "x", 1, Version(1), INCARNATION, draft.name, "", "", 3, found, ())
+            )
+        dist.barrier()
+        return self.processor.save_dir / "tft_saved_checkpoints-step_1"

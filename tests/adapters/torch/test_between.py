@@ -1,0 +1,256 @@
+"""A GAN's loop: who stands between the two steps of an iteration is gone back to the last version, bit for bit."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import nn  # noqa: E402
+
+from tests.adapters.torch.checkpoints import digest  # noqa: E402
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.core.decide import How  # noqa: E402
+from ttp.core.layout import Rank  # noqa: E402
+from ttp.core.messages import Phase  # noqa: E402
+from ttp.errors import UsageError  # noqa: E402
+
+
+def network(inputs: int, outputs: int) -> nn.Module:
+    return nn.Sequential(nn.Linear(inputs, 8), nn.BatchNorm1d(8), nn.Dropout(0.1), nn.Linear(8, outputs))
+
+
+class Gan:
+    """Both networks, their optimizers and schedules, under a stub processor. Remembers how each version looked."""
+
+    def __init__(self, directory: Path, scaler: Any = None) -> None:
+        torch.manual_seed(5)
+        self.critic, self.generator = network(4, 1), network(3, 4)
+        self.model = nn.ModuleDict({"critic": self.critic, "generator": self.generator})
+        self.of_critic = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
+        first: Any = torch.optim.RMSprop
+        self.of_generator = first(self.generator.parameters(), lr=1e-2)
+        self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.9) for o in (self.of_critic, self.of_generator)]
+        self.adapter = TorchAdapter(
+            [self.of_critic, self.of_generator],
+            model=self.model,
+            scheduler=self.schedulers,
+            extra_state=None,
+            scaler=scaler,
+        )
+        self.processor = StubProcessor(directory)
+        self.seen: list[Any] = []
+
+    def start(self, pages: Path) -> Gan:
+        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        self.seen.append(self.facts())
+        return self
+
+    def facts(self) -> Any:
+        both = [digest(self.model.state_dict(), each) for each in (self.of_critic, self.of_generator)]
+        return both, [each.state_dict() for each in self.schedulers], torch.get_rng_state().sum().item()
+
+    def step_critic(self) -> None:
+        self.of_critic.zero_grad()
+        fake = self.generator(torch.randn(6, 3)).detach()
+        (self.critic(fake) - self.critic(torch.randn(6, 4))).mean().backward()
+        self.of_critic.step()
+
+    def learn_generator(self) -> None:
+        self.of_generator.zero_grad()
+        (-self.critic(self.generator(torch.randn(6, 3))).mean()).backward()
+
+    def step_generator(self) -> None:
+        self.learn_generator()
+        self.of_generator.step()
+
+    def train(self, iterations: int, critic_steps: int = 1, done: bool = False) -> None:
+        for _ in range(iterations):
+            for _ in range(critic_steps):
+                self.step_critic()
+            self.step_generator()
+            for scheduler in self.schedulers:
+                scheduler.step()
+            if done:
+                self.adapter.step_done()
+            self.seen.append(self.facts())
+
+    @property
+    def phase(self) -> Any:
+        return self.processor.gate.state().phase
+
+
+@pytest.fixture
+def gan(tmp_path: Path) -> Iterator[Callable[..., Gan]]:
+    made: list[Gan] = []
+
+    def start(**given: Any) -> Gan:
+        made.append(Gan(tmp_path / "checkpoints", **given).start(tmp_path / "pages"))
+        return made[-1]
+
+    yield start
+    for each in made:
+        each.adapter.source.close()
+
+
+def restored(path: Path, version: int) -> Any:
+    job = Gan(path.parent)
+    assert job.adapter.load(path, 0, 1, protected=False) == version
+    return job.facts()
+
+
+@pytest.mark.parametrize("finished", [0, 1, 3], ids=["in the first iteration", "in the second", "later"])
+def test_between_the_steps_the_last_version_is_saved(gan: Callable[..., Gan], finished: int) -> None:
+    job = gan()
+    job.train(finished)
+    job.step_critic()
+    job.learn_generator()
+    job.processor.gate.close()
+    now = job.facts()
+    assert job.phase is Phase.TORN and job.processor.gate.version == finished
+    assert job.adapter.source.has_preimage and not job.adapter.source.gradient_ready()
+    path = save(job.adapter, job.processor, finished, How.UNDO)
+    assert restored(path, finished) == job.seen[finished]
+    assert job.facts()[:2] == now[:2], "nobody writes to the state of a frozen rank"
+
+
+def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]) -> None:
+    unbroken = gan()
+    unbroken.train(3)
+    job = gan()
+    job.train(1)
+    job.step_critic()
+    job.processor.gate.close()
+    waits = threading.Thread(target=job.step_generator)
+    waits.start()
+    while not job.processor.gate.state().parked:
+        pass
+    assert job.phase is Phase.TORN, "it stands at the gate with one network ahead"
+    assert not job.processor.gate.admit(), "nobody is let through to a half of a version"
+    job.processor.gate.open()
+    waits.join()
+    assert job.processor.gate.version == 2 and job.phase is Phase.IDLE
+    for scheduler in job.schedulers:
+        scheduler.step()
+    job.train(1)
+    assert job.facts() == unbroken.facts()
+
+
+def test_a_finished_iteration_is_saved_as_it_is(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    job.train(2)
+    assert job.phase is Phase.IDLE and not job.adapter.source.has_preimage
+    assert restored(save(job.adapter, job.processor, 2), 2) == job.seen[2]
+
+
+def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    job.train(2)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("in mid-update")
+
+    for optimizer, undone in ((job.of_critic, True), (job.of_generator, False)):
+        handle = optimizer.register_step_post_hook(fail)
+        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+        with pytest.raises(RuntimeError, match="in mid-update"):
+            (job.step_critic if optimizer is job.of_critic else job.step_generator)()
+        handle.remove()
+        job.processor.gate.close()
+        job.processor.gate.mark_torn()
+        assert job.phase is Phase.TORN and job.adapter.source.has_preimage is undone
+        job.processor.gate.open()
+        job.processor.gate._torn = False
+        job.adapter._attachment._depth = 0  # type: ignore[union-attr]
+        if undone:
+            job.step_critic()
+
+
+def test_steps_without_learning_in_between_cost_no_copies(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    for _ in range(3):
+        job.of_critic.zero_grad()
+        job.learn_generator()
+        job.of_critic.step()
+        job.of_generator.step()
+    assert job.processor.gate.version == 3 and job.adapter.source.between.preimage is None  # type: ignore[union-attr]
+    job.of_critic.step()
+    assert job.adapter.source.between.preimage is None and job.phase is Phase.UPDATING  # type: ignore[union-attr]
+
+
+def test_the_copies_are_told_once_with_their_bytes(gan: Callable[..., Gan], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        gan().train(3)
+    assert len([r for r in caplog.records if "learns between the steps" in r.message]) == 1
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+def test_between_any_steps_of_a_loop_that_says_when_it_is_done(gan: Callable[..., Gan], steps: int) -> None:
+    job = gan()
+    job.train(2, critic_steps=3, done=True)
+    assert job.processor.gate.version == 2
+    for _ in range(steps):
+        job.step_critic()
+    job.step_generator()
+    job.processor.gate.close()
+    assert job.phase is Phase.TORN and job.adapter.source.has_preimage, "not done yet"
+    assert restored(save(job.adapter, job.processor, 2, How.UNDO), 2) == job.seen[2]
+
+
+def test_done_is_not_done_while_the_gate_is_closed(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    job.train(1, critic_steps=2, done=True)
+    job.step_critic()
+    job.processor.gate.close()
+    waits = threading.Thread(target=job.adapter.step_done)
+    waits.start()
+    while not job.processor.gate.state().parked:
+        pass
+    assert job.processor.gate.version == 1 and job.phase is Phase.TORN, "an answer that was given stays true"
+    job.processor.gate.open()
+    waits.join()
+    assert job.processor.gate.version == 2
+
+
+def test_a_critic_that_steps_more_often_is_refused_with_the_way_out(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    job.train(1, critic_steps=3)
+    assert job.processor.gate.version == 0, "where the version ends is not known"
+    with pytest.raises(UsageError, match=r"optimizer 1 \(Adam\) steps again.*call ttp\.step_done\(\)"):
+        job.train(1, critic_steps=3)
+    job.processor.gate.close()
+    assert restored(save(job.adapter, job.processor, 0, How.UNDO), 0) == job.seen[0]
+
+
+def test_where_shards_may_differ_the_finished_version_can_be_undone_too(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    job.adapter.source.between._whole = True  # type: ignore[union-attr]  # as the adapter says for several shards
+    job.train(2)
+    assert job.adapter.source.has_preimage
+    path = save(job.adapter, job.processor, 1, How.UNDO)
+    assert restored(path, 1)[:2] == job.seen[1][:2]
+
+
+def test_a_step_that_the_scaler_leaves_out(gan: Callable[..., Gan]) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    job = gan(scaler=scaler)
+    versions = []
+    for overflow in ((), (job.generator,), (job.critic,), (job.critic, job.generator), ()):
+        for optimizer, network in ((job.of_critic, job.critic), (job.of_generator, job.generator)):
+            optimizer.zero_grad()
+            loss = job.critic(job.generator(torch.randn(6, 3))).mean()
+            scaler.scale(loss).backward()
+            if network in overflow:
+                first: Any = next(network.parameters())
+                first.grad.fill_(float("nan"))
+            scaler.step(optimizer)
+        scaler.update()
+        versions.append(job.processor.gate.version)
+    assert versions == [1, 1, 2, 2, 3], "an iteration without the generator ends with its next step"

@@ -1,0 +1,106 @@
+"""A refusal is the same on every rank, whoever of them is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import torch.distributed as dist  # noqa: E402
+
+from tests.adapters.torch.worlds import run_world  # noqa: E402
+from ttp.adapters.torch import exchange  # noqa: E402
+from ttp.adapters.torch.announce import Said, View  # noqa: E402
+from ttp.adapters.torch.discovery import refuse_left_alone  # noqa: E402
+from ttp.errors import ConfigError, UsageError  # noqa: E402
+
+pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What both ranks said, which is the same."""
+    one, other = run_world(
+        tmp_path_factory.mktemp("world"), "tests.adapters.torch.refusal_worker", "everything", size=2
+    )
+    assert one == other
+    assert isinstance(one, dict)
+    return one
+
+
+def test_what_is_wrong_on_one_rank_is_said_by_both(told: dict[str, Any]) -> None:
+    start = "ConfigError: rank 1: this training state could not be saved: model.odd is on the device 'meta'"
+    assert told["one rank"].startswith(start)
+
+
+def test_what_is_wrong_before_they_ask_each_other_too(told: dict[str, Any]) -> None:
+    parameters, place = told["public"]
+    assert parameters.startswith("ConfigError: rank 0: the optimizer holds 2 parameters that model= does not contain")
+    assert place.startswith("ConfigError: rank 0: ") and "/proc/nowhere" in place
+
+
+def test_a_layout_that_one_rank_does_not_fit(told: dict[str, Any]) -> None:
+    assert "shard_of says that common" not in told["a layout that rank 1 does not fit"]
+    assert told["a layout that rank 1 does not fit"].startswith("ConfigError: rank 1: shard_of says that own.")
+
+
+def test_one_name_for_two_shards_of_a_layout(told: dict[str, Any]) -> None:
+    text = "ConfigError: shards 'a' and 'b' of the layout have parameters of the same names and shapes"
+    assert told["one name in two shards"].startswith(text)
+
+
+class TestIgnoredByDistributedDataParallel:
+    def test_trained_under_one_name_they_are_refused(self, told: dict[str, Any]) -> None:
+        text = told["both ranks"]
+        assert text.startswith(
+            "ConfigError: DistributedDataParallel was told to ignore experts.mine.bias, experts.mine.w"
+        )
+        for cure in ("ranks 0-1", "nn.ModuleDict", "buddy=True", "layout=ttp.Layout.data_parallel(2)"):
+            assert cure in text
+
+    def test_unless_they_are_said_to_be_copies(self, told: dict[str, Any]) -> None:
+        assert told["said to be copies"] == ""
+
+    def test_frozen_they_have_to_be_equal(self, told: dict[str, Any]) -> None:
+        assert told["frozen and equal"] == ""
+        assert "no optimizer trains, and they are not equal on all ranks" in told["frozen and not"]
+
+    def test_under_names_of_their_own_they_are_shards_and_come_back(self, told: dict[str, Any]) -> None:
+        assert told["experts"]["same"]
+        assert sorted(told["experts"]["groups"].values()) == [[0], [0, 1], [1]]
+
+    def test_the_words_are_the_same_where_nothing_is_wrong(self) -> None:
+        views = [View((Said("n", "p", alone=("e",)),)), View((Said("n", "p", alone=("e",)),)), View((Said("m", "q"),))]
+        with pytest.raises(ConfigError, match=r"ignore e, .* on ranks 0-1, .*data_parallel\(3\)"):
+            refuse_left_alone(views)
+
+
+class TestExchange:
+    @pytest.fixture
+    def group(self, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[None]:
+        dist.init_process_group(request.param, init_method=f"file://{tmp_path / 's'}", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+    @pytest.mark.parametrize(("group", "device"), [("gloo", "cpu"), ("cuda:gloo", "cuda")], indirect=["group"])
+    def test_goes_where_the_group_has_a_backend(self, group: None, device: str) -> None:
+        """With NCCL alone that is the device; gloo for CUDA tensors only stands for it."""
+        assert exchange._device() == device
+
+    @pytest.mark.parametrize("group", ["gloo"], indirect=True)
+    @pytest.mark.parametrize("kind", [ConfigError, UsageError])
+    def test_a_refusal_keeps_its_kind_and_its_words(self, group: None, kind: type[Exception]) -> None:
+        def make() -> bytes:
+            raise kind("it is wrong")
+
+        with pytest.raises(kind, match=r"^it is wrong$"):
+            exchange.gather_or_refuse(make)
+        with pytest.raises(kind, match=r"^it is wrong$"):
+            exchange.refuse_everywhere(kind("it is wrong"), 1)  # type: ignore[arg-type]
+        assert exchange.gather_or_refuse(lambda: b"x") == [b"x"]
+
+    def test_without_a_group_nobody_is_told(self) -> None:
+        exchange.refuse_everywhere(ConfigError("it is wrong"), 2)

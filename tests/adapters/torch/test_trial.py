@@ -1,0 +1,280 @@
+"""What would make a save impossible is said at the start, with the object, the reason and the way out."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+from torch import Tensor, nn  # noqa: E402
+
+from tests.adapters.torch.stub_processor import StubProcessor, save  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
+from ttp.errors import ConfigError, UsageError  # noqa: E402
+
+
+class Packed(Tensor):
+    """As torchao's: a tensor of its own class, made of others."""
+
+    packed: Tensor
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Any:
+        return Tensor._make_wrapper_subclass(cls, inner.shape, dtype=torch.float32)
+
+    def __init__(self, inner: Tensor) -> None:
+        self.packed = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].packed)
+        unpacked = [arg.packed if isinstance(arg, Packed) else arg for arg in args]
+        return func(*unpacked, **(kwargs or {}))
+
+
+class Job:
+    """One rank with a model of two layers."""
+
+    def __init__(self, directory: Path, prepare: Callable[[nn.Module], object] = lambda _: None, **parts: Any) -> None:
+        self.model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+        prepare(self.model)
+        self.optimizer: Any = torch.optim.Adam([p for p in self.model.parameters() if p.device.type == "cpu"], lr=0.1)
+        self.directory, self.parts = directory, parts
+        self.processor = StubProcessor(directory)
+
+    def wrap(self) -> Job:
+        given = {"scheduler": None, "extra_state": None, "scaler": None} | self.parts
+        self.adapter = TorchAdapter(self.optimizer, model=self.model, **given)
+        self.adapter.layout(1)
+        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        return self
+
+    def step(self) -> None:
+        self.model(torch.ones(1, 3)).sum().backward()
+        self.optimizer.step()
+
+
+def buffer(tensor: Callable[[], Tensor], **how: Any) -> Callable[[nn.Module], object]:
+    return lambda model: model.register_buffer("odd", tensor(), **how)
+
+
+def quantised() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+
+
+class WithExtraState(nn.Module):
+    def get_extra_state(self) -> Any:
+        return {"amax": memoryview(b"")}
+
+    def set_extra_state(self, state: Any) -> None: ...
+
+
+class TestWhenItIsWrapped:
+    @pytest.mark.parametrize(
+        ("prepare", "text"),
+        [
+            (buffer(lambda: torch.empty(2, device="meta")), "model.odd is on the device 'meta': give it memory before"),
+            (buffer(lambda: torch.empty(2, device="meta"), persistent=False), "model.odd is on the device 'meta'"),
+            (buffer(lambda: torch.eye(3).to_sparse()), "model.odd is a Tensor of layout torch.sparse_coo"),
+            (
+                buffer(quantised),
+                "model.odd is a Tensor of layout torch.strided, dtype torch.qint8",
+            ),
+            (buffer(lambda: Packed(torch.ones(2))), "model.odd is a Packed of layout"),
+            (lambda model: model.append(WithExtraState()), r"model.2._extra_state.amax is a builtins.memoryview"),
+        ],
+        ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module"],
+    )
+    def test_what_cannot_be_saved_is_refused(self, tmp_path: Path, prepare: Any, text: str) -> None:
+        with pytest.raises(ConfigError, match=f"this training state could not be saved: {text}"):
+            Job(tmp_path, prepare).wrap()
+
+    @pytest.mark.parametrize("tensor", [lambda: torch.eye(3).to_sparse(), lambda: Packed(torch.ones(2))])
+    def test_a_buffer_that_is_not_saved_anyway_is_said(
+        self, tmp_path: Path, tensor: Callable[[], Tensor], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = Job(tmp_path, buffer(tensor, persistent=False)).wrap()
+        assert "the buffer odd is in no checkpoint" in caplog.text
+        job.step()
+        assert save(job.adapter, job.processor, 1).is_dir()
+
+    def test_several_are_listed(self, tmp_path: Path) -> None:
+        def prepare(model: nn.Module) -> None:
+            for number in range(6):
+                model.register_buffer(f"odd{number}", torch.empty(1, device="meta"))
+
+        with pytest.raises(ConfigError, match=r"model\.odd3 .*; and 2 more like it"):
+            Job(tmp_path, prepare).wrap()
+
+    def test_an_average_of_the_weights_too(self, tmp_path: Path) -> None:
+        with pytest.raises(ConfigError, match=r"extra\.ema\.weight is on the device 'meta'"):
+            Job(tmp_path, extra_state={"ema": nn.Linear(1, 1, device="meta")}).wrap()
+
+    @pytest.mark.parametrize(
+        "tensor",
+        [
+            lambda: torch.tensor(True),
+            lambda: torch.ones(2, dtype=torch.complex64).conj(),
+            lambda: torch.empty(0, 3),
+            lambda: torch.ones(1).expand(5),
+            lambda: torch.ones(4, 6)[::2, 1::2],
+            lambda: torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+            lambda: torch.ones(3).to(torch.float8_e4m3fn),
+            lambda: torch.ones(3, dtype=torch.uint16),
+        ],
+        ids=["0-dim bool", "conjugated", "empty", "expanded", "with gaps", "channels last", "float8", "uint16"],
+    )
+    def test_what_looks_odd_and_can_be_saved_comes_back(self, tmp_path: Path, tensor: Callable[[], Tensor]) -> None:
+        job = Job(tmp_path, buffer(tensor)).wrap()
+        job.step()
+        path = save(job.adapter, job.processor, 1)
+        fresh = Job(tmp_path, buffer(lambda: torch.empty_like(tensor()).zero_())).wrap()
+        fresh.adapter.load(path, 0, 1, protected=False)
+        saved, loaded = job.model.odd, fresh.model.odd
+        assert isinstance(saved, Tensor) and isinstance(loaded, Tensor)
+        assert loaded.dtype == saved.dtype and torch.equal(loaded.to(torch.complex64), saved.to(torch.complex64))
+
+
+class Eight(torch.optim.SGD):  # type: ignore[misc,name-defined]
+    """An optimizer whose state is what a test wants it to be."""
+
+    def __init__(self, parameters: Any, make: Callable[[Tensor], Any]) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.make = make
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = self.make(parameter)
+
+
+def with_state(directory: Path, make: Callable[[Tensor], Any]) -> Job:
+    job = Job(directory)
+    job.optimizer = Eight(job.model.parameters(), make)
+    return job.wrap()
+
+
+class TestAfterTheFirstUpdate:
+    @pytest.mark.parametrize(
+        ("make", "text"),
+        [
+            (Packed, r"optim\.state\.0\.weight\.odd is a Packed"),
+            (lambda p: torch.empty_like(p, device="meta"), r"optim\.state\.0\.weight\.odd is on the device 'meta'"),
+            (lambda p: p.detach().to_sparse(), r"optim\.state\.0\.weight\.odd is a Tensor of layout torch\.sparse_coo"),
+            (lambda _: object(), r"optim\.state\.0\.weight\.odd is a builtins\.object, which has no form on disk"),
+        ],
+        ids=["subclass", "meta", "sparse", "object"],
+    )
+    def test_state_of_the_optimizer_is_refused_at_the_next(
+        self, tmp_path: Path, make: Callable[[Tensor], Any], text: str
+    ) -> None:
+        job = with_state(tmp_path, make)
+        job.step()
+        assert job.processor.gate.version == 1, "nothing is wrong with the update itself"
+        with pytest.raises(UsageError, match=text):
+            job.step()
+        assert job.processor.gate.version == 1 and job.processor.begun == [1]
+
+    def test_eight_bits_in_plain_tensors_are_saved(self, tmp_path: Path) -> None:
+        """As bitsandbytes keeps them."""
+        job = with_state(
+            tmp_path,
+            lambda p: {
+                "state1": torch.ones(p.shape, dtype=torch.uint8),
+                "qmap": torch.linspace(-1, 1, 256),
+                "none": None,
+            },
+        )
+        for _ in range(3):
+            job.step()
+        assert save(job.adapter, job.processor, 3).is_dir()
+
+    def test_a_setting_without_a_form_on_disk_is_said_once(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = Job(tmp_path)
+        with caplog.at_level(logging.WARNING):
+            job.wrap()
+            job.optimizer.param_groups[0]["rule"] = lambda: 0
+            for _ in range(3):
+                job.step()
+            job.optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+            job.step()
+        (said,) = (text for text in caplog.messages if "optim.param_groups.0.rule" in text)
+        assert "has no form on disk: the program has to make it again" in said
+
+    def test_what_somebodys_own_code_raises_stops_nothing(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        job = Job(tmp_path).wrap()
+        job.adapter.source.everything = lambda: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        trial = job.adapter._trial
+        trial._make_state = job.adapter.source.everything
+        for _ in range(3):
+            job.step()
+        assert "could not be tried" in caplog.text and job.processor.gate.version == 3
+
+
+class TestWhatChangesAfterWrapping:
+    def test_parameters_that_are_replaced(self, tmp_path: Path) -> None:
+        """As by ``fully_shard()``."""
+        job = Job(tmp_path).wrap()
+        job.model[0].weight = nn.Parameter(torch.zeros(4, 3))
+        with pytest.raises(
+            UsageError, match=r"\(0\.weight\) were replaced after wrap_optimizer\(\).*shard the model f"
+        ):
+            job.step()
+
+    def test_a_model_that_is_moved(self, tmp_path: Path) -> None:
+        job = Job(tmp_path).wrap()
+        job.adapter._trial._devices = frozenset({"cuda:0"})
+        with pytest.raises(UsageError, match="moved from cuda:0 to cpu after wrap_optimizer"):
+            job.step()
+
+    def test_a_group_that_is_added_is_saved(self, tmp_path: Path) -> None:
+        job = Job(tmp_path).wrap()
+        job.step()
+        job.model.append(nn.Linear(2, 2))
+        job.optimizer.add_param_group({"params": job.model[2].parameters(), "lr": 0.2})
+        for _ in range(2):
+            job.step()
+        path = save(job.adapter, job.processor, 3)
+        fresh = Job(tmp_path, lambda model: model.append(nn.Linear(2, 2)))  # type: ignore[operator]
+        two = [[*fresh.model[:2].parameters()], [*fresh.model[2].parameters()]]
+        fresh.optimizer = torch.optim.Adam([{"params": two[0]}, {"params": two[1], "lr": 0.2}], lr=0.1)
+        fresh.wrap().adapter.load(path, 0, 1, protected=False)
+        pairs = zip(fresh.model.parameters(), job.model.parameters(), strict=True)
+        assert all(torch.equal(one, other) for one, other in pairs)
+
+    def test_a_group_that_the_model_does_not_know(self, tmp_path: Path) -> None:
+        job = Job(tmp_path).wrap()
+        job.step()
+        job.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(7))]})
+        with pytest.raises(ConfigError, match="parameters that model= does not contain"):
+            job.step()
+
+    def test_a_group_that_no_shard_has(self, tmp_path: Path) -> None:
+        job = Job(tmp_path).wrap()
+        saved = list(job.adapter.sharding(1).parameters_of("model"))  # type: ignore[arg-type]
+        job.adapter._trial.saved = lambda: saved
+        job.step()
+        job.model.append(nn.Linear(2, 2))
+        job.optimizer.add_param_group({"params": job.model[2].parameters()})
+        with pytest.raises(UsageError, match=r"2\.bias, 2\.weight came into the optimizer after wrap_optimizer"):
+            job.step()
+
+    def test_parameters_that_are_frozen_and_trained_again(self, tmp_path: Path) -> None:
+        job = Job(tmp_path).wrap()
+        for frozen in (True, False):
+            job.model[1].requires_grad_(not frozen)
+            job.optimizer.zero_grad()
+            job.step()
+        assert save(job.adapter, job.processor, 2).is_dir()

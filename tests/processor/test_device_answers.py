@@ -1,0 +1,161 @@
+"""What a rank says of a device that is behind its frozen host: soon, and anew when the device goes on after all."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processor.fake_source import FakeSource
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import Piece, Save, SaverOrder
+from ttp.core.processor_events import PiecesWritten, Quiet, WriteFailed
+from ttp.processor import looking
+from ttp.processor.looking import Look
+from ttp.processor.processor import Processor
+from ttp.processor.source import MovedError
+
+PATIENCE_S = 60.0
+
+
+class Device(FakeSource):
+    """One that stands at ``done``, or in the middle of an update, and says how long it was asked to be waited for."""
+
+    on_device = True
+
+    def __init__(self, done: int | None) -> None:
+        self.done = done
+        self.asked: list[float] = []
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        if patience_s:
+            self.asked.append(patience_s)
+        return None if self.done is None else Version(min(version, self.done))
+
+
+class Rig:
+    """A processor of a host that has made three updates, frozen for an incident."""
+
+    def __init__(self, directory: Path, source: Device) -> None:
+        env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
+        self.source = source
+        self.processor = Processor(
+            Config(port=1, run_dir=str(directory)), env, Layout.data_parallel(1), source, str(directory)
+        )
+        self.processor._machine.incident = "i"
+        self.processor.gate.set_version(Version(3))
+        self.looker = self.processor._looker
+
+    def said(self) -> Any:
+        """The next final answer, or what else was told to the machine."""
+        while True:
+            event = self.processor._inbox.get(timeout=PATIENCE_S)
+            if not isinstance(event, Look):
+                return event
+            if event.quiet.phase is not m.Phase.UPDATING:
+                return event.quiet
+
+    def silent(self) -> bool:
+        try:
+            self.processor._inbox.get(timeout=10 * looking.FOLLOW_S)
+        except queue.Empty:
+            return True
+        return False
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Callable[[int | None], Rig]]:
+    made: list[Rig] = []
+
+    def make(done: int | None) -> Rig:
+        made.append(Rig(tmp_path, Device(done)))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.looker.close()
+    deadline = time.monotonic() + PATIENCE_S
+    while any(thread.name == "ttp-follower" for thread in threading.enumerate()):
+        assert time.monotonic() < deadline, "nobody follows a device that is not asked for any more"
+        time.sleep(0.001)
+
+
+def test_a_device_that_hangs_costs_milliseconds_where_something_broke(rig: Callable[[int], Rig]) -> None:
+    it = rig(2)
+    it.looker.freeze(hurry=True)
+    quiet: Quiet = it.said()
+    assert (quiet.version, quiet.phase) == (2, m.Phase.IDLE)
+    assert it.source.asked == [looking.STILL_S] and looking.STILL_S < 0.05
+    assert it.silent(), "said once while nothing moves"
+
+
+def test_for_a_mere_snapshot_it_is_waited_for(rig: Callable[[int], Rig]) -> None:
+    it = rig(3)
+    it.looker.freeze(hurry=False)
+    assert it.said().version == 3 and it.source.asked == [looking.DEVICE_PATIENCE_S]
+
+
+def test_one_that_goes_on_is_said_to(rig: Callable[[int], Rig]) -> None:
+    it = rig(1)
+    it.looker.freeze(hurry=True)
+    answers = [it.said().version]
+    for done in (2, 3):
+        it.source.done = done
+        answers.append(it.said().version)
+    assert answers == [1, 2, 3]
+
+
+def test_half_an_update_is_torn_until_it_is_whole(rig: Callable[[int | None], Rig]) -> None:
+    it = rig(None)
+    it.looker.freeze(hurry=True)
+    assert it.said().phase is m.Phase.TORN
+    it.source.done = 3
+    quiet = it.said()
+    assert (quiet.version, quiet.phase) == (3, m.Phase.IDLE)
+
+
+def test_nobody_is_told_of_a_device_under_an_open_gate(rig: Callable[[int], Rig]) -> None:
+    it = rig(2)
+    it.looker.freeze(hurry=True)
+    assert it.said().version == 2
+    it.looker.thaw()
+    it.source.done = 3
+    assert it.silent()
+
+
+def test_a_save_that_the_device_has_left_fails_when_it_is_known_where_it_is(
+    rig: Callable[[int], Rig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other way round a rank that could save the newer version would be counted out."""
+    it = rig(2)
+    monkeypatch.setattr(looking, "FOLLOW_S", PATIENCE_S)  # the save notices first
+    it.looker.freeze(hurry=True)
+    assert it.said().version == 2
+
+    def moved(**_: Any) -> list[Piece]:
+        it.source.done = 3
+        raise MovedError("the device has finished version 3")
+
+    monkeypatch.setattr(it.source, "write_pieces", moved)
+    order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
+    it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
+    quiet, failed = it.said(), it.said()
+    assert quiet.version == 3
+    assert isinstance(failed, WriteFailed) and failed.may_pass and "finished version 3" in failed.text
+
+
+def test_a_save_of_what_the_device_holds_succeeds(rig: Callable[[int], Rig]) -> None:
+    it = rig(2)
+    it.looker.freeze(hurry=True)
+    assert it.said().version == 2
+    order = SaverOrder(Rank(0), it.processor.layout.shards_of(Rank(0)), How.AS_IS, (), False)
+    it.processor._saver.save(Save(Rank(0), 1, "i", 1, Version(2), ".draft", order))
+    assert isinstance(it.said(), PiecesWritten)
