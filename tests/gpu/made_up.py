@@ -28,7 +28,6 @@ class MadeUp:
 
     def __init__(self) -> None:
         self.device = FakeDevice()
-        self._runtime = FakeRuntime(self.device)
 
     def spin(self) -> MadeUp:
         """What is queued on the training's stream from now on waits."""
@@ -77,7 +76,7 @@ class MadeUp:
             return (NAME,) if any(self.device.has(t) for t in tensors if isinstance(t, Tensor)) else ()
 
         def runtimes_on(devices: Any) -> tuple[Any, ...]:
-            return (self._runtime,) if devices else ()
+            return (FakeRuntime(self.device),) if devices else ()  # each with a side stream of its own
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "run", watched_run))
