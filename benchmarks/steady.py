@@ -88,7 +88,7 @@ JOBS = {
 
 
 def run(quick: bool) -> list[Result]:
-    """One real rank with a real controller for each job; ttp's hooks are on and off in alternating blocks of one run."""
+    """One real rank with a real controller for each job; ttp's hooks are on and off by turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

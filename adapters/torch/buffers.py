@@ -12,7 +12,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,28 +151,39 @@ class BufferSet:
         self._captures = 0
         self._viewed = 0
         self._views: list[Buffer | None] = []  # None: not contiguous, copied each time
+        self._plain: list[Buffer] = []  # the others
         self._large_views: list[Buffer] = []
+        self._kept: list[Kept] = []
 
-    def capture(self) -> tuple[list[Buffer], list[Kept]]:
-        """The bytes of every buffer now, mostly live memory: to be copied before the next forward pass."""
+    def capture(self) -> tuple[Sequence[Buffer], Sequence[Kept]]:
+        """The bytes of every buffer now, mostly live memory: to be copied before the next forward pass.
+
+        The second list is the one of the last time where nothing in it has changed.
+        """
         table = self.table
         table.refresh()
         if self._viewed != table.layout:
             self._views = [_live(e.tensor) if e.tensor.is_contiguous() else None for e in table.small]
             self._large_views = [_live(e.tensor) for e in table.large]
-            self._viewed = table.layout
-        parts: list[Buffer] = [
-            view if view is not None else bytes(_live(entry.tensor.detach().contiguous()))
-            for view, entry in zip(self._views, table.small, strict=True)
-        ]
-        return parts, self._capture_large() if table.large else []
+            self._plain = [view for view in self._views if view is not None]
+            self._viewed, self._kept = table.layout, []
+        parts = self._plain
+        if len(parts) < len(table.small):
+            parts = [
+                view if view is not None else bytes(_live(entry.tensor.detach().contiguous()))
+                for view, entry in zip(self._views, table.small, strict=True)
+            ]
+        return parts, self._capture_large() if table.large else ()
 
     def _capture_large(self) -> list[Kept]:
         if self._captures < _LEARNING_CAPTURES:
             self._captures += 1
             for entry, view in zip(self.table.large, self._large_views, strict=True):
                 self._learn(entry, view)
-        return [(e.stamp(), view) for e, view in zip(self.table.large, self._large_views, strict=True)]
+        stamps = [entry.stamp() for entry in self.table.large]
+        if None in stamps or stamps != [stamp for stamp, _ in self._kept]:
+            self._kept = list(zip(stamps, self._large_views, strict=True))
+        return self._kept
 
     def _learn(self, entry: Entry, view: Buffer) -> None:
         stamp = entry.stamp()

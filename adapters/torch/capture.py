@@ -1,17 +1,21 @@
 """Rank-local state of one version as one page: random streams, buffers, ``extra_state``.
 
 The image: a header, a description of the buffers (msgpack, made once), the length of each section, the sections, the
-buffers. No pickle anywhere. Nothing here raises into training: a part that fails is given up with one warning, and
-``problem`` says so for the manifest.
+buffers, the large arrays of ``extra_state``. No pickle anywhere. Nothing here raises into training: a part that fails
+is given up with one warning, and ``problem`` says so for the manifest.
+
+``capture`` asks everybody, ``look_again`` (at the gate) only those whose state was seen to change between the captures
+of one version; and an image that is in the page already is not written again. See decision 30.
 """
 
 from __future__ import annotations
 
 import logging
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import msgpack
 from torch import Tensor, nn
@@ -25,11 +29,29 @@ from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.processor.local_piece import read_local_image
 from ttp.processor.pages import Buffer, Kept, PageWriter
+from ttp.store.encoding import EncodingError, decode, encode
 
 log = logging.getLogger("ttp.adapters.torch")
 
 _MAGIC = b"TTPL\x01"
+_MAGIC_APART = b"TTPL\x02"
+"""Of an image with large arrays of extra states behind it."""
 _HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
+
+_LEARNING_UPDATES = 4
+"""In so many updates every extra state is asked at the gate again, to learn which of them change before it."""
+
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException, EncodingError
+)  # fmt: skip
+
+_Section = tuple[bytes, Sequence[Kept]]
+"""An extra state, encoded, and its large arrays."""
+
+_NOWHERE: tuple[int, bytes, object] = (-1, b"", None)
+"""Version, image and large parts of a provisional page; there is none."""
+
+_GIVEN_UP: _Section = (b"", ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +100,12 @@ class LocalCapture:
         self._host = BufferSet(module) if not runtimes else None
         self._device = DeviceBuffers(module, runtimes) if runtimes else None
         self._arrivals: ArrivalWriter | None = None
-        self._description: tuple[int, bytes] = (-1, b"")
+        self._head: tuple[tuple[int, ...], bytes] = ((-1,), b"")
+        self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
+        self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
+        self._in_page = _NOWHERE
+        self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
+        self._updates = 0
         self._given_up: dict[str, str] = {}
         self.on_written: Callable[[int, bool], None] | None = None
         """Called with version and final when a page was written, on the thread that wrote it; may not raise."""
@@ -99,18 +126,64 @@ class LocalCapture:
         page = self._page
         if page is None:
             return
-        rng = self._capture_rng()
-        extra = [self._capture_extra(name) for name in self._names]
-        lengths = self._lengths.pack(sum(map(len, rng)), *map(len, extra))
+        self._ask(self._names, compare=final and version == self._in_page[0])
+        self._updates += final
+        self._put(page, version, final)
+
+    def look_again(self, version: int) -> None:
+        """Just before the update of ``version``: what has changed since the provisional capture goes into the page.
+
+        Extra states of which that was never seen are not asked again. Never raises.
+        """
+        page = self._page
+        if page is None:
+            return
+        known = version == self._in_page[0]
+        if not known or self._updates < _LEARNING_UPDATES:
+            self._ask(self._names, compare=known)
+        elif self._moving:
+            self._ask(self._moving, compare=False)
+        self._put(page, version, final=False)
+
+    def _ask(self, names: Collection[str], *, compare: bool) -> None:
+        for name in names:
+            before = self._sections[name]
+            section = self._sections[name] = self._capture_extra(name)
+            if compare and (section[0] != before[0] or section[1] is not before[1]):
+                self._moving.add(name)
+
+    def _put(self, page: PageWriter, version: int, final: bool) -> None:
         try:
             if self._device is not None:
-                self._stage(self._device, version, final, [lengths, *rng, *extra])
+                self._stage(self._device, version, final, self._small())
                 return
-            parts, kept = self._host.capture() if self._host is not None else ([], [])
-            self._write(page, version, final, [*self._head(), lengths, *rng, *extra, *parts], kept)
+            parts, kept = self._host.capture() if self._host is not None else ([], ())
+            kept = self._with_apart(kept)
+            image = b"".join((*self._small(), *parts))
+            known = self._in_page
+            if not final and version == known[0] and kept is known[2] and image == known[1]:
+                return
+            self._in_page = _NOWHERE if final else (version, image, kept)
+            self._write(page, version, final, (image,), kept)
         except Exception as problem:
             self._host = self._device = None
             self._give_up("buffers", "the model's buffers", problem)
+
+    def _small(self) -> list[Buffer]:
+        """What comes before the buffers. Some parts are live memory."""
+        rng = self._capture_rng()
+        sections = [section for section, _ in self._sections.values()]
+        return [self._described(), self._lengths.pack(sum(map(len, rng)), *map(len, sections)), *rng, *sections]
+
+    def _with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Large buffers and large arrays of extra states; the same list as before when nothing has changed."""
+        lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
+        if len(lists) == 1:
+            return kept
+        known, joined = self._kept
+        if len(lists) != len(known) or any(a is not b for a, b in zip(lists, known, strict=True)):
+            self._kept = lists, (joined := [part for one in lists for part in one])
+        return joined
 
     def _capture_rng(self) -> list[Buffer]:
         if self._rng is not None:
@@ -121,39 +194,50 @@ class LocalCapture:
                 self._give_up("rng", "the random streams", problem)
         return []
 
-    def _capture_extra(self, name: str) -> bytes:
+    def _capture_extra(self, name: str) -> _Section:
         if name not in self._given_up:
             try:
                 return self._extra.capture(name)
             except Exception as problem:
                 self._give_up(name, f"extra_state {name!r}", problem)
-        return b""
+        return _GIVEN_UP
 
-    def _head(self) -> tuple[bytes, bytes]:
-        """The header and the description of the buffers; made anew only when the buffers are others."""
+    def _described(self) -> bytes:
+        """The header and the description; made anew only when buffers or large arrays are others."""
         holder = self._host or self._device
         layout = holder.table.layout if holder is not None else 0
-        if self._description[0] != layout:
+        apart = [len(kept) for _, kept in self._sections.values()]
+        sizes = [len(data) for _, kept in self._sections.values() for _, data in kept] if any(apart) else []
+        facts = (layout, *apart, *sizes)
+        if self._head[0] != facts:
             infos = holder.table.infos if holder is not None else ()
-            buffers = [[info.name, info.dtype, info.shape] for info in infos]
-            self._description = (layout, msgpack.packb({"extra": self._names, "buffers": buffers}))
-        description = self._description[1]
-        return _HEADER.pack(_MAGIC, len(self._names), len(description)), description
+            description: dict[str, Any] = {"extra": self._names}
+            description["buffers"] = [[info.name, info.dtype, info.shape] for info in infos]
+            if sizes:
+                description["apart"] = [[len(data) for _, data in kept] for _, kept in self._sections.values()]
+            packed = msgpack.packb(description)
+            head = _HEADER.pack(_MAGIC_APART if sizes else _MAGIC, len(self._names), len(packed))
+            self._head = (facts, head + packed)
+        return self._head[1]
 
     def _stage(self, device: DeviceBuffers, version: int, final: bool, parts: list[Buffer]) -> None:
         staged = device.capture()
         if staged is None:
             return  # the device does not move; neither will the versions
+        for _, apart in self._sections.values():  # live memory: what is written later is a copy
+            staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
         if self._arrivals is None:
             self._arrivals = ArrivalWriter(self._write_arrived, device.release)
-        self._arrivals.put(version, final, b"".join((*self._head(), *parts)), staged)
+        self._arrivals.put(version, final, b"".join(parts), staged)
 
     def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
         page = self._page
         if page is not None:
             self._write(page, version, final, [head, *staged.parts], staged.kept)
 
-    def _write(self, page: PageWriter, version: int, final: bool, parts: list[Buffer], kept: list[Kept]) -> None:
+    def _write(
+        self, page: PageWriter, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept]
+    ) -> None:
         written = page.write(version, final, parts, kept)
         if written and self.on_written is not None:
             self.on_written(version, final)
@@ -196,7 +280,7 @@ class LocalCapture:
         """
         try:
             return _decode(data)
-        except (ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException) as problem:
+        except _UNREADABLE as problem:
             raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
 
     def restore(self, state: LocalState) -> list[str]:
@@ -234,7 +318,7 @@ def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalSta
 
 def _decode(data: bytes) -> LocalState:
     magic, extra_count, description_size = _HEADER.unpack_from(data)
-    if magic != _MAGIC:
+    if magic not in (_MAGIC, _MAGIC_APART):
         raise ValueError(f"they begin with {magic!r}")
     at = _HEADER.size
     described, at = _take(data, at, description_size)
@@ -255,6 +339,13 @@ def _decode(data: bytes) -> LocalState:
         info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
         section, at = _take(data, at, info.size)
         buffers[info.name] = decode_buffer(info, section)
+    for name, sizes in zip(names, description.get("apart", ()), strict=False):
+        parts = []
+        for size in sizes:
+            part, at = _take(data, at, size)
+            parts.append(part)
+        if parts and name in extra:
+            extra[name] = encode(decode(extra[name], parts))
     if at != len(data):
         raise ValueError(f"{len(data) - at} bytes too many")
     return LocalState(rng, buffers, extra)

@@ -10,14 +10,16 @@ Three kinds, by what the object is:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from ttp.adapters.torch.apart import ApartMemory
 from ttp.errors import CheckpointError, UsageError
-from ttp.store.encoding import EncodingError, decode, encode
+from ttp.processor.pages import Kept
+from ttp.store.encoding import Encoder, EncodingError, decode, encode
 
 SINGLE = "extra_state"
 """The name of an object that was given without one."""
@@ -43,6 +45,8 @@ class ExtraState:
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value)
+        self._encoders = {name: Encoder(_path(name)) for name in self._changing}
+        self._memories = {name: ApartMemory() for name in self._changing}
 
     def notes(self) -> list[str]:
         """What those should know who train on several ranks."""
@@ -59,9 +63,11 @@ class ExtraState:
         """Names of the objects taken at the end of each update."""
         return tuple(self._changing)
 
-    def capture(self, name: str) -> bytes:
-        """The state of a changing object now."""
-        return encode(self._changing[name].state_dict(), _path(name))
+    def capture(self, name: str) -> tuple[bytes, Sequence[Kept]]:
+        """The state of a changing object now: its bytes, but for large arrays, which are live memory with a stamp."""
+        encoder = self._encoders[name]
+        encoded = encoder.encode(self._changing[name].state_dict())
+        return encoded, self._memories[name].look_at(encoder.apart)
 
     def capture_constant(self) -> dict[str, bytes]:
         """The states of the constant objects, at save time. May be called from another thread than training's.

@@ -7,13 +7,12 @@ the rates it has set: so one can tell a step that is over from one that is being
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
-_PLAIN = frozenset({float, int, bool, str, type(None)})
+from ttp.adapters.torch.hyperparameters import PLAIN
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,19 +113,14 @@ def _counts_samples(scheduler: Any) -> bool:
 def copied(value: Any) -> Any:
     """``value`` with its containers and tensors copied, so that it stays as it is; nothing waits for a device."""
     kind = type(value)
-    if kind in _PLAIN:
+    if kind in PLAIN:
         return value
     if kind is dict:
-        return {key: item if type(item) in _PLAIN else copied(item) for key, item in value.items()}
+        return {key: item if type(item) in PLAIN else copied(item) for key, item in value.items()}
     if kind is list:
-        return [item if type(item) in _PLAIN else copied(item) for item in value]
+        return [item if type(item) in PLAIN else copied(item) for item in value]
     if kind is tuple:
-        return tuple([item if type(item) in _PLAIN else copied(item) for item in value])
+        return tuple([item if type(item) in PLAIN else copied(item) for item in value])
     if isinstance(value, Tensor):
         return value.detach().clone()
     return value.copy() if isinstance(value, (dict, list, set)) else value
-
-
-def without_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The hyperparameters of a param group, copied."""
-    return {key: value if type(value) in _PLAIN else copied(value) for key, value in group.items() if key != "params"}

@@ -3,8 +3,8 @@
 ::
 
     forward        the tail of the last update is through
-    backward       provisional capture for n + 1, before this rank's last gradient can leave it
-    step, before   provisional capture again; a barrier where the layout needs one; the gate; a copy of n where asked
+    backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
+    step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished
 
 The provisional capture exists because a rank may die after it has given its gradients and before it has made the
@@ -46,6 +46,7 @@ from ttp.adapters.torch.misuse import (
     refuse_capture,
     refuse_in_backward,
 )
+from ttp.adapters.torch.no_sync import NoSync
 from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.turns import Turns
@@ -78,6 +79,9 @@ class Capture(Protocol):
 
     def capture(self, version: int, final: bool) -> None:
         """Take the rank-local state of this moment; never raises."""
+
+    def look_again(self, version: int) -> None:
+        """Just before the update: take what has changed since the last capture for ``version``; never raises."""
 
 
 def attach(
@@ -189,6 +193,7 @@ class Attachment:
         self._complained = False
         self._said: set[str] = set()
         self._handles: list[Any] = []
+        self._no_sync = NoSync(nn.Module())
 
     def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
         """Register the hooks.
@@ -201,6 +206,7 @@ class Attachment:
         every = [each for several in optimizers for each in several]
         self._stepping = Stepping(every)
         self._strangers = Strangers(every, model, lambda: self._begun)
+        self._no_sync = NoSync(model, ddps)
         for optimizer in every:
             self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
             self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
@@ -269,7 +275,8 @@ class Attachment:
             self._again = False
             self._pass()
             self._turns.backward()
-            self._capture.capture(self._next_version(), final=False)
+            if not self._no_sync.withholds():
+                self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
@@ -328,8 +335,9 @@ class Attachment:
     def _begin(self, redoable: bool) -> None:
         again = self._again
         self._pass()
+        self._no_sync.at_gate()
         self._safely(self._tail.at_gate)
-        self._capture.capture(self._next_version(), final=False)
+        self._capture.look_again(self._next_version())
         self._stands = self._turns.stands_between
         self.redoable = redoable and not (self._turns.by_hand or self._stands)
         if not again:

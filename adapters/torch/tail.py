@@ -18,22 +18,20 @@ like any other, of which only the scale is new, and when the scaler's update is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.habit import Habit, Reading, without_parameters
+from ttp.adapters.torch.habit import Habit, Reading, copied
+from ttp.adapters.torch.hyperparameters import Groups, Hyperparameters
 from ttp.adapters.torch.job_state import JobState, Schedule
 from ttp.errors import UsageError
 from ttp.store.encoding import EncodingError, encode
 
 log = logging.getLogger("ttp.adapters.torch")
-
-Groups = list[dict[str, Any]]
-"""The hyperparameters of an optimizer's param groups, without the parameters."""
 
 _READS_MAX = 20
 _SCALING = "_per_optimizer_states"
@@ -85,6 +83,7 @@ class Tail:
         version: int = 0,
     ) -> None:
         self._optimizers = tuple(optimizers)
+        self._groups = Hyperparameters(self._optimizers, copied)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
@@ -137,14 +136,14 @@ class Tail:
 
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
-        self._snapshot = self._after(self._snapshot)
+        self._snapshot = self._after(self._snapshot, self._groups.now)
         self._open, self._entered = False, True
 
     def _end_tail(self) -> None:
         last = self._snapshot
         for habit, before in zip(self._habits, last.schedules, strict=True):
             habit.tail_ended(habit.steps_since(before))
-        self._snapshot = self._after(last)
+        self._snapshot = self._after(last, self._groups.now)
         self._updates_expected = self._snapshot.updated
         self._tails += 1
         self._open = False
@@ -204,8 +203,8 @@ class Tail:
                 return found, [False] * len(self._habits)
             due = self._due(last, entered)
             if any(due):
-                return self._after(last, schedules=False), due
-            now = self._after(last)
+                return self._after(last, self._groups.copies, schedules=False), due
+            now = self._after(last, self._groups.copies)
             if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
                 return now, due
         return self._snapshot, [False] * len(self._habits)
@@ -242,9 +241,9 @@ class Tail:
         before: Sequence[Reading | None] = (None,) * len(self._habits) if last is None else last.schedules
         schedules = tuple(map(Habit.look, self._habits, before))
         scaler = None if self._scaler is None else _scaler_numbers(self._scaler) | self._found_infs()
-        return _Snapshot(version, schedules, scaler, self._groups(), getattr(self._scaler, _SCALING, None))
+        return _Snapshot(version, schedules, scaler, self._groups.now(), getattr(self._scaler, _SCALING, None))
 
-    def _after(self, last: _Snapshot, *, schedules: bool = True) -> _Snapshot:
+    def _after(self, last: _Snapshot, groups: Callable[[], list[Groups]], *, schedules: bool = True) -> _Snapshot:
         """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers."""
         if self._is_updated(last) and not last.updated:
             last = replace(last, scaler=_scaler_numbers(self._scaler), updated=True)
@@ -253,13 +252,10 @@ class Tail:
         now = tuple(map(Habit.look, self._habits, last.schedules))
         if all(new is old for new, old in zip(now, last.schedules, strict=True)):
             return last
-        return replace(last, schedules=now, groups=self._groups())
+        return replace(last, schedules=now, groups=groups())
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
-
-    def _groups(self) -> list[Groups]:
-        return [[without_parameters(group) for group in opt.param_groups] for opt in self._optimizers]
 
     def _found_infs(self) -> dict[str, Any]:
         """What optimizers that take the scale themselves were told: whether to skip the step."""

@@ -9,6 +9,7 @@ from tests.gpu.conftest import RunCase
 pytestmark = pytest.mark.gpu
 
 
+@pytest.mark.supports("CUDA graphs (part of the step)")
 @pytest.mark.parametrize("case", ["forward_and_backward", "whole_step"])
 def test_graphs(run_case: RunCase, case: str) -> None:
     run_case(f"graphs:{case}")

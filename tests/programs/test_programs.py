@@ -36,6 +36,13 @@ PROGRAMS: dict[str, list[Fault]] = {
 }
 
 
+@pytest.mark.supports("closures")
+@pytest.mark.supports("gradient accumulation and no_sync")
+@pytest.mark.supports("several optimizers")
+@pytest.mark.supports("rates set by hand")
+@pytest.mark.supports("optimizer containers and wrappers")
+@pytest.mark.supports("EMA")
+@pytest.mark.supports("BatchNorm and SyncBatchNorm")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_it_is_killed_in_four_phases_and_ends_with_its_bits(program: str, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from typing import Any
 
 _NUMPY_KINDS = "biufcSUmM"
@@ -22,8 +23,29 @@ class NotPlainError(Exception):
     """An array that is more than a dtype, a shape and bytes."""
 
 
-def pack_array(array: Any) -> list[Any]:
-    """A ``numpy.ndarray`` as ``[dtype, shape, bytes]``.
+def may_be_apart(value: Any, least: int) -> bool:
+    """Whether this is an array of so many bytes, whose memory holds nothing but them, one behind the other."""
+    if (torch := sys.modules.get("torch")) is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
+        return (
+            value.device.type == "cpu"
+            and value.layout is torch.strided
+            and value.numel() * value.element_size() >= least
+            and value.is_contiguous()
+            and not (value.is_quantized or value.is_conj() or value.is_neg())
+        )
+    if (numpy := sys.modules.get("numpy")) is not None and type(value) is numpy.ndarray:
+        return bool(value.nbytes >= least and value.dtype.kind in _NUMPY_KINDS and value.flags.c_contiguous)
+    return False
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether an array is one of torch's."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def pack_array(array: Any, index: int | None = None) -> list[Any]:
+    """A ``numpy.ndarray`` as ``[dtype, shape, bytes]``; with ``index`` that instead of the bytes.
 
     Raises:
         NotPlainError: its dtype holds objects or records.
@@ -32,7 +54,7 @@ def pack_array(array: Any) -> list[Any]:
         raise NotPlainError(
             f"numpy array of dtype {array.dtype}; only numbers, booleans, strings and times can be stored"
         )
-    return [array.dtype.str, list(array.shape), array.tobytes()]
+    return [array.dtype.str, list(array.shape), array.tobytes() if index is None else index]
 
 
 def unpack_array(fields: list[Any]) -> Any:
@@ -51,8 +73,10 @@ def unpack_array(fields: list[Any]) -> Any:
     return numpy.ndarray(tuple(shape), dtype, buffer=bytearray(data))
 
 
-def pack_tensor(tensor: Any) -> list[Any]:
+def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
     """A ``torch.Tensor`` or ``Parameter`` as ``[dtype, shape, bytes, requires_grad, is_parameter]``.
+
+    With ``index`` that instead of the bytes, for one that ``may_be_apart``.
 
     Raises:
         NotPlainError: it is of another subclass, or not strided, or has no data.
@@ -67,10 +91,13 @@ def pack_tensor(tensor: Any) -> list[Any]:
         raise NotPlainError(
             f"tensor with layout {tensor.layout} on {tensor.device}; only strided ones with data can be stored"
         )
+    is_parameter = type(tensor) is torch.nn.Parameter
+    dtype, shape = str(tensor.dtype).removeprefix("torch."), list(tensor.shape)
+    if index is not None:
+        return [dtype, shape, index, tensor.requires_grad, is_parameter]
     plain = tensor.detach().to("cpu").resolve_conj().resolve_neg().contiguous()
     data = plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
-    is_parameter = type(tensor) is torch.nn.Parameter
-    return [str(plain.dtype).removeprefix("torch."), list(plain.shape), data, tensor.requires_grad, is_parameter]
+    return [dtype, shape, data, tensor.requires_grad, is_parameter]
 
 
 def unpack_tensor(fields: list[Any]) -> Any:

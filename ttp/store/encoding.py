@@ -6,6 +6,8 @@ Theory of operation
 becomes an extension whose payload is msgpack again or raw bytes. In front go a magic word and a checksum of the rest:
 garbage is refused before it is looked at.
 
+Large arrays may be kept apart: ``Encoder`` leaves their bytes to the caller, and the payload says which they are.
+
 ``decode`` allocates no more than a multiple of what it was given: lengths are checked by a pass that builds nothing
 before anything is built, and shapes are checked against the bytes that are there.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import msgpack
@@ -59,8 +61,12 @@ def encode(obj: object, name: str = "state") -> bytes:
     return b"".join((_MAGIC, _checksum(body), body))
 
 
-def decode(data: bytes | bytearray | memoryview) -> Any:
+def decode(data: bytes | bytearray | memoryview, apart: Sequence[bytes] = ()) -> Any:
     """The value that ``encode`` was given.
+
+    Args:
+        data: what it made.
+        apart: the bytes of the arrays that an ``Encoder`` kept apart, in its order.
 
     Raises:
         EncodingError: these bytes were not made by ``encode``, or are damaged, or need a library that is not installed.
@@ -72,7 +78,7 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     if _checksum(view[start:]) != view[len(_MAGIC) : start]:
         raise EncodingError(f"{len(view)} bytes of encoded state are damaged: the checksum does not match")
     try:
-        return _Decoder().unpack(view[start:])
+        return _Decoder(apart).unpack(view[start:])
     except (EncodingError, MemoryError):
         raise
     except Exception as problem:  # msgpack, numpy and torch raise a dozen kinds on bytes that somebody forged
@@ -228,12 +234,119 @@ def _extension(code: int, payload: bytes) -> Any:
     return msgpack.ExtType(code, payload)
 
 
+# ------------------------------------------------------------------------------------------------- again and again
+
+APART_BYTES = 64 << 10
+"""Arrays of this size and more are kept apart."""
+
+_WHOLE = frozenset({type(None), int, str, bytes})
+"""Types whose values are the same for every purpose when they are equal; 0.0 and -0.0 are not."""
+
+_DICTS, _TEXT = frozenset({dict, OrderedDict}), frozenset({str})
+
+_LONG = 16
+"""Shorter lists are packed as fast as they are compared."""
+
+
+class _Part:
+    """What is known of a value at one place of the state."""
+
+    __slots__ = ("copy", "inside", "key", "packed")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.inside: dict[Any, _Part] = {}
+        self.copy: list[Any] | None = None
+        self.packed = b""
+
+
+class Encoder:
+    """Encodes the state of one object again and again, at little cost where little has changed; for ``decode``.
+
+    Long lists that are equal to those of the last time are not packed again, nor looked through.
+
+    Args:
+        name: what to call the state in an error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.apart: list[Any] = []
+        """The arrays that the last ``encode`` has left to the caller: contiguous, on the CPU."""
+        self._name = name
+        self._root = _Part(b"")
+        self._packer = msgpack.Packer(default=_big_int, unicode_errors="surrogatepass", buf_size=4096)
+
+    def encode(self, obj: object) -> bytes:
+        """``obj`` as bytes, but for those of ``apart``.
+
+        Raises:
+            EncodingError: it holds something that cannot be stored; the text says where.
+        """
+        self.apart = []
+        try:
+            body = self._value(self._root, obj, 0)
+        except _RefusedError:
+            encode(obj, self._name)  # says where
+            raise EncodingError(f"{self._name}: it changed while it was encoded") from None
+        return b"".join((_MAGIC, _checksum(body), body))
+
+    def _value(self, part: _Part, value: Any, depth: int) -> bytes:
+        kind = type(value)
+        if kind in _NATIVE:
+            return self._packed(value)
+        if kind in _DICTS and depth < _DEPTH_MAX and _TEXT.issuperset(map(type, value)):
+            ordered = kind is OrderedDict
+            pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
+            packed = self._inside(part, pack_header(len(value) << ordered), value.items(), depth + 1, keyed=True)
+            return self._packed(_extension(_ORDERED, packed)) if ordered else packed
+        if kind is list and depth < _DEPTH_MAX:
+            return self._list(part, value, depth + 1)
+        if arrays.may_be_apart(value, APART_BYTES):
+            self.apart.append(value)
+            return self._packed(_array_apart(value, len(self.apart) - 1))
+        return self._packed(_plain(value, depth))
+
+    def _list(self, part: _Part, value: list[Any], depth: int) -> bytes:
+        if part.copy is not None and part.copy == value:
+            return part.packed
+        part.copy = None
+        kinds = set(map(type, value))
+        if not kinds <= _NATIVE:
+            return self._inside(part, self._packer.pack_array_header(len(value)), enumerate(value), depth, keyed=False)
+        packed = self._packed(value)
+        if len(value) >= _LONG and kinds <= _WHOLE:
+            part.copy, part.packed = value.copy(), packed
+        return packed
+
+    def _inside(
+        self, part: _Part, header: bytes, items: Iterable[tuple[Any, Any]], depth: int, *, keyed: bool
+    ) -> bytes:
+        known, part.inside = part.inside, {}  # what is gone is forgotten
+        pieces = [header]
+        for key, item in items:
+            found = known.get(key)
+            if found is None:
+                found = _Part(self._packed(key) if keyed else b"")
+            part.inside[key] = found
+            pieces += (found.key, self._value(found, item, depth))
+        return b"".join(pieces)
+
+    def _packed(self, plain: object) -> bytes:
+        return bytes(self._packer.pack(plain))
+
+
+def _array_apart(value: Any, index: int) -> Any:
+    code, fields = (_TENSOR, arrays.pack_tensor) if arrays.is_tensor(value) else (_NUMPY_ARRAY, arrays.pack_array)
+    return _extension(code, _pack(fields(value, index)))
+
+
 # ------------------------------------------------------------------------------------------------------------- decoding
 
 
 class _Decoder:
-    def __init__(self) -> None:
+    def __init__(self, apart: Sequence[bytes] = ()) -> None:
         self._depth = 0
+        self._apart = apart
         self._makers: dict[int, Callable[[bytes], Any]] = {
             _TUPLE: lambda payload: tuple(self._list(payload)),
             _SET: lambda payload: set(self._list(payload)),
@@ -244,9 +357,9 @@ class _Decoder:
             _COUNTER: lambda payload: Counter(dict(self._pairs(payload))),
             _BYTEARRAY: bytearray,
             _COMPLEX: lambda payload: complex(*self._list(payload)),
-            _NUMPY_ARRAY: lambda payload: arrays.unpack_array(self._list(payload)),
+            _NUMPY_ARRAY: lambda payload: arrays.unpack_array(self._array(payload)),
             _NUMPY_SCALAR: lambda payload: arrays.unpack_array(self._list(payload))[()],
-            _TENSOR: lambda payload: arrays.unpack_tensor(self._list(payload)),
+            _TENSOR: lambda payload: arrays.unpack_tensor(self._array(payload)),
         }
 
     def unpack(self, body: bytes | memoryview) -> Any:
@@ -271,6 +384,13 @@ class _Decoder:
         if not isinstance(value, list):
             raise EncodingError(f"encoded state holds {type(value).__name__} where a list belongs")
         return value
+
+    def _array(self, payload: bytes) -> list[Any]:
+        """Dtype, shape and bytes; where there is a number instead of the bytes, they were kept apart."""
+        fields = self._list(payload)
+        if len(fields) > 2 and type(fields[2]) is int:
+            fields[2] = self._apart[fields[2]]
+        return fields
 
     def _pairs(self, payload: bytes) -> Iterable[tuple[Any, Any]]:
         flat = self._list(payload)

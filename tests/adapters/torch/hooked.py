@@ -60,6 +60,9 @@ class Job:
     def capture(self, version: int, final: bool) -> None:
         self.log.append((version, "final" if final else "early"))
 
+    def look_again(self, version: int) -> None:
+        self.log.append((version, "again"))
+
     def scheduler_state(self, version: int) -> Any:
         return self.tail.job_state(version).scheduler
 

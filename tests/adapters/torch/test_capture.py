@@ -267,7 +267,7 @@ class TestExtraState:
             ExtraState(Bad())
 
     def test_restore_says_what_does_not_fit(self) -> None:
-        saved = {"gone": ExtraState(Cursor()).capture("extra_state")}
+        saved = {"gone": ExtraState(Cursor()).capture("extra_state")[0]}
         assert ExtraState(None).restore(saved) == ["extra_state['gone'] was saved, and this job has none"]
         with pytest.raises(CheckpointError, match="cannot be read"):
             ExtraState({"gone": Cursor()}).restore({"gone": b"garbage"})

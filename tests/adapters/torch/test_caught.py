@@ -80,7 +80,7 @@ class TestCaught:
         job.taken()
         job.backward()
         job.optimizer.step()
-        assert job.taken() == ["left", (2, "early"), (2, "early"), "begin", (2, "final"), "after", "end"]
+        assert job.taken() == ["left", (2, "early"), (2, "again"), "begin", (2, "final"), "after", "end"]
 
     def test_made_again_it_is_the_same_update(self) -> None:
         """``torch.cuda.empty_cache()`` and once more: no other rank has made a step meanwhile."""

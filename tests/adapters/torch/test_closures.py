@@ -134,8 +134,8 @@ def with_optimizer(kind: Any, **parts: Any) -> Lightning:
     return Lightning(lambda parameters: kind(parameters, lr=0.1), **parts)
 
 
-AFTER = [Phase.IDLE, (1, "early"), "gradient", (1, "early"), "begin", (1, "final"), "after", "end"]
-WHOLE = [(1, "early"), "begin", Phase.UPDATING, (1, "early"), "gradient"]
+AFTER = [Phase.IDLE, (1, "early"), "gradient", (1, "again"), "begin", (1, "final"), "after", "end"]
+WHOLE = [(1, "again"), "begin", Phase.UPDATING, (1, "early"), "gradient"]
 
 
 @pytest.mark.supports("closures")
@@ -216,7 +216,7 @@ class TestUpdate:
         job = with_optimizer(Lazy)
         job.optimizer.step(job.closure)
         assert job.gate.version == 1
-        assert job.taken() == [(1, "early"), "begin", (1, "final"), "after", "end"]
+        assert job.taken() == [(1, "again"), "begin", (1, "final"), "after", "end"]
         assert "has not called its closure" in caplog.text
 
     def test_other_arguments_stay(self) -> None:

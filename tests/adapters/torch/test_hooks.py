@@ -23,7 +23,7 @@ from ttp.errors import UsageError  # noqa: E402
 ROOT = Path(__file__).parents[3]
 
 
-UPDATE = [(1, "early"), "begin", (1, "final"), "after", "end"]
+UPDATE = [(1, "again"), "begin", (1, "final"), "after", "end"]
 
 
 class TestBracket:
@@ -106,7 +106,7 @@ class TestBracket:
             before_update=lambda version: job.log.append(("copy of", version)),
         )
         job.optimizer.step()
-        assert job.taken() == [(1, "early"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
+        assert job.taken() == [(1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
 
     def test_a_barrier_that_fails_leaves_the_bracket_as_it_was(self) -> None:
         job = Job()
@@ -304,7 +304,7 @@ class TestByHand:
         job.backward()
         job.optimizer.step()
         job.scheduler.step()
-        assert job.taken() == [(2, "early"), (2, "early"), "begin"]
+        assert job.taken() == [(2, "early"), (2, "again"), "begin"]
         assert job.gate.state().phase is Phase.UPDATING
         job.detach.step_done()
         assert job.taken() == [(2, "final"), "after", "end"]

@@ -47,6 +47,7 @@ class TestInBackward:
             job.backward()
 
 
+@pytest.mark.supports("an optimizer that was not given")
 class TestStrangers:
     def test_an_optimizer_of_the_model_that_is_not_registered(self) -> None:
         job = Job()

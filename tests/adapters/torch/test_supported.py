@@ -124,6 +124,17 @@ def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
     assert_goes_on_with_its_bits(tmp_path, make)
 
 
+@supports("EMA")
+def test_statistics_in_an_average_are_told() -> None:
+    """Each rank makes them from its own batches, and a checkpoint has those of one."""
+    from ttp.adapters.torch.extra import ExtraState
+
+    plain, synced = net(nn.BatchNorm1d(8)), nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
+    (note,) = ExtraState({"ema": plain}).notes()
+    assert note.startswith("extra_state['ema'] holds statistics of BatchNorm (3), which differ between ranks")
+    assert ExtraState({"ema": synced}).notes() == ExtraState({"ema": net()}).notes() == []
+
+
 class OwnAverage:
     """Of the weights, by name; no module."""
 

@@ -127,6 +127,16 @@ class Lookahead(Optimizer):
                     parameter.copy_(slow.lerp_(parameter, self.alpha))
         return loss
 
+    def _every(self) -> list[Tensor]:
+        return [parameter for group in self.param_groups for parameter in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"fast": self.optimizer.state_dict(), "slow": [self.state[p]["slow"] for p in self._every()]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        for parameter, slow in zip(self._every(), state_dict["slow"], strict=True):
+            self.state[parameter]["slow"].copy_(slow)
+
 
 class SAM(Optimizer):
     """As it is published: up to the worst point near by, and from the gradient there."""
@@ -207,7 +217,6 @@ class Container(Optimizer):
 
 
 WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "Lookahead": lambda model: Lookahead(adamw(model)),
     "AcceleratedOptimizer": lambda model: AcceleratedOptimizer(adamw(model)),
     "a container": lambda model: Container([model[0], model[-1]]),
 }
@@ -220,6 +229,18 @@ def test_what_has_others_inside(tmp_path: Path, name: str) -> None:
         model = net()
         optimizer = WRAPPERS[name](model)
         return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("optimizer containers and wrappers")
+def test_a_wrapper_with_a_state_of_its_own(tmp_path: Path) -> None:
+    """It is given as extra state too."""
+
+    def make() -> Program:
+        model = net()
+        optimizer = Lookahead(adamw(model))
+        return Program(model, optimizer, plainly(model, optimizer), extra_state={"lookahead": optimizer})
 
     assert_goes_on_with_its_bits(tmp_path, make)
 

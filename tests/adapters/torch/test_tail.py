@@ -238,6 +238,7 @@ class TestOtherLoops:
         loop.forward(training=False)
         assert loop.tail.settled()
 
+    @pytest.mark.supports("rates set by hand")
     def test_rates_set_by_hand(self) -> None:
         loop = Loop()
         for version in (1, 2):
