@@ -41,6 +41,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 
 
+@pytest.mark.supports("the module inside DDP as model=")
 class TestWhereItIsFound:
     def test_itself(self) -> None:
         ddp = Ddp(layers())
@@ -163,6 +164,7 @@ class TestLayouts:
 
 
 class TestHooksWithState:
+    @pytest.mark.supports("PowerSGD")
     def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 

@@ -93,6 +93,9 @@ class TestWhenItIsWrapped:
         ],
         ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module"],
     )
+    @pytest.mark.supports("tensor subclasses")
+    @pytest.mark.supports("non-dense tensors")
+    @pytest.mark.supports("devices other than CPU and CUDA")
     def test_what_cannot_be_saved_is_refused(self, tmp_path: Path, prepare: Any, text: str) -> None:
         with pytest.raises(ConfigError, match=f"this training state could not be saved: {text}"):
             Job(tmp_path, prepare).wrap()
@@ -173,6 +176,7 @@ class TestAfterTheFirstUpdate:
         ],
         ids=["subclass", "meta", "sparse", "object"],
     )
+    @pytest.mark.supports("tensor subclasses")
     def test_state_of_the_optimizer_is_refused_at_the_next(
         self, tmp_path: Path, make: Callable[[Tensor], Any], text: str
     ) -> None:
@@ -224,6 +228,7 @@ class TestAfterTheFirstUpdate:
 
 
 class TestWhatChangesAfterWrapping:
+    @pytest.mark.supports("FSDP wrapped after wrap_optimizer")
     def test_parameters_that_are_replaced(self, tmp_path: Path) -> None:
         """As by ``fully_shard()``."""
         job = Job(tmp_path).wrap()
