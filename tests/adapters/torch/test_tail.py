@@ -385,7 +385,7 @@ class TestFused:
         if update:
             loop.scaler.update()
 
-    @pytest.mark.supports("AMP and GradScaler (fused)")
+    @pytest.mark.supports("AMP and GradScaler")
     def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
         loop = self.loop()
         self.iteration(loop)
