@@ -186,6 +186,7 @@ class TestHooksWithState:
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert not caplog.messages
 
+    @pytest.mark.supports("post-local SGD")
     def test_weights_that_differ_between_averagings_are_refused(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 

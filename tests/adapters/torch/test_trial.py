@@ -135,6 +135,7 @@ class TestWhenItIsWrapped:
         ],
         ids=["0-dim bool", "conjugated", "empty", "expanded", "with gaps", "channels last", "float8", "uint16"],
     )
+    @pytest.mark.supports("tensors that only look odd")
     def test_what_looks_odd_and_can_be_saved_comes_back(self, tmp_path: Path, tensor: Callable[[], Tensor]) -> None:
         job = Job(tmp_path, buffer(tensor)).wrap()
         job.step()
@@ -177,6 +178,7 @@ class TestAfterTheFirstUpdate:
         ids=["subclass", "meta", "sparse", "object"],
     )
     @pytest.mark.supports("tensor subclasses")
+    @pytest.mark.supports("objects in the optimizer's state")
     def test_state_of_the_optimizer_is_refused_at_the_next(
         self, tmp_path: Path, make: Callable[[Tensor], Any], text: str
     ) -> None:
@@ -201,6 +203,7 @@ class TestAfterTheFirstUpdate:
             job.step()
         assert save(job.adapter, job.processor, 3).is_dir()
 
+    @pytest.mark.supports("functions in param groups")
     def test_a_setting_without_a_form_on_disk_is_said_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -244,6 +247,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(UsageError, match="moved from cuda:0 to cpu after wrap_optimizer"):
             job.step()
 
+    @pytest.mark.supports("param groups added later")
     def test_a_group_that_is_added_is_saved(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         job.step()
@@ -266,6 +270,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(ConfigError, match="parameters that model= does not contain"):
             job.step()
 
+    @pytest.mark.supports("param groups added later")
     def test_a_group_that_no_shard_has(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         saved = list(job.adapter.sharding(1).parameters_of("model"))  # type: ignore[arg-type]
@@ -276,6 +281,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(UsageError, match=r"2\.bias, 2\.weight came into the optimizer after wrap_optimizer"):
             job.step()
 
+    @pytest.mark.supports("parameters frozen and trained again")
     def test_parameters_that_are_frozen_and_trained_again(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         for frozen in (True, False):
