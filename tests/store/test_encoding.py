@@ -337,7 +337,7 @@ class TestEncoder:
     @given(st.lists(values(), min_size=1, max_size=4))
     def test_it_says_what_encode_says(self, states: list[Any]) -> None:
         encoder = Encoder("state")
-        for state in [each for state in states for each in (state, state)]:
+        for state in (each for pair in zip(states, states, strict=True) for each in pair):
             assert encoder.encode(state) == encode(state)
             assert encoder.apart == []
 
