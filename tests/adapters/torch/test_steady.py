@@ -184,7 +184,12 @@ class TestLargeArrays:
             step(version)
         hashed: list[int] = []
         digest = xxhash.xxh3_64_intdigest
-        counted = SimpleNamespace(xxh3_64_intdigest=lambda data: hashed.append(len(data)) or digest(data))
+
+        def note(data: Any) -> int:
+            hashed.append(len(data))
+            return int(digest(data))
+
+        counted = SimpleNamespace(xxh3_64_intdigest=note)
         monkeypatch.setattr("ttp.processor.pages.xxhash", counted)
         monkeypatch.setattr("ttp.adapters.torch.apart.xxhash", counted)
         step(8)
