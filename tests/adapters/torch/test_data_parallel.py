@@ -23,6 +23,7 @@ from ttp.adapters.torch.data_parallel import (  # noqa: E402
     hook_refusal,
     not_replicated,
 )
+from ttp.adapters.torch.ddp import apply_bucket_layout  # noqa: E402
 from ttp.adapters.torch.hooks import gradient_triggers  # noqa: E402
 from ttp.adapters.torch.job_state import JobState  # noqa: E402
 from ttp.adapters.torch.names import ModelNames  # noqa: E402
@@ -185,6 +186,16 @@ class TestHooksWithState:
         with caplog.at_level(logging.WARNING):
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert not caplog.messages
+
+    @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
+    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: Any) -> None:
+        ddp = Ddp(layers())
+        ddp._register_builtin_comm_hook(kind)
+        before = ddp.reducer
+        assert apply_bucket_layout(ddp, "2 3, 1 0") is None
+        assert ddp.reducer is not before and ddp._get_ddp_logging_data()["comm_hook"] == str(kind)
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
 
     @pytest.mark.supports("post-local SGD")
     def test_weights_that_differ_between_averagings_are_refused(self) -> None:

@@ -298,6 +298,12 @@ class TestBuffers:
                 page.check(version, page.step(version))
         assert not device.device.waits
 
+    def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
+        page.step(1)
+        page.model[1].register_buffer("running_mean", device.device.put(torch.full((5,), 6.0)))
+        page.capture.capture(2, final=True)
+        assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
+
     def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
         page.capture.capture(0, final=True)
         page.arrived(0)

@@ -200,6 +200,16 @@ class TestDevice:
         assert generators[1].state.tolist() == list(range(5, 21))
         assert generators[0].state.tolist() == list(range(16))
 
+    def test_of_a_process_with_several_devices_each(self, generators: list[Generator]) -> None:
+        streams = RngState([torch.device("cuda", 0), torch.device("cuda", 1)])
+        generators[1].state += 5
+        data = captured(streams)
+        for generator in generators:
+            generator.state = torch.zeros(16, dtype=torch.uint8)
+        assert streams.restore(data) == []
+        assert [generator.state[0].item() for generator in generators] == [0, 5]
+        assert "not those of 1 CUDA devices" in RngState().restore(data)[0]
+
     def test_a_job_without_the_device_says_so(
         self, generators: list[Generator], monkeypatch: pytest.MonkeyPatch
     ) -> None:
