@@ -394,6 +394,8 @@ class Attachment:
         """Whether the program has caught an exception of ``step()`` and goes on."""
         if self._stepping.depth and not self._closures and self._stepping.was_left(entering=entering) and self._begun:
             self._begun, self._left, self._again = False, True, True
+            if self._untouched is not None:
+                self._untouched.stepped()
             self._reporter.leave_update()
             log.error(_LEFT, self._version())
 
