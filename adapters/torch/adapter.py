@@ -161,7 +161,13 @@ class TorchAdapter:
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         members = members_of(self._optimizer)
-        self._tail = Tail(members, scheduler=self._schedulers, scaler=self._scaler, averages=averages)
+        self._tail = Tail(
+            members,
+            scheduler=self._schedulers,
+            scaler=self._scaler,
+            averages=averages,
+            runtimes=self._source.runtimes if self._scaler is not None else (),
+        )
         ddps = ddps_of(self._model)
         buckets = LayoutWatch(ddps, self._names)
         self._trial = trial = Trial(members, self._model, self._names, self._source.everything)
@@ -417,6 +423,7 @@ class DeviceReporter:
 
     def __init__(self, processor: Processor, source: TorchSource) -> None:
         self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
+        self._host_values = source.host_values
 
     @property
     def mark(self) -> int:
@@ -452,6 +459,10 @@ class DeviceReporter:
 
     def end_update(self) -> None:
         """See ``UpdateReporter``."""
+        try:
+            self._host_values.note(self._processor.gate.version + 1)
+        except Exception as problem:  # a save of this version will say so
+            log.debug("what the optimizer keeps on the host is not noted: %s", problem)
         self._processor.end_update()
 
 

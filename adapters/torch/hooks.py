@@ -193,6 +193,7 @@ class Attachment:
         self._left = False  # the last update, half made; until the next one begins
         self._again = False  # no gradient has come since
         self._closures = 0  # that run
+        self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
         self._task = -1
         self._mark = 0
         self._evaluating = False
@@ -214,8 +215,8 @@ class Attachment:
         self._strangers = Strangers(every, model, lambda: self._begun)
         self._no_sync = NoSync(model, ddps)
         for optimizer in every:
-            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
         for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(Hook(self._on_gradient)))
@@ -275,16 +276,19 @@ class Attachment:
         task = graph_task()
         if task != self._task or task == -1:
             self._task = task
-            if capturing():
-                return  # of a CUDA graph: this happens once, not in each of its replays
-            self._look_for_exception()
-            self._again = False
-            self._pass()
-            self._turns.backward()
-            if self._untouched is not None and not self._stepping.depth:
-                self._untouched.backward()
-            if not self._no_sync.withholds():
-                self._capture.capture(self._next_version(), final=False)
+            self._backward_begins()
+
+    def _backward_enters(self) -> None:
+        if capturing():
+            return  # of a CUDA graph: this happens once, not in each of its replays
+        self._look_for_exception()
+        self._again = False
+        self._pass()
+        self._turns.backward()
+        if self._untouched is not None and not self._stepping.depth:
+            self._untouched.backward()
+        if not self._no_sync.withholds():
+            self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
