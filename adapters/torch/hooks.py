@@ -399,6 +399,8 @@ class Attachment:
         if self._stepping.depth and not self._closures and self._stepping.was_left(entering=entering) and self._begun:
             self._begun = self._between = False
             self._left = self._again = True
+            if self._untouched is not None:
+                self._untouched.stepped()
             self._reporter.leave_update()
             log.error(_LEFT, self._version())
 
