@@ -271,8 +271,9 @@ def restore() -> int:
 def step_done() -> None:
     """Mark the end of a training step explicitly (optional).
 
-    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see. Once called, a version counts as
-    finished only here: everything between ``optimizer.step()`` and this call belongs to the update.
+    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for those whose optimizers
+    step a different number of times in an iteration. Once called, a version counts as finished only here: everything
+    between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first iteration on.
     """
     adapter = session.current().adapter
     if adapter is None:

@@ -34,10 +34,16 @@ class Progress:
     def __init__(self, args: Any, optimizers: Sequence[Any]) -> None:
         self._args = args
         self._scalers = [s for s in (getattr(each, "grad_scaler", None) for each in optimizers) if s is not None]
+        self._read: dict[tuple[int, str], tuple[Tensor, int, Any]] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """As of the version that the update just made."""
-        state: dict[str, Any] = {"scalers": [_numbers(scaler.state_dict()) for scaler in self._scalers]}
+        state: dict[str, Any] = {
+            "scalers": [
+                {key: self._number((place, key), value) for key, value in scaler.state_dict().items()}
+                for place, scaler in enumerate(self._scalers)
+            ]
+        }
         args = self._args
         if args is None:
             return state
@@ -50,6 +56,19 @@ class Progress:
             counters["iteration"] = int(iteration) + 1
         return state | {"counters": counters}
 
+    def _number(self, place: tuple[int, str], value: Any) -> Any:
+        """A number of a scaler. One on a device is waited for only when it is another one than the last time.
+
+        Megatron makes a new tensor of the scale when that changes, seldom, and just after it has itself waited for the
+        device to know whether gradients overflowed.
+        """
+        if not isinstance(value, Tensor):
+            return value
+        known = self._read.get(place)
+        if known is None or known[0] is not value or known[1] != value._version:
+            known = self._read[place] = value, value._version, value.item()
+        return known[2]
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back."""
         for scaler, numbers in zip(self._scalers, state["scalers"], strict=False):
@@ -61,10 +80,6 @@ class Progress:
         if self._args is not None and hasattr(self._args, "iteration"):
             self._args.curr_iteration = self._args.iteration
             _resize_batches(self._args)
-
-
-def _numbers(state: dict[str, Any]) -> dict[str, Any]:
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in state.items()}
 
 
 def _batch_size(args: Any) -> tuple[int, int]:

@@ -22,7 +22,6 @@ from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import Chunk
-from ttp.adapters.torch.device import holder
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.inspection import Leaf
 from ttp.adapters.torch.job_state import JobState
@@ -122,11 +121,12 @@ class MegatronSource(TorchSource):
         Megatron's checkpoints, have one for all."""
         assert self._processor is not None
         for holding in inner.holdings:
-            step = inner.optimizer.state.get(holding.main, {}).get("step")
-            if step is not None:
+            kept = inner.optimizer.state.get(holding.main, {})
+            if kept.get("step") is not None:
+                ahead = self._processor.gate.version - version  # the device is behind, or an update is undone
+                step = self.host_values.value(kept, "step", version) if ahead and self.on_device else kept["step"]
                 value = float(self._to_host(step) if isinstance(step, Tensor) else step)
-                on_host = not isinstance(step, Tensor) or holder(self.runtimes, step) is None
-                return value - (self._processor.gate.version - version) * on_host
+                return value if self.on_device else value - ahead
         return None
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:

@@ -40,6 +40,11 @@ AHEAD_MAX = 8
 """Updates that a host may be ahead of its device before something that was kept of the oldest is gone."""
 
 
+_NUMBERS, _NUMBER_BYTES = 512, 16
+"""As many single numbers are remembered; a job with several scaled optimizers sends some dozens for each update."""
+_NUMBER_S = 5.0
+
+
 class Event(Protocol):
     """A mark in a stream of work."""
 
@@ -156,6 +161,67 @@ class Together:
         """See ``Event``."""
         for event in self.events:
             event.synchronize()
+
+
+class Number:
+    """A single number on its way to the host."""
+
+    def __init__(self, numbers: Numbers, turn: int, slot: Tensor, event: Event) -> None:
+        self._numbers, self._turn, self._slot, self._event = numbers, turn, slot, event
+
+    def value(self) -> float | int:
+        """What it was where the training's work had come to when it was sent. Any thread but training's.
+
+        Raises:
+            CheckpointError: it did not come, or is gone.
+        """
+        if not poll(self._event.query, _NUMBER_S):
+            raise CheckpointError(f"a number did not leave the device in {_NUMBER_S:g} s")
+        found = self._slot.item()
+        if self._numbers.turn - self._turn >= _NUMBERS:
+            raise CheckpointError("a number that the device was asked for is gone: the host is too far ahead of it")
+        return found
+
+
+class Numbers:
+    """Brings single numbers, like a loss scale, to the host as they are in the order of the training's work.
+
+    ``item()`` would wait for the device, and behind a hang for ever.
+
+    Args:
+        runtimes: the devices; a little pinned memory is set aside here and now.
+    """
+
+    def __init__(self, runtimes: Sequence[Runtime] = ()) -> None:
+        self._runtimes = runtimes
+        self._pinned = runtimes[0].pinned(_NUMBERS * _NUMBER_BYTES) if runtimes else torch.empty(0)
+        self.turn = 0
+
+    def bring(self, value: Any) -> Any:
+        """A tensor of one element, as a ``Number``, or what is on the host, as it is now. Training thread."""
+        if not isinstance(value, Tensor):
+            return value
+        runtime = holder(self._runtimes, value)
+        if runtime is None:
+            return value.item()
+        start = self.turn % _NUMBERS * _NUMBER_BYTES
+        slot = self._pinned[start : start + value.element_size()].view(value.dtype)
+        slot.copy_(value.detach().view(-1), non_blocking=True)
+        self.turn += 1
+        return Number(self, self.turn - 1, slot, runtime.mark(side=False))
+
+    def elsewhere(self, value: Any) -> bool:
+        """Whether it is a number on a device."""
+        return isinstance(value, Tensor) and holder(self._runtimes, value) is not None
+
+
+def number(value: Any) -> Any:
+    """What ``Numbers.bring`` gave, when it is there.
+
+    Raises:
+        CheckpointError: it does not come.
+    """
+    return value.value() if isinstance(value, Number) else value
 
 
 # ---------------------------------------------------------------------------------------------------------------- fence

@@ -23,6 +23,7 @@ from ttp.adapters.torch.dealing import Share
 from ttp.adapters.torch.device import Fence, Runtime, holder, make_fence, runtimes_on
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
+from ttp.adapters.torch.host_values import HostValues
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
@@ -30,7 +31,7 @@ from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.state import checkpoint_state, counted_back, model_state, optimizer_state, tensors_in
+from ttp.adapters.torch.state import checkpoint_state, model_state, optimizer_state, tensors_in
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.to_host import HostCopier
@@ -93,6 +94,7 @@ class TorchSource:
         self.begun: Fence = make_fence(self.runtimes, newest=True)
         self.finished: Fence = make_fence(self.runtimes)
         self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
+        self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self._on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
@@ -146,6 +148,9 @@ class TorchSource:
             time.sleep(_LOOK_S)
         return version
 
+    def _on_host(self, tensor: Tensor) -> bool:
+        return holder(self.runtimes, tensor) is None
+
     def _marks(self) -> tuple[int, ...]:
         """How far the device has come, as far as can be told: as long as that changes it moves."""
         fences = (self.reduced, self.begun, self.finished)
@@ -155,7 +160,7 @@ class TorchSource:
         """Whether some of the state is on the host, and thereby of the host's version; counters can be put back."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
-        return any(holder(self.runtimes, tensor) is None for tensor in [*owned, *(v for v in kept if v.dim())])
+        return any(map(self._on_host, [*owned, *(v for v in kept if v.dim())]))
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
@@ -235,9 +240,10 @@ class TorchSource:
         image = self._image(order.how, version)
         if image is None:
             self._wait_settled(cancelled)
+        if order.shards:
+            self._check_stands(version, image)
         pages = self._pages(order, version)
         job = self._job_state(version)
-        self._check_stands(version, image)
         state = self._state(pages, job, image, order.shards) if order.shards else {}
         pieces = []
         for shard in order.shards:
@@ -415,9 +421,8 @@ class TorchSource:
         if ahead and not self.on_device:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
-            state["optim"]["state"] = counted_back(
-                state["optim"]["state"], ahead, lambda tensor: holder(self.runtimes, tensor) is None
-            )
+            kept = state["optim"]["state"]
+            state["optim"]["state"] = {name: self.host_values.of(kept[name], job.version) for name in kept}
         kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)

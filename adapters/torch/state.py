@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import Tensor
@@ -14,7 +14,6 @@ from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import Image
-from ttp.errors import CheckpointError
 
 
 def checkpoint_state(
@@ -79,30 +78,6 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
-
-
-def counted_back(state: Mapping[str, Any], updates: int, on_host: Callable[[Tensor], bool]) -> dict[str, Any]:
-    """The optimizer's state without the last ``updates`` in its counters on the host.
-
-    The host counts an update when it queues it; a device that hangs before it has the moments of the version before.
-
-    Raises:
-        CheckpointError: the host has more than counters, and nobody knows what it was.
-    """
-
-    def of_its_version(name: str, key: Any, value: Any) -> Any:
-        there = type(value) in (int, float) or (isinstance(value, Tensor) and on_host(value))
-        if there and key != "step" and isinstance(value, Tensor):
-            raise CheckpointError(
-                f"the host is {updates} updates ahead of its device, and optimizer.state[{name}][{key!r}] is on the "
-                "host: what it was then is not known"
-            )
-        return value - updates if there and key == "step" else value
-
-    return {
-        name: {key: of_its_version(name, key, v) for key, v in values.items()} if isinstance(values, dict) else values
-        for name, values in state.items()
-    }
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

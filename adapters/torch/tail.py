@@ -17,21 +17,19 @@ like any other, of which only the scale is new, and when the scaler's update is 
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.habit import Habit, Reading, copied
+from ttp.adapters.torch.device import AHEAD_MAX, Numbers, Runtime, number
+from ttp.adapters.torch.habit import Habit, Reading
 from ttp.adapters.torch.hyperparameters import Groups, Hyperparameters
 from ttp.adapters.torch.job_state import JobState, Schedule
-from ttp.errors import UsageError
+from ttp.errors import CheckpointError, UsageError
 from ttp.store.encoding import EncodingError, encode
-
-log = logging.getLogger("ttp.adapters.torch")
 
 _READS_MAX = 20
 _SCALING = "_per_optimizer_states"
@@ -45,7 +43,7 @@ class _Snapshot:
     Args:
         version: finished updates.
         schedules: where each scheduler was.
-        scaler: the scaler's numbers; on a device still tensors.
+        scaler: the scaler's numbers; those of a device may be on their way.
         groups: of each optimizer.
         scaling: what the scaler replaces when it is updated.
         updated: whether it was, after the last update of this version.
@@ -54,7 +52,7 @@ class _Snapshot:
     version: int
     schedules: tuple[Reading, ...]
     scaler: dict[str, Any] | None
-    groups: list[Groups]
+    groups: Hyperparameters
     scaling: Any = None
     updated: bool = False
 
@@ -68,6 +66,7 @@ class Tail:
         scaler: a ``GradScaler``.
         averages: whether modules that follow the weights (EMA) are part of the tail.
         version: finished updates now.
+        runtimes: the devices on which a scaler may have its numbers.
 
     Raises:
         UsageError: the scheduler's state cannot be stored.
@@ -81,9 +80,10 @@ class Tail:
         scaler: Any = None,
         averages: bool = False,
         version: int = 0,
+        runtimes: Sequence[Runtime] = (),
     ) -> None:
+        self._numbers = Numbers(runtimes)
         self._optimizers = tuple(optimizers)
-        self._groups = Hyperparameters(self._optimizers, copied)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
@@ -92,7 +92,8 @@ class Tail:
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
         self._tails = 0  # that have ended
         self._updates_expected = True
-        self._previous = self._snapshot = self._take(version)
+        self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
+        self._snapshot = self._take(version)
 
     @property
     def wants_forward(self) -> bool:
@@ -105,7 +106,8 @@ class Tail:
         """The objects hold the state of ``version``."""
         for habit in self._habits:
             habit.leading = False  # a step that loading made says nothing of the loop
-        self._previous = self._snapshot = self._take(version)
+        self._older.clear()
+        self._snapshot = self._take(version)
         self._open, self._entered = False, True
 
     def forward_entered(self, training: bool) -> None:
@@ -131,19 +133,20 @@ class Tail:
         if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
             for habit, before in zip(self._habits, last.schedules, strict=True):
                 habit.leading = habit.leading or (habit.began(before) and not whole)
-        self._previous, self._snapshot = last, self._take(version, last)
+        self._older.append(last)
+        self._snapshot = self._take(version, last)
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
-        self._snapshot = self._after(self._snapshot, self._groups.now)
+        self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
     def _end_tail(self) -> None:
         last = self._snapshot
         for habit, before in zip(self._habits, last.schedules, strict=True):
             habit.tail_ended(habit.steps_since(before))
-        self._snapshot = self._after(last, self._groups.now)
+        self._snapshot = self._after(last, training=True)
         self._updates_expected = self._snapshot.updated
         self._tails += 1
         self._open = False
@@ -168,12 +171,15 @@ class Tail:
     def job_state(self, version: int) -> JobState:
         """Scheduler and scaler as they belong to ``version``, with what was still due.
 
-        Of another version than the last two, the state is that of now.
+        Raises:
+            CheckpointError: the version is not one of the last ones, or its numbers do not leave the device.
         """
         entered = self._entered  # before what may follow it
         found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
         pending = open_ended and not self._scaler_settled(found.updated)
+        if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
+            pending = pending or self._is_updated(found)  # the host has queued it: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
         job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
@@ -187,8 +193,8 @@ class Tail:
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
-            return found.groups
-        return self._read(version)[0].groups
+            return found.groups.groups()
+        return self._read(version)[0].groups.groups()
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """What belongs to ``version``, and of which schedulers a step is due on top of that.
@@ -203,8 +209,8 @@ class Tail:
                 return found, [False] * len(self._habits)
             due = self._due(last, entered)
             if any(due):
-                return self._after(last, self._groups.copies, schedules=False), due
-            now = self._after(last, self._groups.copies)
+                return self._after(last, schedules=False), due
+            now = self._after(last)
             if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
                 return now, due
         return self._snapshot, [False] * len(self._habits)
@@ -230,32 +236,45 @@ class Tail:
     # ----------------------------------------------------------------------------------------------------- snapshots
 
     def _of(self, version: int) -> _Snapshot:
-        for found in (self._snapshot, self._previous):
+        for found in (self._snapshot, *reversed(tuple(self._older))):
             if found.version == version:
                 return found
-        log.warning("the schedule of version %d is not kept; the present one is taken", version)
-        return self._take(version)
+        raise CheckpointError(
+            f"the schedule of version {version} is not kept: this rank is at {self._snapshot.version}"
+        )
 
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
         """All of it, as of now; what has not changed is that of ``last``."""
         before: Sequence[Reading | None] = (None,) * len(self._habits) if last is None else last.schedules
         schedules = tuple(map(Habit.look, self._habits, before))
-        scaler = None if self._scaler is None else _scaler_numbers(self._scaler) | self._found_infs()
-        return _Snapshot(version, schedules, scaler, self._groups.now(), getattr(self._scaler, _SCALING, None))
+        scaler = None if self._scaler is None else self._brought(_scaler_numbers(self._scaler) | self._found_infs())
+        groups = Hyperparameters.of(self._optimizers, None if last is None else last.groups)
+        return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
 
-    def _after(self, last: _Snapshot, groups: Callable[[], list[Groups]], *, schedules: bool = True) -> _Snapshot:
-        """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers."""
-        if self._is_updated(last) and not last.updated:
-            last = replace(last, scaler=_scaler_numbers(self._scaler), updated=True)
+    def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
+        """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
+
+        Numbers on a device are asked for on the training thread only, in the order of its work: read by anybody else
+        they may be those before the update that the host has queued. So to others that update is still due.
+        """
+        if self._is_updated(last) and not last.updated and (training or not self._scales_elsewhere):
+            last = replace(last, scaler=self._brought(_scaler_numbers(self._scaler)), updated=True)
         if not schedules or not self._habits:
             return last
         now = tuple(map(Habit.look, self._habits, last.schedules))
         if all(new is old for new, old in zip(now, last.schedules, strict=True)):
             return last
-        return replace(last, schedules=now, groups=groups())
+        return replace(last, schedules=now, groups=Hyperparameters.of(self._optimizers, last.groups))
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
+
+    @property
+    def _scales_elsewhere(self) -> bool:
+        return self._numbers.elsewhere(getattr(self._scaler, "_scale", None))
+
+    def _brought(self, numbers: dict[str, Any]) -> dict[str, Any]:
+        return {key: self._numbers.bring(value) for key, value in numbers.items()}
 
     def _found_infs(self) -> dict[str, Any]:
         """What optimizers that take the scale themselves were told: whether to skip the step."""
@@ -282,11 +301,11 @@ def _scaler_numbers(scaler: Any) -> dict[str, Any]:
     try:
         scale, tracker = scaler._scale, scaler._growth_tracker
         return {
-            "scale": scaler._init_scale if scale is None else scale.detach().clone(),
+            "scale": scaler._init_scale if scale is None else scale,
             "growth_factor": scaler._growth_factor,
             "backoff_factor": scaler._backoff_factor,
             "growth_interval": scaler._growth_interval,
-            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker.detach().clone(),
+            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
         }
     except AttributeError:  # another torch
         return dict(scaler.state_dict())
@@ -296,8 +315,8 @@ def _scaler_state(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
     if numbers is None:
         return None
     known = {key: value for key, value in numbers.items() if not key.startswith(_FOUND_INF)}
-    return {key: value.item() if isinstance(value, Tensor) else value for key, value in known.items()}
+    return {key: number(value) for key, value in known.items()}
 
 
 def _skipped(numbers: dict[str, Any] | None) -> bool:
-    return any(float(value) for key, value in (numbers or {}).items() if key.startswith(_FOUND_INF))
+    return any(float(number(value)) for key, value in (numbers or {}).items() if key.startswith(_FOUND_INF))

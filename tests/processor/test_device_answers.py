@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 
 class Device(FakeSource):
-    """One that stands at ``done``, or in the middle of an update, and says how long it was asked to be waited for."""
+    """One that stands at ``done``, or in the middle of an update, and notes how long it was to be waited for."""
 
     on_device = True
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.adapters.torch.fake_device import FakeDevice, Watching
 from ttp.adapters.megatron import offer_to_megatron
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
@@ -94,6 +95,22 @@ def test_counters_are_those_of_the_finished_iteration_and_come_back() -> None:
     Progress(fresh, [SimpleNamespace(grad_scaler=scaler)]).load_state_dict(kept)
     assert (fresh.iteration, fresh.curr_iteration, fresh.consumed_train_samples) == (7, 7, 56)
     assert (float(scaler.scale), scaler.tracker) == (64.0, 1)
+
+
+def test_a_loss_scale_on_a_device_is_waited_for_only_when_it_is_another_one() -> None:
+    """It is captured several times a step."""
+    device, scaler = FakeDevice(), Scaler(64.0, 1)
+    device.put(scaler.scale)
+    progress = Progress(None, [SimpleNamespace(grad_scaler=scaler)])
+    with Watching(device):
+        for _ in range(6):
+            assert progress.state_dict()["scalers"] == [{"scale": 64.0, "growth_tracker": 1}]
+        assert device.waits.total() == 1
+        scaler.scale.mul_(2)
+        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [128.0] * 3
+        scaler.scale = device.put(torch.tensor([32.0]))
+        assert [progress.state_dict()["scalers"][0]["scale"] for _ in range(3)] == [32.0] * 3
+        assert device.waits.total() == 3
 
 
 def test_without_args_there_is_nothing_to_count() -> None:

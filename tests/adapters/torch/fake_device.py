@@ -220,7 +220,7 @@ class FakeDevice:
             return self._copied(func, args, kwargs)
         if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
             self._queue(lambda: func(*args, **kwargs))
-            return args[0]
+            return args[0] if func._schema.returns else None
         return self._computed(func, args, kwargs)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:

@@ -42,6 +42,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 
 
+@pytest.mark.supports("the module inside DDP as model=")
 class TestWhereItIsFound:
     def test_itself(self) -> None:
         ddp = Ddp(layers())
@@ -164,6 +165,7 @@ class TestLayouts:
 
 
 class TestHooksWithState:
+    @pytest.mark.supports("PowerSGD")
     def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -195,6 +197,7 @@ class TestHooksWithState:
         for _ in range(3):
             ddp(torch.ones(1, 4)).sum().backward()
 
+    @pytest.mark.supports("post-local SGD")
     def test_weights_that_differ_between_averagings_are_refused(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -200,6 +201,16 @@ class TestDevice:
         assert generators[1].state.tolist() == list(range(5, 21))
         assert generators[0].state.tolist() == list(range(16))
 
+    def test_of_a_process_with_several_devices_each(self, generators: list[Generator]) -> None:
+        streams = RngState([torch.device("cuda", 0), torch.device("cuda", 1)])
+        generators[1].state += 5
+        data = captured(streams)
+        for generator in generators:
+            generator.state = torch.zeros(16, dtype=torch.uint8)
+        assert streams.restore(data) == []
+        assert [generator.state[0].item() for generator in generators] == [0, 5]
+        assert "not those of 1 CUDA devices" in RngState().restore(data)[0]
+
     def test_a_job_without_the_device_says_so(
         self, generators: list[Generator], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -240,6 +251,6 @@ class TestTorchMemory:
 
     def test_another_layout_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch_rng._offset.cache_clear()
-        monkeypatch.setattr(torch_rng, "_LIVE", torch_rng.struct.Struct("<Qi?3xI624I12xf?3xd?7x"))
+        monkeypatch.setattr(torch_rng, "_LIVE", struct.Struct("<Qi?3xI624I12xf?3xd?7x"))
         assert torch_rng._offset() is None
         torch_rng._offset.cache_clear()

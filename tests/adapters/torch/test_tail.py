@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,22 +13,26 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler as lr  # noqa: E402
 
-from ttp.adapters.torch import schedules  # noqa: E402
+from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
+from ttp.adapters.torch import device, schedules  # noqa: E402
+from ttp.adapters.torch.device import AHEAD_MAX  # noqa: E402
 from ttp.adapters.torch.job_state import JobState  # noqa: E402
 from ttp.adapters.torch.tail import Tail  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from ttp.errors import CheckpointError, UsageError  # noqa: E402
 
 
 class Loop:
     """A training loop in its parts, with the calls that the hooks would make."""
 
-    def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False) -> None:
+    def __init__(self, make: Any = None, *, scaler: Any = None, averages: bool = False, runtimes: Any = ()) -> None:
         self.model = nn.Linear(2, 2)
         self.optimizer: Any = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler: Any = make(self.optimizer) if make else None
         self.scaler = scaler
         self.version = 0
-        self.tail = Tail([self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages)
+        self.tail = Tail(
+            [self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages, runtimes=runtimes
+        )
 
     def forward(self, training: bool = True) -> None:
         self.tail.forward_entered(training)
@@ -255,11 +260,17 @@ class TestOtherLoops:
         assert loop.state(2).scheduler["last_epoch"] == 2
         assert loop.state(3).scheduler["last_epoch"] == 3
 
-    def test_another_version_gets_the_present_state(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_so_are_those_that_a_device_may_be_behind(self) -> None:
         loop = Loop(exponential)
-        loop.iterations(3)
-        assert loop.state(9).scheduler["last_epoch"] == 3
-        assert "not kept" in caplog.text
+        loop.iterations(AHEAD_MAX)
+        assert [loop.state(v).scheduler["last_epoch"] for v in range(1, AHEAD_MAX + 1)] == [*range(1, AHEAD_MAX + 1)]
+
+    @pytest.mark.parametrize("version", [0, 30])
+    def test_of_another_version_nothing_is_made_up(self, version: int) -> None:
+        loop = Loop(exponential)
+        loop.iterations(20)
+        with pytest.raises(CheckpointError, match=f"schedule of version {version} is not kept: this rank is at 20"):
+            loop.state(version)
 
     def test_a_tensor_as_rate_is_copied(self) -> None:
         loop = Loop()
@@ -360,6 +371,7 @@ class TestScaler:
         assert loop.tail.settled()
 
 
+@pytest.mark.supports("AMP and GradScaler")
 class TestFused:
     """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
 
@@ -385,7 +397,6 @@ class TestFused:
         if update:
             loop.scaler.update()
 
-    @pytest.mark.supports("AMP and GradScaler (fused)")
     def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
         loop = self.loop()
         self.iteration(loop)
@@ -495,3 +506,73 @@ class _Plain:
 
     def state_dict(self) -> dict[str, Any]:
         return {"last_epoch": self.scheduler.last_epoch}
+
+
+class TestScaleOnADevice:
+    """Its numbers are those of the version in the order of the training's work, and nobody waits for them."""
+
+    @pytest.fixture
+    def runtime(self) -> Iterator[Any]:
+        runtime: Any = FakeRuntime()
+        with Watching(runtime.device):
+            yield runtime
+        assert not runtime.device.sins
+
+    @pytest.fixture
+    def loop(self, runtime: Any) -> Loop:
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        for tensor in (scaler._scale, scaler._growth_tracker):
+            runtime.device.put(tensor)
+        return Loop(scaler=scaler, runtimes=[runtime])
+
+    @staticmethod
+    def scaler_update(loop: Loop) -> None:
+        """What ``update()`` queues, and what it does on the host."""
+        loop.scaler._scale.mul_(2)
+        loop.scaler._per_optimizer_states = type(loop.scaler._per_optimizer_states)(dict)
+
+    def iteration(self, loop: Loop) -> None:
+        loop.forward()
+        loop.update()
+        self.scaler_update(loop)
+
+    def test_of_each_version_however_far_the_host_is(self, loop: Loop, runtime: Any) -> None:
+        self.iteration(loop)
+        runtime.device.run()
+        runtime.device.seal()
+        with runtime.device.no_waiting():
+            for _ in range(4):
+                self.iteration(loop)
+            loop.tail.at_gate()
+            assert [loop.state(v).scaler["scale"] for v in (1, 2, 5)] == [2048.0, 4096.0, 1024.0 * 2**5]
+            assert not loop.state(5).scaler_pending
+
+    def test_behind_a_hang_too(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_NUMBER_S", 0.01)
+        self.iteration(loop)
+        loop.tail.forward_entered(True)
+        runtime.device.run()
+        runtime.device.hang()
+        self.iteration(loop)
+        assert loop.state(1).scaler["scale"] == 2048.0
+        with pytest.raises(CheckpointError, match="did not leave the device"):
+            loop.state(2)
+
+    def test_an_update_of_it_that_is_queued_is_due(self, loop: Loop) -> None:
+        """A save reads on another thread, which cannot know how far the device is."""
+        self.iteration(loop)
+        state = loop.state(1)
+        assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+        loop.tail.at_gate()
+        state = loop.state(1)
+        assert state.scaler["scale"] == 2048.0 and not state.scaler_pending
+
+    def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(device, "_NUMBERS", 8)
+        loop.tail._numbers = device.Numbers(loop.tail._numbers._runtimes)
+        for _ in range(4):
+            self.iteration(loop)
+        assert loop.state(4).scaler["scale"] == 1024.0 * 2**3
+        with pytest.raises(CheckpointError, match="too far ahead"):
+            loop.state(1)
