@@ -29,8 +29,8 @@ as far as it is known."""
 def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
     """Every DistributedDataParallel inside of ``model``, around it, or around a part of it; in the model's order.
 
-    Not for every step: where those inside and the ``known`` ones do not reduce all of the model, it looks at all objects
-    of the process.
+    Not for every step: where those inside and the ``known`` ones do not reduce all of the model, all objects of the
+    process are looked at.
     """
     inside = [*known, *(module for module in model.modules() if isinstance(module, DistributedDataParallel))]
     inside = list({id(ddp): ddp for ddp in inside}.values())
