@@ -187,9 +187,10 @@ class TestHooksWithState:
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert not caplog.messages
 
-    @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
-    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: Any) -> None:
-        ddp = Ddp(layers())
+    @pytest.mark.parametrize("name", ["ALLREDUCE", "FP16_COMPRESS"])
+    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, name: str) -> None:
+        torch_distributed: Any = dist
+        kind, ddp = getattr(torch_distributed.BuiltinCommHookType, name), Ddp(layers())
         ddp._register_builtin_comm_hook(kind)
         before = ddp.reducer
         assert apply_bucket_layout(ddp, "2 3, 1 0") is None
