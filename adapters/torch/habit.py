@@ -124,4 +124,4 @@ def copied(value: Any) -> Any:
         return tuple([item if type(item) in PLAIN else copied(item) for item in value])
     if isinstance(value, Tensor):
         return value.detach().clone()
-    return value.copy() if isinstance(value, (dict, list, set)) else value
+    return value.copy() if isinstance(value, (dict, list, set)) or kind.__module__ == "numpy" else value

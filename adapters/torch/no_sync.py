@@ -32,14 +32,12 @@ class NoSync:
 
     def withholds(self) -> bool:
         """A backward pass begins: whether nothing of it can leave this rank."""
-        self._reduced = not self._usual or any(
-            ddp.require_backward_grad_sync or ddp.require_forward_param_sync for ddp in self._reducing
-        )
-        return not self._reduced
+        self._reduced = any(d.require_backward_grad_sync or d.require_forward_param_sync for d in self._reducing)
+        return self._usual and not self._reduced
 
     def at_gate(self) -> None:
         """All backward passes of the update are through."""
-        self._usual = self._reduced and bool(self._reducing)
+        self._usual = self._reduced
 
 
 def _is_all_theirs(model: nn.Module, ddps: Sequence[Ddp]) -> bool:

@@ -1,0 +1,296 @@
+"""What the steady state does, counted: captures, calls of ``state_dict()``, bytes written, groups copied."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import pytest
+import xxhash
+
+torch = pytest.importorskip("torch")
+numpy = pytest.importorskip("numpy")
+from torch import nn  # noqa: E402
+
+from tests.adapters.torch.hooked import Job  # noqa: E402
+from ttp.adapters.torch.apart import ApartMemory  # noqa: E402
+from ttp.adapters.torch.capture import LocalCapture, LocalState  # noqa: E402
+from ttp.adapters.torch.extra import ExtraState  # noqa: E402
+from ttp.adapters.torch.hyperparameters import Hyperparameters  # noqa: E402
+from ttp.adapters.torch.no_sync import NoSync  # noqa: E402
+from ttp.processor.pages import Page, PageWriter, read_page  # noqa: E402
+
+LARGE = (64 << 10) // 4
+"""Floats of an array that is kept apart."""
+
+
+@pytest.fixture
+def page(tmp_path: Path) -> Iterator[PageWriter]:
+    writer = PageWriter(tmp_path / "pages", 0)
+    yield writer
+    writer.close(unlink=True)
+
+
+def read(page: PageWriter, version: int) -> LocalState:
+    found = read_page(page.path.parent, 0, version, 0)
+    assert isinstance(found, Page), found
+    return LocalCapture.decode(found.data)
+
+
+class Counting:
+    """An object of the user's that counts who asks."""
+
+    def __init__(self, **state: Any) -> None:
+        self.state, self.asked = state, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        self.asked += 1
+        return dict(self.state)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def state_of(page: PageWriter, version: int) -> Any:
+    other = Counting()
+    ExtraState(other).restore(read(page, version).extra)
+    return other.state
+
+
+class TestCaptures:
+    def test_an_unchanged_image_is_not_written_at_the_gate(self, page: PageWriter) -> None:
+        capture = LocalCapture(nn.BatchNorm1d(4), page=page)
+        capture.capture(1, final=False)
+        writes = page._writes
+        capture.look_again(1)
+        assert page._writes == writes
+        torch.rand(1)
+        capture.look_again(1)
+        assert page._writes == writes + 1, "a random number was drawn since"
+        capture.capture(1, final=True)
+        assert page._writes == writes + 2, "a final page is always written"
+
+    def test_what_changes_before_the_gate_is_in_the_page(self, page: PageWriter) -> None:
+        """A rank that dies in its update leaves the state that it had at the gate."""
+        model: Any = nn.BatchNorm1d(4)
+        capture = LocalCapture(model, page=page)
+        capture.capture(1, final=False)
+        model.running_mean.fill_(7.0)
+        drawn = torch.get_rng_state()
+        capture.look_again(1)
+        found = read(page, 1)
+        assert found.buffers["running_mean"].tolist() == [7.0] * 4
+        torch.rand(5)
+        LocalCapture(nn.BatchNorm1d(4)).restore(found)
+        assert torch.equal(torch.get_rng_state(), drawn)
+
+    def test_a_gate_without_a_capture_before_it_asks_everybody(self, page: PageWriter) -> None:
+        """With a closure, or where no backward pass was noticed."""
+        counting = Counting(n=1)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
+        for version in range(1, 9):
+            counting.state["n"] = version
+            capture.look_again(version)
+            assert state_of(page, version)["n"] == version
+            capture.capture(version, final=True)
+
+
+class TestExtraState:
+    def step(self, capture: LocalCapture, version: int) -> None:
+        capture.capture(version, final=False)
+        capture.look_again(version)
+        capture.capture(version, final=True)
+
+    def test_it_is_asked_twice_a_step(self, page: PageWriter) -> None:
+        counting = Counting(cursor=0)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
+        for version in range(1, 20):
+            counting.state["cursor"] = version  # when the batch was fetched
+            before = counting.asked
+            self.step(capture, version)
+            assert counting.asked - before == (3 if version < 5 else 2), "while it learns, at the gate too"
+            assert state_of(page, version)["cursor"] == version
+
+    @pytest.mark.parametrize("since", [1, 12])
+    def test_one_that_changes_behind_the_backward_pass_is_asked_at_the_gate(self, page: PageWriter, since: int) -> None:
+        counting = Counting(cursor=0)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState({"moving": counting, "calm": Counting()}), page=page)
+        for version in range(1, 20):
+            capture.capture(version, final=False)
+            if version >= since:
+                counting.state["cursor"] = version
+            capture.look_again(version)
+            if version > since:
+                other = Counting()
+                ExtraState({"moving": other}).restore({"moving": read(page, version).extra["moving"]})
+                assert other.state["cursor"] == version, "known from the update before"
+            capture.capture(version, final=True)
+        assert capture._moving == {"moving"}
+
+
+class TestLargeArrays:
+    WAYS: ClassVar[dict[str, Any]] = {
+        "counted": lambda t: t.add_(1),
+        "through data": lambda t: t.data.add_(1),
+        "through numpy": lambda t: numpy.add(t.numpy(), 1, out=t.numpy()),
+    }
+
+    @pytest.mark.parametrize("way", WAYS)
+    @pytest.mark.parametrize("when", [1, 7])
+    def test_the_page_has_what_they_are(self, page: PageWriter, way: str, when: int) -> None:
+        average = torch.zeros(LARGE)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Counting(ema={"w": average}, n=1)), page=page)
+        for version in range(1, 25):
+            if version % when == 0:
+                self.WAYS[way](average)
+            capture.capture(version, final=False)
+            assert torch.equal(state_of(page, version)["ema"]["w"], average)
+            capture.capture(version, final=True)
+            assert torch.equal(state_of(page, version)["ema"]["w"], average)
+
+    def test_fresh_tensors_and_arrays_each_time(self, page: PageWriter) -> None:
+        counting = Counting()
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
+        for version in range(1, 12):
+            counting.state = {"t": [torch.full((LARGE,), float(version))], "a": numpy.full(LARGE, version), "s": "x"}
+            capture.capture(version, final=True)
+            found = state_of(page, version)
+            assert torch.equal(found["t"][0], counting.state["t"][0]) and (found["a"] == version).all()
+            assert found["s"] == "x" and found["a"].dtype == counting.state["a"].dtype
+
+    def test_they_come_and_go(self, page: PageWriter) -> None:
+        counting = Counting()
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(counting), page=page)
+        for version in range(1, 12):
+            counting.state = {str(n): torch.full((LARGE + n,), float(n)) for n in range(version % 4)}
+            capture.capture(version, final=True)
+            found = state_of(page, version)
+            assert list(found) == list(counting.state)
+            assert all(torch.equal(found[name], value) for name, value in counting.state.items())
+
+    def test_one_change_is_copied_once(self, page: PageWriter, monkeypatch: pytest.MonkeyPatch) -> None:
+        average = torch.zeros(LARGE)
+        capture = LocalCapture(nn.Linear(2, 2), ExtraState(Counting(ema=average)), page=page)
+
+        def step(version: int) -> None:
+            capture.capture(version, final=False)
+            capture.look_again(version)
+            capture.capture(version, final=True)
+            average.mul_(0.9).add_(1)
+
+        for version in range(1, 8):
+            step(version)
+        hashed: list[int] = []
+        digest = xxhash.xxh3_64_intdigest
+        counted = SimpleNamespace(xxh3_64_intdigest=lambda data: hashed.append(len(data)) or digest(data))
+        monkeypatch.setattr("ttp.processor.pages.xxhash", counted)
+        monkeypatch.setattr("ttp.adapters.torch.apart.xxhash", counted)
+        step(8)
+        assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
+        assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
+
+    def test_what_never_changes_is_looked_at_and_not_copied(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        memory, constant = ApartMemory(), torch.zeros(LARGE)
+        kept = memory.look_at([constant])
+        for _ in range(20):
+            assert memory.look_at([constant]) is kept
+        constant.numpy()[3] = 1.0
+        assert memory.look_at([constant]) is not kept, "also after a long time, and without a counter"
+
+
+class TestHyperparameters:
+    def optimizer(self, **settings: Any) -> Any:
+        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
+        return torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.1, **settings)
+
+    def test_what_has_not_changed_is_not_taken_again(self) -> None:
+        optimizer = self.optimizer()
+        first = Hyperparameters.of([optimizer])
+        again = Hyperparameters.of([optimizer], first)
+        assert again.columns[0] is first.columns[0]
+
+    def test_earlier_ones_stay_as_they_were(self) -> None:
+        optimizer = self.optimizer()
+        seen, states = Hyperparameters.of([optimizer]), list[Any]()
+        changes: list[dict[str, Any]] = [{"lr": 0.2}, {"betas": (0.5, 0.6)}, {"initial_lr": 0.1}, {"lr": 0.3}]
+        for change in changes:
+            optimizer.param_groups[1].update(change)
+            seen = Hyperparameters.of([optimizer], seen)
+            states.append((seen, [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]))
+        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 9.0})
+        assert len(Hyperparameters.of([optimizer], seen).groups()[0]) == 4
+        for taken, expected in states:
+            assert taken.groups() == [expected]
+
+    @pytest.mark.parametrize("rate", [torch.tensor(0.5), numpy.full((), 0.5)])
+    def test_values_that_change_in_place_are_copied(self, rate: Any) -> None:
+        optimizer = self.optimizer()
+        optimizer.param_groups[0]["lr"] = rate
+        before = Hyperparameters.of([optimizer])
+        rate += 1
+        after = Hyperparameters.of([optimizer], before)
+        assert [float(each.groups()[0][0]["lr"]) for each in (before, after)] == [0.5, 1.5]
+
+    def test_other_parameters_in_a_group(self) -> None:
+        """Comparing lists of tensors is nothing that torch can do."""
+        optimizer = self.optimizer()
+        before = Hyperparameters.of([optimizer])
+        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
+        assert Hyperparameters.of([optimizer], before).groups() == before.groups()
+
+
+class TestNoSync:
+    """Which backward passes get no capture, on a stand-in for DistributedDataParallel."""
+
+    def ddp(self, model: nn.Module) -> Any:
+        return SimpleNamespace(module=model, require_backward_grad_sync=True, require_forward_param_sync=True)
+
+    def passes(self, no_sync: NoSync, ddp: Any, *synchronising: bool) -> list[bool]:
+        """Whether each of these backward passes gets its capture; then the update."""
+        captured = []
+        for each in synchronising:
+            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = each
+            captured.append(not no_sync.withholds())
+        no_sync.at_gate()
+        return captured
+
+    def test_only_the_one_that_reduces_once_that_is_known(self) -> None:
+        model = nn.Linear(2, 2)
+        ddp = self.ddp(model)
+        no_sync = NoSync(model, [ddp])
+        assert self.passes(no_sync, ddp, False, False, True) == [True, True, True]
+        for _ in range(3):
+            assert self.passes(no_sync, ddp, False, False, True) == [False, False, True]
+
+    def test_a_program_that_reduces_by_itself(self) -> None:
+        model = nn.Linear(2, 2)
+        ddp = self.ddp(model)
+        no_sync = NoSync(model, [ddp])
+        for _ in range(3):
+            assert self.passes(no_sync, ddp, False, False) == [True, True]
+        assert self.passes(no_sync, ddp, True) == [True]
+
+    def test_a_forward_pass_outside_of_no_sync(self) -> None:
+        model = nn.Linear(2, 2)
+        ddp = self.ddp(model)
+        no_sync = NoSync(model, [ddp])
+        self.passes(no_sync, ddp, False, True)
+        ddp.require_backward_grad_sync, ddp.require_forward_param_sync = False, True
+        assert not no_sync.withholds(), "that backward pass reduces all the same"
+
+    def test_gradients_that_are_not_its_own(self) -> None:
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        ddp = self.ddp(model[0])
+        no_sync = NoSync(model, [ddp])
+        for _ in range(3):
+            assert self.passes(no_sync, ddp, False, True) == [True, True]
+
+    def test_without_one_every_pass_gets_it(self) -> None:
+        job = Job()
+        for version in range(1, 4):
+            job.backward()
+            job.backward()
+            job.optimizer.step()
+            assert job.taken()[:3] == [(version, "early"), (version, "early"), (version, "again")]

@@ -1,0 +1,44 @@
+"""Every group of the benchmarks runs, small. What it measures is not looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("rich")
+
+from benchmarks.__main__ import GROUPS, NEEDS
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_a_group_runs(name: str, tmp_path: Path) -> None:
+    lacking = NEEDS[name]() if name in NEEDS else ""
+    if lacking:
+        pytest.skip(lacking)
+    found = tmp_path / "results.json"
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", name, "--quick", "--json", str(found)],
+        cwd=ROOT,
+        env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    results = json.loads(found.read_text())["results"]
+    assert results and all(result["value"] == result["value"] and result["what"] for result in results)
+
+
+def test_a_group_that_does_not_exist_is_named() -> None:
+    command = [sys.executable, "-m", "benchmarks", "nonsense", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and "no benchmark is called nonsense" in done.stderr
