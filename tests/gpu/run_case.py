@@ -52,7 +52,8 @@ def run(device: str, case: str) -> None:
     body = getattr(importlib.import_module(f"tests.gpu.cases.{module}"), function)
     with tempfile.TemporaryDirectory(prefix="ttp-gpu-", ignore_cleanup_errors=True) as directory:
         stand = Stand(device, Path(directory), free_port())
-        body(stand, **(json.loads(brace + arguments) if brace else {}))
+        with stand.watched():
+            body(stand, **(json.loads(brace + arguments) if brace else {}))
         print(json.dumps({"case": case, **stand.numbers}), flush=True)
 
 

@@ -1,7 +1,8 @@
 """What a case works with: a device, a kernel that spins on it, a training under ttp, and the bytes that were saved.
 
-On the host the same cases run without a device: nothing spins there and nobody is ahead of anything. That shows that
-the cases do what they say, not that the device path works.
+Where there is no GPU the same cases run on a device that is made up (``tests.gpu.made_up``), and on the host, where
+nothing spins and nobody is ahead of anything. That shows that the cases do what they say, and that ttp does what it
+should on a device that behaves as that one; not how CUDA behaves.
 """
 
 from __future__ import annotations
@@ -17,10 +18,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import ttp
 import ttp.session
+from tests.gpu.made_up import MadeUp
 from tests.gpu.spinning import SPIN_MAX_S, NoSpin, Spin, Spinner
 from ttp.adapters.torch.reader import read_values
 from ttp.adapters.torch.table import items_of
@@ -39,14 +41,16 @@ class Stand:
     """One case's place.
 
     Args:
-        device: "cuda" or "cpu".
+        device: "cuda", "made-up" or "cpu".
         directory: for checkpoints and the run directory.
         port: for the controller.
     """
 
     def __init__(self, device: str, directory: Path, port: int) -> None:
-        self.device = torch.device(device, 0) if device == "cuda" else torch.device(device)
+        self.device = torch.device("cuda", 0) if device == "cuda" else torch.device("cpu")
         self.real = device == "cuda"
+        self.made_up = MadeUp() if device == "made-up" else None
+        self.hangs = device != "cpu"
         self.directory = directory
         self.numbers: dict[str, float | str] = {}
         self._port = port
@@ -60,17 +64,51 @@ class Stand:
 
     def spin(self, limit_s: float = SPIN_MAX_S) -> Spin:
         """Whatever is queued on the current stream from now on waits."""
+        if self.made_up is not None:
+            return self.made_up.spin()
         return NoSpin() if self._spinner is None else self._spinner.spin(limit_s)
 
     def synchronize(self) -> None:
         """Wait for the device."""
-        if self.real:
+        if self.made_up is not None:
+            self.made_up.synchronize()
+        elif self.real:
             torch.cuda.synchronize()
+
+    def put(self, module: nn.Module) -> nn.Module:
+        """The module on the device."""
+        if self.made_up is not None:
+            self.made_up.put(module)
+        return module.to(self.device)
 
     def host_copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Their values now."""
         self.synchronize()
+        if self.made_up is not None:
+            return {name: self.made_up.copy(tensor) for name, tensor in tensors.items()}
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+
+    def watched(self) -> contextlib.AbstractContextManager[None]:
+        """What a case runs in."""
+        return self.made_up.watched() if self.made_up is not None else contextlib.nullcontext()
+
+    def no_memory(self) -> contextlib.AbstractContextManager[None]:
+        """Inside nothing may be allocated on the device; of a real one ``memory.full`` has taken all."""
+        return self.made_up.sealed() if self.made_up is not None else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def no_waiting(self) -> Iterator[None]:
+        """Inside this thread may not wait for the device."""
+        if self.made_up is not None:
+            with self.made_up.device.no_waiting():
+                yield
+            return
+        set_mode: Any = torch.cuda.set_sync_debug_mode if self.real else lambda _mode: None
+        set_mode("error")
+        try:
+            yield
+        finally:
+            set_mode("default")
 
     def save(self) -> tuple[int, Path]:
         """What ``ttp save`` does: the version and the path of a checkpoint made now.

@@ -59,7 +59,7 @@ class Training:
     ) -> None:
         torch.manual_seed(5)
         self._stand = stand
-        self.module = make().to(stand.device)
+        self.module = stand.put(make())
         self.model = wrap(self.module)
         kind = "adam" if optimizer == "adam-capturable" and not stand.real else optimizer  # capturable needs a device
         self.optimizer = OPTIMIZERS[kind]([p for p in self.model.parameters() if p.requires_grad])

@@ -153,6 +153,7 @@ class TestHostCopier:
         got = list(HostCopier().copy_to_host(given))
         assert [a.data_ptr() for a in got] == [b.data_ptr() for b in given]
 
+    @pytest.mark.supports("several devices in a process")
     def test_each_comes_from_its_own_device(self) -> None:
         """The stream of one of them may do nothing for the other."""
         one = FakeRuntime()
@@ -353,6 +354,7 @@ class TestBuffers:
         page.capture.close()
         assert isinstance(page.state(2), str)
 
+    @pytest.mark.supports("several devices in a process")
     def test_buffers_of_several_devices_arrive_together(self, tmp_path: Path, device: Any) -> None:
         other = FakeRuntime(FakeDevice(beside=device.device))
         model: Any = nn.Module()

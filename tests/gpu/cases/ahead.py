@@ -38,7 +38,7 @@ def host_ahead(
         finally:
             spin.release()
         training_thread.join()
-        assert version == (warm if stand.real else warm + 1 + lead), f"the host was at {training.steps}, {stuck=}"
+        assert version == (warm if stand.hangs else warm + 1 + lead), f"the host was at {training.steps}, {stuck=}"
         assert_same(saved_tensors(checkpoint), wanted[version])
         training.step()
         assert_same(training.state(), wanted[warm + lead + 2])

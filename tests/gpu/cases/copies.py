@@ -54,13 +54,14 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
     training = Training(stand, make=lambda: Odd(second))
     assert isinstance(training.module, Odd)
     training.module.settle(stand.device)
+    stand.put(training.module)
     with stand.protected():
         training.protect()
         training.step()
         wanted = training.state()
         spin = stand.spin()
         try:
-            queued = Thread([training.step] if stand.real else [])
+            queued = Thread([training.step] if stand.hangs else [])
             queued.wait_stuck()
             version, checkpoint = stand.save()
         finally:

@@ -22,9 +22,10 @@ def full(stand: Stand) -> None:
         before = _allocations(stand)
         spin = stand.spin()
         try:
-            queued = Thread([training.step] if stand.real else [])
+            queued = Thread([training.step] if stand.hangs else [])
             queued.wait_stuck()
-            version, checkpoint = stand.save()
+            with stand.no_memory():
+                version, checkpoint = stand.save()
         finally:
             spin.release()
         queued.join()

@@ -51,13 +51,13 @@ def no_synchronisation(stand: Stand, kind: str = "plain") -> None:
                 training.update()
 
         steps(3)
-        with _alarm(stand):
+        with stand.no_waiting():
             steps(2)  # the program itself does not wait
         with stand.protected():
             training.protect()
             steps(3)
             stand.synchronize()
-            with _alarm(stand):
+            with stand.no_waiting():
                 steps(10)
             version, _ = stand.save()
             assert version == 13
@@ -94,19 +94,6 @@ def _page(version: int) -> dict[str, Any]:
             return {f"model.{name}": value for name, value in LocalCapture.decode(found.data).buffers.items()}
         assert time.monotonic() < deadline, found
         time.sleep(0.002)
-
-
-@contextlib.contextmanager
-def _alarm(stand: Stand) -> Iterator[None]:
-    if not stand.real:
-        yield
-        return
-    set_mode: Any = torch.cuda.set_sync_debug_mode
-    set_mode("error")
-    try:
-        yield
-    finally:
-        set_mode("default")
 
 
 def _training(stand: Stand, kind: str) -> Training:

@@ -1,0 +1,88 @@
+"""The device of ``tests/adapters/torch/fake_device.py`` as a stand-in for a real one, for whole jobs in one process.
+
+Every thread's work on its memory is queued, and runs as late as it may: the host is ahead of it, and a kernel that
+spins holds up what is queued behind it. Deterministic, so that a case's bytes can be compared as on a real device.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching
+from ttp.adapters.torch import adapter, capture, source
+
+NAME = torch.device("cuda", 0)
+"""What ttp is told of it; torch itself sees memory of the host."""
+
+
+class MadeUp:
+    """One device for this process."""
+
+    def __init__(self) -> None:
+        self.device = FakeDevice()
+
+    def spin(self) -> MadeUp:
+        """What is queued on the training's stream from now on waits."""
+        self.device.hang()
+        return self
+
+    def release(self) -> None:
+        """See ``tests.gpu.spinning.Spin``."""
+        self.device.release()
+
+    def synchronize(self) -> None:
+        """All work is done."""
+        self.device.run()
+        assert not self.device.training.queue, "somebody waits for a device that hangs"
+
+    def put(self, module: nn.Module) -> None:
+        """Its tensors are on the device from now on. What dropout draws would depend on when it runs."""
+        for tensor in (*module.parameters(), *module.buffers()):
+            self.device.put(tensor)
+        for layer in module.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.0
+
+    def copy(self, tensor: Tensor) -> Tensor:
+        """What is in its memory, past all streams."""
+        with _disable_current_modes():
+            return tensor.detach().clone()
+
+    @contextlib.contextmanager
+    def sealed(self) -> Iterator[None]:
+        """No memory of it is set aside inside."""
+        self.device.seal()
+        yield
+        self.device._sealed = False
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Every thread that begins inside, and this one, does its work on this device's memory by its streams."""
+        run = threading.Thread.run
+
+        def watched_run(thread: threading.Thread) -> None:
+            with Watching(self.device):
+                run(thread)
+
+        def devices_of(tensors: Any) -> tuple[torch.device, ...]:
+            return (NAME,) if any(self.device.has(t) for t in tensors if isinstance(t, Tensor)) else ()
+
+        def runtimes_on(devices: Any) -> tuple[Any, ...]:
+            return (FakeRuntime(self.device),) if devices else ()  # each with a side stream of its own
+
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(mock.patch.object(threading.Thread, "run", watched_run))
+            for module in (adapter, capture, source):
+                for name, stand_in in (("devices_of", devices_of), ("runtimes_on", runtimes_on)):
+                    if hasattr(module, name):
+                        stack.enter_context(mock.patch.object(module, name, stand_in))
+            stack.enter_context(Watching(self.device))
+            yield
