@@ -47,7 +47,9 @@ def run(quick: bool) -> list[Result]:
                 address = f"127.0.0.1:{ours.recv()}"
                 results = []
                 for megabytes in (16,) if quick else (16, 128):
-                    results += _measure(str(directory / "checkpoints"), address, megabytes, 2 if quick else 8)
+                    results += _measure(
+                        str(directory / "checkpoints"), address, megabytes, *((1, 1) if quick else (8, ROUNDS))
+                    )
                 return results
             finally:
                 for name in [n for n in os.environ if n.startswith("TTP_")]:
@@ -63,7 +65,7 @@ def _take(answer: Connection, memory: str) -> None:
     time.sleep(3600)
 
 
-def _measure(save_dir: str, address: str, megabytes: int, blocks: int) -> list[Result]:
+def _measure(save_dir: str, address: str, megabytes: int, blocks: int, rounds: int) -> list[Result]:
     """Weights and two moments of so many megabytes; a step takes some 50 ms, most of it in one matrix product."""
     torch.set_num_threads(1)
     model = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(max(1, round(megabytes / 12.6)))))
@@ -76,7 +78,7 @@ def _measure(save_dir: str, address: str, megabytes: int, blocks: int) -> list[R
     copying = current.processor.copying
     copying.named(CopyTo(Rank(0), 1, Rank(1), address))
     arrived = _watch(copying)
-    on, off = _steps(copying, optimizer, blocks)
+    on, off = _steps(copying, optimizer, blocks, rounds)
     waited = copying.waited_s / max(1, len(arrived)) * 1e3
     current.left()
     session.reset()
@@ -111,7 +113,9 @@ def _watch(copying: Copying) -> list[float]:
     return arrived
 
 
-def _steps(copying: Copying, optimizer: torch.optim.Optimizer, blocks: int) -> tuple[list[float], list[float]]:
+def _steps(
+    copying: Copying, optimizer: torch.optim.Optimizer, blocks: int, rounds: int
+) -> tuple[list[float], list[float]]:
     on: list[float] = []
     off: list[float] = []
     square = torch.randn(512, 512)
@@ -119,7 +123,7 @@ def _steps(copying: Copying, optimizer: torch.optim.Optimizer, blocks: int) -> t
     for _ in range(blocks):
         for taken, every in ((on, EVERY), (off, 1 << 60)):
             copying.every = every
-            for _ in range(ROUNDS * EVERY):
+            for _ in range(rounds * EVERY):
                 began = time.perf_counter()
                 for _ in range(loops):
                     torch.mm(square, square)

@@ -41,7 +41,7 @@ class Speaker:
 
 def run(quick: bool) -> list[Result]:
     """``streams`` ranks on connections of their own, a beat a second."""
-    streams, seconds = (32, 3) if quick else (256, 10)
+    streams, seconds = (8, 1) if quick else (256, 10)
     layout = Layout.data_parallel(streams)
     groups = tuple(m.ShardGroup(s, r) for s, r in layout.groups.items())
     with scratch() as directory, controller(directory) as (port, service, pid):

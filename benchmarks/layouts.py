@@ -16,6 +16,8 @@ LAYOUTS = {
     "pp": "PP2 x DP2",
     "replicated": "ReplicatedOptimizer, 2 copies",
 }
+QUICK = ("ddp", "hsdp-preimage")
+"""Four processes are started for each."""
 RANKS = 4
 STEP_MS = 50.0
 """Shorter steps are made as long as that by a pause in which no rank needs the processor, as behind a device."""
@@ -24,8 +26,8 @@ BUDGET, BUDGET_DDP = 1.01, 1.005
 
 def run(quick: bool) -> list[Result]:
     """Each layout in a job of its own, with a real controller."""
-    blocks, steps = (3, 10) if quick else (15, 40)
-    return [_measure(layout, title, blocks, steps) for layout, title in LAYOUTS.items()]
+    blocks, steps = (1, 3) if quick else (15, 40)
+    return [_measure(layout, LAYOUTS[layout], blocks, steps) for layout in (QUICK if quick else LAYOUTS)]
 
 
 def _measure(layout: str, title: str, blocks: int, steps: int) -> Result:

@@ -24,7 +24,7 @@ RANKS = 8
 
 def run(quick: bool) -> list[Result]:
     """One host, eight ranks, one piece for each: as a sharded job saves."""
-    size_mb, repeat = (64, 2) if quick else (512, 7)
+    size_mb, repeat = (16, 1) if quick else (512, 7)
     alone: list[float] = []
     shared: list[float] = []
     with scratch() as directory, ProcessPoolExecutor(RANKS, mp_context=get_context("spawn")) as pool:

@@ -38,11 +38,11 @@ def run(quick: bool) -> list[Result]:
     """Both writers take turns, so that a change of the disk's mood meets both."""
     results = []
     for size_mb in (50,) if quick else (50, 500, 2000):
-        repeat = 3 if quick or size_mb > 500 else 7
+        repeat = 1 if quick else 3 if size_mb > 500 else 7
         results += one_disk(size_mb, (1, 2, 4), repeat)
         ways = write_paths.run(size_mb, repeat)
         results += [ways] if ways is not None else []
-    return results + own_disks(10 if quick else 100, (1, 2, 4))
+    return results + own_disks(2 if quick else 100, (1, 2, 4))
 
 
 def one_disk(size_mb: int, counts: Sequence[int], repeat: int) -> list[Result]:

@@ -25,6 +25,8 @@ from ttp.api import wrap_optimizer
 STEP_S = 0.010
 BLOCK_STEPS = 20
 GROUPS = 1_000
+LEARNING_STEPS = 10
+"""In the first few steps ttp looks closer at what changes when; not part of the steady state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +227,8 @@ def _cpu_us(model: nn.Module, optimizer: Any, step: Callable[[], float], steps: 
     clock = int(statistics.median(-time.thread_time_ns() + time.thread_time_ns() for _ in range(1_000)))
     taken = []
     with _replaced(model, optimizer, timed):
+        for _ in range(LEARNING_STEPS):
+            step()
         for _ in range(steps):
             spent[0] = 0
             step()

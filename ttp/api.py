@@ -133,7 +133,8 @@ def wrap_optimizer(
             ``ttp.adapters.megatron.protect``). Or a ``mindspore.nn.Optimizer``: a wrapper cell comes back, to be used
             in its place; with ``model`` (a Cell) it is protected now, without by the callbacks of
             ``ttp.adapters.mindspore``.
-        model: the module that is trained, wrapped (DDP) or not.
+        model: the module that is trained, wrapped or not: a DistributedDataParallel around it, inside of it or around a
+            part of it is found.
         scheduler: its learning-rate scheduler, or a list of several, if any.
         save_dir: directory of checkpoints, shared by all hosts. ``TTP_SAVE_DIR`` overrides it.
         extra_state: an object with ``state_dict()`` and ``load_state_dict()``, or a dict of such objects. Captured at
@@ -152,7 +153,9 @@ def wrap_optimizer(
             nothing where every shard has replicas. Equal on all ranks.
 
     Raises:
-        ConfigError: the settings or the save_dir are unusable; said now rather than at the failure.
+        ConfigError: the settings or the save_dir are unusable, or there is training state that could not be saved; said
+            now rather than at the failure, and by every rank, also where one alone is wrong. What shows after the first
+            update only is a ``UsageError`` of ``optimizer.step()`` where the second one begins.
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
@@ -268,8 +271,9 @@ def restore() -> int:
 def step_done() -> None:
     """Mark the end of a training step explicitly (optional).
 
-    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see. Once called, a version counts as
-    finished only here: everything between ``optimizer.step()`` and this call belongs to the update.
+    For loops that change state after ``optimizer.step()`` in ways that ttp cannot see, and for those whose optimizers
+    step a different number of times in an iteration. Once called, a version counts as finished only here: everything
+    between the first ``optimizer.step()`` and this call belongs to the update. Call it from the first iteration on.
     """
     adapter = session.current().adapter
     if adapter is None:

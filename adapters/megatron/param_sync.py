@@ -10,7 +10,7 @@ leaves the gather to what comes later. The values are the same, and no method of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -25,7 +25,7 @@ class ParamSyncs:
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        syncing = (chunk for chunk in chunks if hasattr(chunk, "start_param_sync"))
+        syncing: Iterator[Any] = (chunk for chunk in chunks if hasattr(chunk, "start_param_sync"))
         settings = {id(chunk.ddp_config): chunk.ddp_config for chunk in syncing}
         self._settings: list[Any] = [one for one in settings.values() if not one.overlap_param_gather]
         self._handles: list[Any] = []

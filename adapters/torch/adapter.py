@@ -25,8 +25,8 @@ from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import Attachment, attach
-from ttp.adapters.torch.inner import inner_of, is_sharded, owners_of, turn_takers
+from ttp.adapters.torch.hooks import Attachment, attach, gathering
+from ttp.adapters.torch.inner import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
 from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.reader import load, read_values
@@ -37,6 +37,8 @@ from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail, listed
 from ttp.adapters.torch.trial import Trial, try_before_training
 from ttp.adapters.torch.turns import Turns
+from ttp.adapters.torch.unsaved import refuse_detached_schedule, refuse_unsaved
+from ttp.adapters.torch.untouched import Untouched
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
@@ -95,6 +97,7 @@ class TorchAdapter:
         self._extra = ExtraState(extra_state)
         self._capture = LocalCapture(model, self._extra)
         self._names = ModelNames(model, self._optimizer)
+        refuse_detached_schedule(self._given, self._schedulers)
         refuse_shared(members_of(self._optimizer), self._names)
         _tell_forgotten(without_optimizer(self._optimizer, self._names))
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -104,6 +107,7 @@ class TorchAdapter:
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
+        self._looked = False  # at what the optimizers keep
         self._barrier: UpdateBarrier | None = None
         self._tail: Tail | None = None
         self._resumed = False
@@ -191,7 +195,8 @@ class TorchAdapter:
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
-        turns = Turns(_names(takers), skipped=self._tail.skipped, scaled=self._scaler is not None)
+        hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
+        turns = Turns(_names(takers), skipped=self._tail.skipped, scaled=self._scaler is not None, hidden=hidden)
         between = self._between(turns, takers, len(processor.layout.groups) > 1)
         self._attachment = attach(
             takers,
@@ -200,6 +205,7 @@ class TorchAdapter:
             self._capture,
             tail=self._tail,
             turns=turns,
+            untouched=None if gathering(self._model) else Untouched(self._given),
             fence=self._source.finished,
             version=lambda: processor.gate.version,
             before_gate=before_gate,
@@ -207,7 +213,7 @@ class TorchAdapter:
             before_turn=between.before_turn if self._undo is None else lambda _version, _number: None,
             after_update=after_update,
             ddps=ddps,
-            after_end=self._stay_redone if self._source.exchanges else lambda: None,
+            after_end=self._after_end,
         )
         self._source.connect(processor, self._attachment, sharding)
         self._capture.capture(processor.gate.version, final=True)
@@ -224,6 +230,13 @@ class TorchAdapter:
         assert self._source.between is not None
         self._source.between.after_update()
         buckets.update_finished()
+
+    def _after_end(self) -> None:
+        if self._source.exchanges:
+            self._stay_redone()
+        if not self._looked:
+            self._looked = True
+            refuse_unsaved(self._given, self._extra.objects)
 
     def _stay_redone(self) -> None:
         """After an update that was made by order, do not enter an exchange with ranks that may be dead."""

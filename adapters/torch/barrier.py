@@ -114,7 +114,7 @@ class UpdateBarrier:
                 self._couriers.append(Courier(self.meeting, group))
         text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
         log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
-        processor.on_death = self._ring
+        processor.on_death = self._warn
 
     def wait(self) -> None:
         """Return when every rank holds its final gradient, or this one is to make the update without them.
@@ -141,9 +141,14 @@ class UpdateBarrier:
             courier.close()
 
     def _ring(self) -> None:
-        """Whoever waits here is to look at the gate, and at the signs of life."""
+        """The training thread, if it waits here, is to look at the gate."""
         with contextlib.suppress(OSError):
             run(self.meeting.ring())
+
+    def _warn(self) -> None:
+        """A neighbour has died."""
+        with contextlib.suppress(OSError):
+            run(self.meeting.warn())
 
     @staticmethod
     def _patience(gate: Gate, patience_s: float) -> Any:

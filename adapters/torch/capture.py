@@ -155,7 +155,7 @@ class LocalCapture:
     def _put(self, page: PageWriter, version: int, final: bool) -> None:
         try:
             if self._device is not None:
-                self._stage(self._device, version, final, self._small())
+                self._stage(self._device, version, final)
                 return
             parts, kept = self._host.capture() if self._host is not None else ([], ())
             kept = self._with_apart(kept)
@@ -220,10 +220,11 @@ class LocalCapture:
             self._head = (facts, head + packed)
         return self._head[1]
 
-    def _stage(self, device: DeviceBuffers, version: int, final: bool, parts: list[Buffer]) -> None:
+    def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
         staged = device.capture()
         if staged is None:
             return  # the device does not move; neither will the versions
+        parts = self._small()  # behind that: it describes the buffers that were found
         for _, apart in self._sections.values():  # live memory: what is written later is a copy
             staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
         if self._arrivals is None:

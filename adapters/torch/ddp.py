@@ -175,9 +175,13 @@ def _objection(ddp: Ddp, buckets: Buckets, count: int) -> str | None:
         return "DistributedDataParallel with mixed_precision= keeps state in its reducer that cannot be carried over"
     if getattr(ddp, "_use_python_reducer", False):
         return "the Python reducer of compiled DistributedDataParallel has no buckets"
-    if not ddp._comm_hooks and ddp._get_ddp_logging_data().get("comm_hook"):
-        return "a built-in communication hook is registered on DistributedDataParallel"
     return None
+
+
+def _builtin_hook(ddp: Ddp) -> Any:
+    """The communication hook in C++ that is registered; None: there is none."""
+    name = "" if ddp._comm_hooks else str(ddp._get_ddp_logging_data().get("comm_hook", ""))
+    return getattr(_dist.BuiltinCommHookType, name.rpartition(".")[2]) if name else None
 
 
 def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], sparse: Any) -> None:
@@ -191,7 +195,7 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
         # DDP reverses both lists, because it expects buckets in the order of definition.
         return buckets[::-1], limits[::-1]
 
-    before = ddp.reducer
+    before, builtin = ddp.reducer, _builtin_hook(ddp)
     names = ddp._build_debug_param_to_name_mapping(parameters)
     construct = _asking(answer, inspect.unwrap(type(ddp)._ddp_init_helper))
     construct(ddp, parameters, sparse, names, ddp.static_graph)
@@ -200,6 +204,8 @@ def _replace_reducer(ddp: Ddp, buckets: Buckets, parameters: list[Tensor], spars
     if ddp.static_graph:
         ddp.reducer._set_static_graph()
         ddp.logger._set_static_graph()
+    if builtin is not None:
+        ddp._register_builtin_comm_hook(builtin)
     for hook, state in ddp._comm_hooks:
         _dist._register_comm_hook(ddp.reducer, state, hook)
 

@@ -59,6 +59,11 @@ class ExtraState:
         ]
 
     @property
+    def objects(self) -> tuple[Any, ...]:
+        """All of them."""
+        return (*self.modules.values(), *self._changing.values(), *self._constant.values())
+
+    @property
     def changing(self) -> tuple[str, ...]:
         """Names of the objects taken at the end of each update."""
         return tuple(self._changing)

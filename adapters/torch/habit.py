@@ -12,7 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.hyperparameters import PLAIN
+PLAIN = frozenset({float, int, bool, str, type(None)})
+"""Types of values that stay as they are."""
 
 
 @dataclass(frozen=True, slots=True)

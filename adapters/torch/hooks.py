@@ -50,6 +50,7 @@ from ttp.adapters.torch.no_sync import NoSync
 from ttp.adapters.torch.stepping import Stepping
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.turns import Turns
+from ttp.adapters.torch.untouched import Untouched
 from ttp.errors import UsageError
 from ttp.processor.source import UpdateReporter
 
@@ -94,6 +95,7 @@ def attach(
     fence: Fence,
     version: Callable[[], int],
     turns: Turns | None = None,
+    untouched: Untouched | None = None,
     ddps: Sequence[Ddp] | None = None,
     before_gate: Callable[[], None] = lambda: None,
     before_update: Callable[[int], None] = lambda _version: None,
@@ -112,6 +114,7 @@ def attach(
         tail: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
+        untouched: looks whether the loop changes weights by itself.
         turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
         ddps: what reduces the gradients of ``model``; None: to be found.
         before_gate: called when the gradient is reduced; may block, and raise like any collective.
@@ -119,7 +122,8 @@ def attach(
         before_turn: the same before each step of several, with the number of the optimizer too, where training may
             stand between the steps of one version.
         after_update: called on the training thread after each update; may not block.
-        after_end: called when the update was reported as finished, before ``step()`` returns; may block, may not raise.
+        after_end: called when the update was reported as finished, before ``step()`` returns; may block, and raise
+            ``UsageError``.
 
     Returns:
         Call it to detach.
@@ -129,6 +133,7 @@ def attach(
     attachment = Attachment(
         reporter,
         capture,
+        untouched=untouched,
         turns=turns or Turns([type(each[0]).__name__ for each in many], chained=True),
         tail=tail,
         fence=fence,
@@ -157,6 +162,7 @@ class Attachment:
         capture: Capture,
         *,
         turns: Turns,
+        untouched: Untouched | None,
         tail: Tail,
         fence: Fence,
         version: Callable[[], int],
@@ -180,13 +186,14 @@ class Attachment:
         self._begun = False
         self._stands = False  # training may stand between the steps of the open update
         self._between = False  # it does
-        self._turns = turns
+        self._turns, self._untouched = turns, untouched
         self._numbers: dict[int, int] = {}  # of the optimizers, by identity
         self._number = 0  # whose turn it is
         self._opened = False  # nothing keeps it from writing any more
         self._left = False  # the last update, half made; until the next one begins
         self._again = False  # no gradient has come since
         self._closures = 0  # that run
+        self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
         self._task = -1
         self._mark = 0
         self._evaluating = False
@@ -208,8 +215,8 @@ class Attachment:
         self._strangers = Strangers(every, model, lambda: self._begun)
         self._no_sync = NoSync(model, ddps)
         for optimizer in every:
-            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step)))
-            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step)))
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
         for parameter in gradient_triggers(model, ddps):
             register: Any = parameter.register_post_accumulate_grad_hook
             self._handles.append(register(Hook(self._on_gradient)))
@@ -269,14 +276,19 @@ class Attachment:
         task = graph_task()
         if task != self._task or task == -1:
             self._task = task
-            if capturing():
-                return  # of a CUDA graph: this happens once, not in each of its replays
-            self._look_for_exception()
-            self._again = False
-            self._pass()
-            self._turns.backward()
-            if not self._no_sync.withholds():
-                self._capture.capture(self._next_version(), final=False)
+            self._backward_begins()
+
+    def _backward_enters(self) -> None:
+        if capturing():
+            return  # of a CUDA graph: this happens once, not in each of its replays
+        self._look_for_exception()
+        self._again = False
+        self._pass()
+        self._turns.backward()
+        if self._untouched is not None and not self._stepping.depth:
+            self._untouched.backward()
+        if not self._no_sync.withholds():
+            self._capture.capture(self._next_version(), final=False)
 
     def _before_step(
         self, optimizer: Optimizer, args: Any, kwargs: Any
@@ -327,6 +339,7 @@ class Attachment:
             self._begin(redoable)
         elif self._between:
             self._pass()
+            self._capture.look_again(self._next_version())
             self._reporter.begin_update()
             self._between = False
         if self._stands and fresh:
@@ -355,6 +368,8 @@ class Attachment:
             self._open(redoable=False)
         if self._stepping.depth:
             return
+        if self._untouched is not None:
+            self._untouched.stepped()
         if self._turns.ended(self._number):
             self._end()
         elif self._stands:

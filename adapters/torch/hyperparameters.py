@@ -1,104 +1,98 @@
-"""The hyperparameters of param groups, kept as they were: copied for a group when one of its values has changed.
+"""The hyperparameters of param groups, as they were at one moment.
 
-A job may have a thousand groups, and this happens twice in each step. So what did not change is only compared, by
-lists of values as they lie in the group.
+A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are taken as
+one list, and compared as one: a dictionary for each group, made in each step, would keep the garbage collector busy
+with everything that the process holds. The dictionaries are made when somebody asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.habit import PLAIN, copied
+
 Groups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
-PLAIN = frozenset({float, int, bool, str, type(None)})
-"""Types of values that stay as they are."""
 
-_NEVER: list[Any] = [object()]
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """All groups of one optimizer.
 
+    Args:
+        lengths: values in each group.
+        names: of all values, group after group.
+        values: of these.
+        types: of the values.
+        others: where those are that are no numbers: the parameters, tuples.
+        copies: the groups, where some values can change in place; None: all of them can only be replaced.
+    """
 
-class _Group:
-    """A group as it was when last looked at."""
+    lengths: list[int]
+    names: list[str]
+    values: list[Any]
+    types: list[type]
+    others: list[int]
+    copies: Groups | None
 
-    __slots__ = ("copy", "names", "others", "types", "values")
-
-    def __init__(self) -> None:
-        self.names: list[str] = []
-        self.values = _NEVER
-        """In the group's order; ``_NEVER`` where some can change in place."""
-        self.types: list[type] = []
-        """Of the values."""
-        self.others: list[int] = []
-        """Where values are that are no numbers: the parameters, tuples."""
-        self.copy: dict[str, Any] = {}
-
-    def only_numbers_changed(self, values: list[Any]) -> bool:
-        """Whether all that is new among these values are numbers in the place of numbers."""
-        known = self.values
-        if [*map(type, values)] != self.types or known is _NEVER:
-            return False
-        return [values[index] for index in self.others] == [known[index] for index in self.others]
-
-    def look_at(self, group: dict[str, Any], names: list[str], values: list[Any], copied: Callable[[Any], Any]) -> None:
-        """The long way, for a group that is new, or has values that can change in place."""
-        items = [(name, value) for name, value in group.items() if name != "params"]
-        self.copy = {name: value if type(value) in PLAIN else copied(value) for name, value in items}
-        self.names, self.types = names, [*map(type, values)]
-        self.others = [index for index, value in enumerate(values) if type(value) not in PLAIN]
-        self.values = values if all(_is_fixed(value) for _, value in items) else _NEVER
+    def groups(self) -> Groups:
+        """As dictionaries."""
+        if self.copies is not None:
+            return self.copies
+        items = zip(self.names, self.values, strict=True)
+        found = [dict(islice(items, length)) for length in self.lengths]
+        for group in found:
+            group.pop("params", None)
+        return found
 
 
+@dataclass(frozen=True, slots=True)
 class Hyperparameters:
     """Of all param groups of some optimizers.
 
     Args:
-        optimizers: whose groups.
-        copied: copies a value that can change in place.
+        columns: of each optimizer.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], copied: Callable[[Any], Any]) -> None:
-        self._optimizers = optimizers
-        self._copied = copied
-        self._known: list[list[_Group]] = [[] for _ in optimizers]
-        self._taken: list[Groups] = [[] for _ in optimizers]
+    columns: list[_Columns]
 
-    def now(self) -> list[Groups]:
-        """Of each optimizer, as they are now; for the training thread. What is returned is not changed any more."""
-        self._taken = [
-            self._groups(optimizer.param_groups, known, taken)
-            for optimizer, known, taken in zip(self._optimizers, self._known, self._taken, strict=True)
-        ]
-        return self._taken
+    @staticmethod
+    def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
+        """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
+        olds: Sequence[_Columns | None] = (None,) * len(optimizers) if before is None else before.columns
+        return Hyperparameters([_looked_at(each.param_groups, old) for each, old in zip(optimizers, olds, strict=True)])
 
-    def copies(self) -> list[Groups]:
-        """The same from any thread, without a look at what was known."""
-        return [
-            [
-                {k: v if type(v) in PLAIN else self._copied(v) for k, v in group.items() if k != "params"}
-                for group in groups
-            ]
-            for groups in (optimizer.param_groups for optimizer in self._optimizers)
-        ]
+    def groups(self) -> list[Groups]:
+        """Of each optimizer."""
+        return [columns.groups() for columns in self.columns]
 
-    def _groups(self, groups: list[dict[str, Any]], known: list[_Group], taken: Groups) -> Groups:
-        while len(known) < len(groups):
-            known.append(_Group())
-        del known[len(groups) :]
-        changed = len(taken) != len(groups)
-        for group, last in zip(groups, known, strict=True):
-            values, names = [*group.values()], [*group]
-            if names == last.names and _equal(values, last.values):
-                continue
-            changed = True
-            if names == last.names and last.only_numbers_changed(values):
-                last.copy, last.values = group.copy(), values
-                last.copy.pop("params", None)
-            else:
-                last.look_at(group, names, values, self._copied)
-        return [last.copy for last in known] if changed else taken
+
+def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
+    lengths, names = [*map(len, groups)], [*chain.from_iterable(groups)]
+    values = [*chain.from_iterable(map(dict.values, groups))]
+    if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
+        return _new(groups, lengths, names, values)
+    if _equal(values, last.values):
+        return last
+    others, known = last.others, last.values
+    if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
+        return _Columns(last.lengths, last.names, values, last.types, others, None)
+    return _new(groups, lengths, names, values)
+
+
+def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
+    """The long way, where values are of other kinds than before, or can change in place."""
+    types = [*map(type, values)]
+    others = [index for index, kind in enumerate(types) if kind not in PLAIN]
+    copies = None
+    if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
+        copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
+    return _Columns(lengths, names, values, types, others, copies)
 
 
 def _equal(values: list[Any], last: list[Any]) -> bool:
@@ -110,5 +104,4 @@ def _equal(values: list[Any], last: list[Any]) -> bool:
 
 def _is_fixed(value: Any) -> bool:
     """Whether this can only be replaced, not changed."""
-    kind = type(value)
-    return kind in PLAIN or (kind is tuple and PLAIN.issuperset(map(type, value)))
+    return type(value) is tuple and PLAIN.issuperset(map(type, value))

@@ -14,6 +14,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer
+from ttp.errors import UsageError
 
 
 def inner_of(optimizer: Optimizer) -> Optimizer:
@@ -72,10 +73,30 @@ def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
     ``Optimizer.__init__``) those inside take turns.
     """
     inside = wrapped_by(optimizer)
+    if not inside and not is_sharded(optimizer) and not fires_hooks(optimizer):
+        kind = type(optimizer)
+        raise UsageError(
+            f"{kind.__module__}.{kind.__qualname__} does not call torch.optim.Optimizer.__init__(), so nobody is told "
+            "of its steps: let it call super().__init__(params, defaults)"
+        )
     if not inside or fires_hooks(optimizer):
         deeper = [each for one in inside for taker in turn_takers(one) for each in taker]
         return [[optimizer, *deeper]]
     return [taker for each in inside for taker in turn_takers(each)]
+
+
+def hides_its_step(optimizer: Optimizer) -> str:
+    """The class of a wrapper that may change the weights around the steps inside of it without being seen; or nothing.
+
+    Accelerate's only passes calls on.
+    """
+    for wrapper in wrappers_of(optimizer):
+        passes_on = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(wrapper).__mro__)
+        if not passes_on and not fires_hooks(wrapper):
+            return type(wrapper).__name__
+        if not passes_on:
+            break  # what it does is seen, all that is inside too
+    return ""
 
 
 def fires_hooks(optimizer: Optimizer) -> bool:

@@ -86,7 +86,7 @@ class Strangers:
             if strangers is not None and optimizer not in strangers._looked_at:
                 strangers._look_at(optimizer)
 
-        self._handle = register_optimizer_step_pre_hook(Hook(before))
+        self._handle = register_optimizer_step_pre_hook(Hook(before, traced=False))
 
     def remove(self) -> None:
         """Look at nobody any more."""

@@ -10,11 +10,13 @@ from __future__ import annotations
 import io
 import os
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -87,7 +89,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
 def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Sequence[Chunk]]]) -> None:
     """Fill the memory of chunks that torch itself has no description for: several of one tensor.
 
-    Each tensor is read whole, one at a time: that is the memory it takes.
+    What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
 
     Args:
         path: the checkpoint.
@@ -97,16 +99,30 @@ def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Se
     Raises:
         CheckpointError: as for ``load``.
     """
-    reader = ManifestReader(path, manifest.pieces)
-    for steps, chunks in wanted:
-        if not chunks:
+    chunks = {tuple(map(str, steps)): found for steps, found in wanted if found}
+    saved: dict[tuple[str, ...], list[Item]] = defaultdict(list)
+    for item in items_of(manifest.pieces) if chunks else ():
+        if (steps := tuple(map(str, item.path))) in chunks:
+            saved[steps].append(item)
+    for steps, found in chunks.items():
+        if not saved[steps] or tuple(saved[steps][0].shape) != tuple(found[0].shape):
+            raise CheckpointError(f"{path} has no tensor {'.'.join(steps)} of shape {tuple(found[0].shape)}")
+        for item in saved[steps]:
+            _copy_overlaps(path, item, found)
+
+
+def _copy_overlaps(path: Path, item: Item, chunks: Sequence[Chunk]) -> None:
+    """What of one saved piece belongs to any of the chunks; it is read if something does."""
+    piece: Tensor | None = None
+    for chunk in chunks:
+        bounds = list(zip(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape, strict=True))
+        spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
+        if any(begin >= end for begin, end in spans):
             continue
-        whole, state = torch.empty(chunks[0].shape, dtype=chunks[0].tensor.dtype), dict[str, Any]()
-        put(state, steps, whole)
-        _load(reader, state)
-        for chunk in chunks:
-            spans = zip(chunk.offsets, chunk.tensor.shape, strict=True)
-            chunk.tensor.copy_(whole[tuple(slice(begin, begin + size) for begin, size in spans)])
+        piece = read_value(path, item) if piece is None else piece
+        source = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, item.offsets, strict=True))
+        target = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, chunk.offsets, strict=True))
+        chunk.tensor.detach()[target].copy_(piece[source])
 
 
 def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:

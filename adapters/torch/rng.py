@@ -125,8 +125,8 @@ def live_memory(generator: torch.Generator) -> memoryview | None:
     """The stream of a host generator as the memory it lies in; None where that cannot be told: another torch."""
     try:
         offset = _offset() if sys.byteorder == "little" else None
-        address: Any = generator._cdata
-        return memory_at(address + offset, _LIVE.size) if offset is not None else None
+        found: Any = generator
+        return memory_at(found._cdata + offset, _LIVE.size) if offset is not None else None
     except Exception:
         return None
 

@@ -8,8 +8,8 @@ after the device got there, whether or not there are buffers in it; a process ki
 it. And a host that is ahead of its device does not write over the pages of versions that its device has not reached.
 
 Memory, on each device: twice the small buffers, and two times 8 MiB where there are large ones. On the host, pinned:
-eight times the small buffers; each large one once, and up to four times when it changes, of which the first changes set
-it aside. Only a host that is several updates ahead of its device waits for memory.
+twelve times the small buffers; each large one once, and up to four times when it changes: the first changes set that
+aside. Only a host that is several updates ahead of its device waits for memory.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ttp.processor.pages import Buffer, Kept
 
 log = logging.getLogger("ttp.adapters.torch")
 
-_POOL = 8
-"""Captures on their way at once: two per update, and the host may be some updates ahead of the device."""
+_POOL = 12
+"""Captures on their way at once: three per update, and the host may be some updates ahead of the device."""
 _COPIES_MAX = 4
 """Of one large buffer in different states, on their way at once."""
 _TWIN_BYTES = 8 << 20

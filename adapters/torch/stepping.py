@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 _WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
 """The code that calls the hooks and ``step()``, the same for all classes; its variable ``self`` is the optimizer."""
 
+_NEAR = 8
+"""So many functions lie between the wrapper and what asks, at most."""
+
 
 class Stepping:
     """Counts the calls of ``step()`` that run: a subclass that calls ``super().step()`` fires the hooks twice.
@@ -27,6 +30,7 @@ class Stepping:
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self._optimizers = tuple(optimizers)
         self._thread = 0
+        self._shows = True  # the wrapper is seen on the stack; compiled it is another function
         self.depth = 0
         """Calls that have begun and not ended, as far as the hooks know."""
 
@@ -34,6 +38,7 @@ class Stepping:
         """``step()`` begins."""
         if not self.depth:
             self._thread = threading.get_ident()
+            self._shows = _is_near(sys._getframe())
         self.depth += 1
 
     def returned(self) -> None:
@@ -43,12 +48,15 @@ class Stepping:
     def was_left(self, *, entering: bool = False) -> bool:
         """Whether calls were left by an exception; from then on they are forgotten. On any thread.
 
+        Of a compiled ``step()`` the stack does not tell: then another call is taken for one inside of it, and anything
+        else, which ``step()`` does not do, for the program going on.
+
         Args:
             entering: asked by the hook of another call, which is on the stack already.
         """
         if not self.depth:
             return False
-        running = self._running() - entering
+        running = self._running() - entering if self._shows else self.depth * entering
         if running >= self.depth:
             return False
         self.depth = max(0, running)
@@ -62,3 +70,12 @@ class Stepping:
                 found += 1
             frame = frame.f_back
         return found
+
+
+def _is_near(frame: FrameType | None) -> bool:
+    """Whether the wrapper is among the callers of a hook."""
+    for _ in range(_NEAR):
+        if frame is None or frame.f_code is _WRAPPER:
+            return frame is not None
+        frame = frame.f_back
+    return False

@@ -18,14 +18,14 @@ like any other, of which only the scale is new, and when the scaler's update is 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device import AHEAD_MAX, Numbers, Runtime, number
-from ttp.adapters.torch.habit import Habit, Reading, copied
+from ttp.adapters.torch.habit import Habit, Reading
 from ttp.adapters.torch.hyperparameters import Groups, Hyperparameters
 from ttp.adapters.torch.job_state import JobState, Schedule
 from ttp.errors import CheckpointError, UsageError
@@ -52,7 +52,7 @@ class _Snapshot:
     version: int
     schedules: tuple[Reading, ...]
     scaler: dict[str, Any] | None
-    groups: list[Groups]
+    groups: Hyperparameters
     scaling: Any = None
     updated: bool = False
 
@@ -84,7 +84,6 @@ class Tail:
     ) -> None:
         self._numbers = Numbers(runtimes)
         self._optimizers = tuple(optimizers)
-        self._groups = Hyperparameters(self._optimizers, copied)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         self._averages = averages
@@ -140,14 +139,14 @@ class Tail:
 
     def step_done(self) -> None:
         """The tail of the last version is through: the user says so."""
-        self._snapshot = self._after(self._snapshot, self._groups.now, training=True)
+        self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
     def _end_tail(self) -> None:
         last = self._snapshot
         for habit, before in zip(self._habits, last.schedules, strict=True):
             habit.tail_ended(habit.steps_since(before))
-        self._snapshot = self._after(last, self._groups.now, training=True)
+        self._snapshot = self._after(last, training=True)
         self._updates_expected = self._snapshot.updated
         self._tails += 1
         self._open = False
@@ -194,8 +193,8 @@ class Tail:
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
-            return found.groups
-        return self._read(version)[0].groups
+            return found.groups.groups()
+        return self._read(version)[0].groups.groups()
 
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """What belongs to ``version``, and of which schedulers a step is due on top of that.
@@ -210,8 +209,8 @@ class Tail:
                 return found, [False] * len(self._habits)
             due = self._due(last, entered)
             if any(due):
-                return self._after(last, self._groups.copies, schedules=False), due
-            now = self._after(last, self._groups.copies)
+                return self._after(last, schedules=False), due
+            now = self._after(last)
             if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
                 return now, due
         return self._snapshot, [False] * len(self._habits)
@@ -249,16 +248,10 @@ class Tail:
         before: Sequence[Reading | None] = (None,) * len(self._habits) if last is None else last.schedules
         schedules = tuple(map(Habit.look, self._habits, before))
         scaler = None if self._scaler is None else self._brought(_scaler_numbers(self._scaler) | self._found_infs())
-        return _Snapshot(version, schedules, scaler, self._groups.now(), getattr(self._scaler, _SCALING, None))
+        groups = Hyperparameters.of(self._optimizers, None if last is None else last.groups)
+        return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
 
-    def _after(
-        self,
-        last: _Snapshot,
-        groups: Callable[[], list[Groups]],
-        *,
-        schedules: bool = True,
-        training: bool = False,
-    ) -> _Snapshot:
+    def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
         """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
 
         Numbers on a device are asked for on the training thread only, in the order of its work: read by anybody else
@@ -271,7 +264,7 @@ class Tail:
         now = tuple(map(Habit.look, self._habits, last.schedules))
         if all(new is old for new, old in zip(now, last.schedules, strict=True)):
             return last
-        return replace(last, schedules=now, groups=groups())
+        return replace(last, schedules=now, groups=Hyperparameters.of(self._optimizers, last.groups))
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)

@@ -19,6 +19,13 @@ _UNDECIDED_MAX = 1000
 """Steps in a version without an end: no loop that ends its iterations somewhere makes so many."""
 
 
+_HIDDEN = (
+    "{0} wraps another optimizer and does not call torch.optim.Optimizer.__init__(): what its step() does around the "
+    "one inside (Lookahead writes to the weights) cannot be seen. Call ttp.step_done() at the end of each iteration, "
+    "from the first one on"
+)
+
+
 class Turns:
     """Follows the steps of one training loop. For the training thread.
 
@@ -26,6 +33,7 @@ class Turns:
         names: of the optimizers, for people.
         skipped: whether the last step that should have been made was left out by a gradient scaler.
         scaled: whether there is a gradient scaler, which may leave out steps.
+        hidden: the class of a wrapper around an optimizer whose own step cannot be seen; empty: there is none.
         chained: the optimizers are known to step in the order given, right after each other.
     """
 
@@ -35,8 +43,10 @@ class Turns:
         *,
         skipped: Callable[[], bool] = lambda: False,
         scaled: bool = False,
+        hidden: str = "",
         chained: bool = False,
     ) -> None:
+        self._hidden = hidden
         self._names, self._skipped, self._scaled, self._chained = tuple(names), skipped, scaled, chained
         self._made: list[int] = []
         self.order: tuple[int, ...] | None = tuple(range(len(names))) if chained or len(names) == 1 else None
@@ -58,7 +68,7 @@ class Turns:
 
     def is_last(self, number: int) -> bool:
         """Whether the version is known to end with the step of this optimizer."""
-        if self.by_hand:
+        if self.by_hand or self._hidden:
             return False
         if self.order is not None:
             return number == self.order[-1]
@@ -66,7 +76,7 @@ class Turns:
 
     def overdue(self, number: int) -> bool:
         """Whether the version should have ended before this step: the scaler has left out the one it ends with."""
-        return not self.by_hand and number in self._made and self._scaled and self._skipped()
+        return not (self.by_hand or self._hidden) and number in self._made and self._scaled and self._skipped()
 
     def begins(self, number: int) -> None:
         """An optimizer is about to step, and what is overdue has been ended.
@@ -74,7 +84,11 @@ class Turns:
         Raises:
             UsageError: it is not its turn: where versions end cannot be told.
         """
-        if self.by_hand or not self.several or self._chained:
+        if self.by_hand:
+            return
+        if self._hidden and number in self._made:
+            raise UsageError(_HIDDEN.format(self._hidden))
+        if not self.several or self._chained or self._hidden:
             return
         made = self._made
         if self.order is None:

@@ -3,7 +3,7 @@
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
 step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
 ``SOLO_AFTER``: it fails after training; ``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
-step after which it calls ttp as it may not.
+step after which it calls ttp as it may not; ``SOLO_ODD``: its optimizer keeps what cannot be saved.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if os.environ.get("SOLO_ODD"):
+        optimizer.register_step_post_hook(lambda *_: optimizer.state[model[0].weight].update(odd=object()))
     average = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
     ema = AveragedModel(model, multi_avg_fn=average, use_buffers=False)
     ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir, extra_state={"ema": ema})

@@ -77,6 +77,12 @@ def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_its_steps_saved(solo:
     assert "start 3" in solo(tmp_path / "ck", 3, on=False).stdout
 
 
+def test_state_that_cannot_be_saved_ends_the_job_with_64_before_its_second_update(solo: Run, tmp_path: Path) -> None:
+    done = solo(tmp_path / "ck", 9, SOLO_ODD="1")
+    assert done.returncode == 64, done.stderr
+    assert "optim.state.0.weight.odd is a builtins.object, which has no form on disk" in done.stderr
+
+
 def test_a_wrong_call_without_ttp_is_an_error_like_any_other(solo: Run, tmp_path: Path) -> None:
     done = solo(tmp_path / "ck", 9, on=False, SOLO_MISUSE="1")
     assert done.returncode == 1 and "UsageError: wrap_optimizer() was called twice" in done.stderr

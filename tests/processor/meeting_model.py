@@ -4,7 +4,7 @@ A state is the memory, what of it is still in the store buffer of a processor (x
 only an atomic operation waits for the buffer), how far each thread is, which gates are closed and who is dead. Threads
 are the training threads, the couriers, and whoever rings: for a gate that was closed, for a neighbour that died.
 Anything enabled may happen next: a thread makes its next access, a buffer reaches memory, a gate is closed, a process
-is killed (between any two accesses). Nobody's sleep ever times out here.
+is killed (between any two accesses). Nobody's sleep times out here, unless the world is ``impatient``.
 
 How far a thread is, is known by its frames. A coroutine cannot be copied, so it is made again by what it was told, once
 for each place that it can get to.
@@ -51,8 +51,8 @@ class Suspending:
     async def wake(self, at: int) -> None:
         await _Ask("wake", at)
 
-    async def sleep(self, at: int, expected: int) -> None:
-        await _Ask("sleep", at, expected)
+    async def sleep(self, at: int, expected: int) -> bool:
+        return bool(await _Ask("sleep", at, expected))
 
 
 class _Places:
@@ -131,6 +131,7 @@ class World:
         closes: how many gates may be closed; who is woken by that leaves by order, and trains on.
         kills: how many ranks may be killed.
         absent: ranks that never come; they hang elsewhere.
+        impatient: any sleep may be over at once.
         kind: of meeting; one that is wrong in some way must be found out.
     """
 
@@ -142,8 +143,10 @@ class World:
         kills: int = 0,
         absent: Host = (),
         kind: type[Meeting] = Meeting,
+        *,
+        impatient: bool = False,
     ) -> None:
-        self._absent = absent
+        self._absent, self._impatient = absent, impatient
         self.hosts, self._turns, self._closes, self._kills, self._kind = hosts, turns, closes, kills, kind
         self._wide = len(hosts) > 1
         self._size = sum(map(len, hosts))
@@ -157,7 +160,7 @@ class World:
         for host in hosts if self._wide else ():
             self._add(host[0], partial(self._carry, host))
         self._ringers = {rank: self._add(rank, partial(self._ring, rank)) for rank in self._home}
-        self._tellers = [self._add(-1, partial(self._ring, host[0])) for host in hosts]
+        self._tellers = [self._add(-1, partial(self._warn, host[0])) for host in hosts]
         self.ends: set[tuple[str, ...]] = set()
         """How ranks may end: ``through``, ``left``, ``broken``, ``waits``, ``dead``."""
 
@@ -197,6 +200,9 @@ class World:
 
     async def _ring(self, rank: int) -> None:
         await self._meeting(rank).ring()
+
+    async def _warn(self, rank: int) -> None:
+        await self._meeting(rank).warn()
 
     async def _carry(self, host: Host) -> None:
         meeting, number = self._meeting(host[0]), self._home[host[0]]
@@ -304,7 +310,9 @@ class World:
                 yield None, self._woken(state, host, at)
             case ("sleep", at, expected):
                 asleep = at if memory.get(at, 0) == expected else None
-                yield None, _with(state, number, replace(thread, asleep=asleep))
+                yield True, _with(state, number, replace(thread, asleep=asleep))
+                if self._impatient:
+                    yield False, state
             case ("gone", rank):
                 yield rank in state.gone, state
             case ("closed", rank):

@@ -54,7 +54,7 @@ def main(directory: Path, rank: int, count: int) -> None:
 
     def died(*_: object) -> None:
         known.set()
-        run(meeting.ring())
+        run(meeting.warn())
 
     Neighbours(pages, rank, 0, died).start()
     with (directory / "held").open("r+b") as file:

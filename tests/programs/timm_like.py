@@ -34,8 +34,8 @@ class ModelEma(nn.Module):
     def update(self, model: nn.Module) -> None:
         for average, live in zip(self.module.parameters(), model.parameters(), strict=True):
             average.lerp_(live, weight=1.0 - self.decay)
-        for average, live in zip(self.module.buffers(), model.buffers(), strict=True):
-            average.copy_(live)
+        for own, buffer in zip(self.module.buffers(), model.buffers(), strict=True):
+            own.copy_(buffer)
 
 
 class CosineScheduler:
@@ -99,8 +99,9 @@ def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict
     model_ema = ModelEma(model)
     ddp = DistributedDataParallel(model)
     lr_scheduler = CosineScheduler(optimizer, t_initial=steps, warmup_t=3)
-    for number, seed in enumerate((torch.manual_seed, random.seed, np.random.seed)):
-        seed(100 * number + dist.get_rank())
+    torch.manual_seed(42 + dist.get_rank())
+    random.seed(42 + dist.get_rank())
+    np.random.seed(42 + dist.get_rank())
     ttp.wrap_optimizer(  # ttp
         optimizer, model=ddp, save_dir=save_dir, extra_state={"ema": model_ema, "lr_scheduler": lr_scheduler}
     )

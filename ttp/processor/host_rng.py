@@ -97,7 +97,7 @@ def _pack_gauss(value: float | None) -> bytes:
     return _NO_GAUSS if value is None else _GAUSS.pack(1, value)
 
 
-def _unpack_gauss(data: bytes) -> float | None:
+def _unpack_gauss(data: Buffer) -> float | None:
     there, value = (_GAUSS if len(data) == _GAUSS.size else _LIVE_GAUSS).unpack(data)
     return value if there else None
 

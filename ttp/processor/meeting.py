@@ -6,8 +6,9 @@ higher numbers. One word more, the *bell*, is what everybody sleeps on. It is on
 step::
 
     come     write my word; add to the bell; read all words; if all have come, wake everybody
-    wait     read the bell; read all words, the gate, the signs of life; sleep unless the bell has changed
-    ring     add to the bell; wake everybody         (my gate was closed, a neighbour died)
+    wait     read the bell; read all words, the gate, the word for trouble; sleep unless the bell has changed
+    ring     add to the bell; wake everybody         (my gate was closed)
+    warn     write the word for trouble; ring        (a neighbour died: everybody is to look at the signs of life)
 
 Of two ranks the one that adds to the bell later sees the word of the other, so the last one sees them all.
 
@@ -33,7 +34,7 @@ T = TypeVar("T")
 NET_S = 0.1
 """Whoever sleeps looks again after that. Every change that matters wakes it before; this is for the unforeseen."""
 
-BELL, FRONT, RELEASED, BROKEN, IDLE = 64, 128, 192, 256, 320
+BELL, FRONT, RELEASED, BROKEN, TROUBLE, IDLE = 64, 128, 192, 256, 320, 384
 _SLOTS, _LINE = 512, 64
 
 
@@ -63,7 +64,7 @@ class Words(Protocol):
         """The word there."""
 
     async def store(self, at: int, value: int) -> None:
-        """Write a word that nobody else writes."""
+        """Write a word that nobody else writes, or nobody writes anything else into."""
 
     async def add_one(self, at: int) -> None:
         """In one step; whoever sees the sum, or adds later, sees what was stored before."""
@@ -71,8 +72,12 @@ class Words(Protocol):
     async def wake(self, at: int) -> None:
         """Wake all who sleep on a word."""
 
-    async def sleep(self, at: int, expected: int) -> None:
-        """Until woken, ``NET_S`` at most; not at all when the word is another one than ``expected``."""
+    async def sleep(self, at: int, expected: int) -> bool:
+        """Until woken, ``NET_S`` at most; not at all when the word is another one than ``expected``.
+
+        Returns:
+            False when the time is over.
+        """
 
 
 class SharedWords:
@@ -97,9 +102,9 @@ class SharedWords:
         """See ``Words``."""
         self._mapping.wake(at)
 
-    async def sleep(self, at: int, expected: int) -> None:
+    async def sleep(self, at: int, expected: int) -> bool:
         """See ``Words``."""
-        self._mapping.wait(at, expected, NET_S)
+        return self._mapping.wait(at, expected, NET_S)
 
 
 class OwnWords:
@@ -127,11 +132,10 @@ class OwnWords:
         with self._changed:
             self._changed.notify_all()
 
-    async def sleep(self, at: int, expected: int) -> None:
+    async def sleep(self, at: int, expected: int) -> bool:
         """See ``Words``."""
         with self._changed:
-            if self._words[at] == expected:
-                self._changed.wait(NET_S)
+            return self._words[at] != expected or self._changed.wait(NET_S)
 
 
 def run(protocol: Coroutine[Any, Any, T]) -> T:
@@ -182,14 +186,16 @@ class Meeting:
         Raises:
             BrokenError: somebody will never come.
         """
+        in_time = True
         while True:
             heard = await self._words.load(BELL)
             if await self.over(turn):
                 return True
             if await leave():
                 return False
-            await self._check(turn)
-            await self._words.sleep(BELL, heard)
+            if not in_time or await self._words.load(TROUBLE):
+                await self._check(turn)
+            in_time = await self._words.sleep(BELL, heard)
 
     async def pause(self, over: Callable[[], bool]) -> None:
         """Sleep until the next ``ring``, unless ``over`` says that it came already. May return early for no reason."""
@@ -207,6 +213,11 @@ class Meeting:
         """Something has changed: who waits is to look at it."""
         await self._words.add_one(BELL)
         await self._words.wake(BELL)
+
+    async def warn(self) -> None:
+        """Somebody has ended: who waits for that one is to find it out."""
+        await self._words.store(TROUBLE, 1)
+        await self.ring()
 
     async def _all_came(self, turn: int) -> bool:
         for at in self._slots:
@@ -244,7 +255,7 @@ class Meeting:
     async def break_up(self) -> None:
         """The hosts do not meet any more."""
         await self._words.store(BROKEN, 1)
-        await self.ring()
+        await self.warn()
 
     async def ring_front(self) -> None:
         """The courier is to look whether it may leave."""

@@ -23,6 +23,7 @@ from ttp.adapters.torch.data_parallel import (  # noqa: E402
     hook_refusal,
     not_replicated,
 )
+from ttp.adapters.torch.ddp import apply_bucket_layout  # noqa: E402
 from ttp.adapters.torch.hooks import gradient_triggers  # noqa: E402
 from ttp.adapters.torch.job_state import JobState  # noqa: E402
 from ttp.adapters.torch.names import ModelNames  # noqa: E402
@@ -41,6 +42,7 @@ def layers() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 2))
 
 
+@pytest.mark.supports("the module inside DDP as model=")
 class TestWhereItIsFound:
     def test_itself(self) -> None:
         ddp = Ddp(layers())
@@ -163,6 +165,7 @@ class TestLayouts:
 
 
 class TestHooksWithState:
+    @pytest.mark.supports("PowerSGD")
     def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
@@ -184,6 +187,17 @@ class TestHooksWithState:
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert not caplog.messages
 
+    @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
+    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: Any) -> None:
+        ddp = Ddp(layers())
+        ddp._register_builtin_comm_hook(kind)
+        before = ddp.reducer
+        assert apply_bucket_layout(ddp, "2 3, 1 0") is None
+        assert ddp.reducer is not before and ddp._get_ddp_logging_data()["comm_hook"] == str(kind)
+        for _ in range(3):
+            ddp(torch.ones(1, 4)).sum().backward()
+
+    @pytest.mark.supports("post-local SGD")
     def test_weights_that_differ_between_averagings_are_refused(self) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState, post_localSGD_hook
 

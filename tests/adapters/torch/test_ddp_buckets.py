@@ -84,6 +84,7 @@ def small_buckets(tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 @pytest.mark.parametrize("version", [*(pytest.param(v, marks=pytest.mark.slow) for v in (1, 2)), 10])
+@pytest.mark.supports("the module inside DDP as model=")
 def test_a_resumed_job_has_the_bits_of_an_unbroken_one(small_buckets: Runs, version: int) -> None:
     small_buckets.check(version)
 

@@ -153,6 +153,7 @@ class TestHostCopier:
         got = list(HostCopier().copy_to_host(given))
         assert [a.data_ptr() for a in got] == [b.data_ptr() for b in given]
 
+    @pytest.mark.supports("several devices in a process")
     def test_each_comes_from_its_own_device(self) -> None:
         """The stream of one of them may do nothing for the other."""
         one = FakeRuntime()
@@ -297,6 +298,12 @@ class TestBuffers:
                 page.check(version, page.step(version))
         assert not device.device.waits
 
+    def test_buffers_of_another_form_are_described_as_such(self, device: Any, page: Page) -> None:
+        page.step(1)
+        page.model[1].register_buffer("running_mean", device.device.put(torch.full((5,), 6.0)))
+        page.capture.capture(2, final=True)
+        assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
+
     def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
         page.capture.capture(0, final=True)
         page.arrived(0)
@@ -338,6 +345,7 @@ class TestBuffers:
         page.capture.close()
         assert isinstance(page.state(2), str)
 
+    @pytest.mark.supports("several devices in a process")
     def test_buffers_of_several_devices_arrive_together(self, tmp_path: Path, device: Any) -> None:
         other = FakeRuntime(FakeDevice(beside=device.device))
         model: Any = nn.Module()

@@ -52,6 +52,7 @@ def test_one_name_for_two_shards_of_a_layout(told: dict[str, Any]) -> None:
     assert told["one name in two shards"].startswith(text)
 
 
+@pytest.mark.supports("parameters that DDP ignores")
 class TestIgnoredByDistributedDataParallel:
     def test_trained_under_one_name_they_are_refused(self, told: dict[str, Any]) -> None:
         text = told["both ranks"]

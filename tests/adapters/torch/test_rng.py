@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import struct
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -250,6 +251,6 @@ class TestTorchMemory:
 
     def test_another_layout_is_noticed(self, monkeypatch: pytest.MonkeyPatch) -> None:
         torch_rng._offset.cache_clear()
-        monkeypatch.setattr(torch_rng, "_LIVE", torch_rng.struct.Struct("<Qi?3xI624I12xf?3xd?7x"))
+        monkeypatch.setattr(torch_rng, "_LIVE", struct.Struct("<Qi?3xI624I12xf?3xd?7x"))
         assert torch_rng._offset() is None
         torch_rng._offset.cache_clear()

@@ -95,7 +95,7 @@ def test_own_master_weights(tmp_path: Path) -> None:
             model.zero_grad()
             loss.backward()
             for master, parameter in zip(masters, model.parameters(), strict=True):
-                master.grad = parameter.grad.float()
+                master.grad = parameter.grad.float()  # type: ignore[union-attr]
             optimizer.step()
             with torch.no_grad():
                 for master, parameter in zip(masters, model.parameters(), strict=True):
@@ -116,7 +116,7 @@ def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
         from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
         model = net(nn.BatchNorm1d(8))
-        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)  # type: ignore[no-untyped-call]
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), use_buffers=use_buffers)
         optimizer = adamw(model)
         after = functools.partial(average.update_parameters, model)
         return Program(model, optimizer, plainly(model, optimizer, after=after), extra_state={"ema": average})
@@ -264,7 +264,7 @@ def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
 def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
     """As bitsandbytes keeps them: bytes, a table of their values, and the largest value of each block."""
 
-    class Adam8bit(torch.optim.Optimizer):  # type: ignore[misc,name-defined]
+    class Adam8bit(torch.optim.Optimizer):  # type: ignore[name-defined]
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, {"lr": lr})
 
@@ -334,7 +334,7 @@ class StatefulLoader:
         if not self.given or not isinstance(self._batches, torch.utils.data.dataloader._BaseDataLoaderIter):
             dataset = Numbers()
             dataset.begin = self.given
-            self._batches = iter(DataLoader(dataset, None, num_workers=2, generator=torch.Generator()))  # type: ignore[assignment]
+            self._batches = iter(DataLoader(dataset, None, num_workers=2, generator=torch.Generator()))
         batch = next(self._batches)
         self.given += 1
         return batch
@@ -379,7 +379,7 @@ def test_a_thousand_param_groups(tmp_path: Path) -> None:
         def step(_number: int) -> Any:
             optimizer.zero_grad()
             loss = sum((p * torch.randn(2)).square().sum() for p in model)
-            loss.backward()  # type: ignore[union-attr]
+            loss.backward()
             optimizer.step()
             scheduler.step()
             return loss

@@ -25,7 +25,7 @@ class Muon(Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             for parameter in group["params"]:
                 kept = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -117,8 +117,8 @@ class Lookahead(Optimizer):
             for parameter in group["params"]:
                 self.state[parameter]["slow"] = parameter.detach().clone()
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = self.optimizer.step(closure)  # type: ignore[arg-type]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = self.optimizer.step(closure)
         with torch.no_grad():
             for group in self.param_groups:
                 group["counter"] = (group["counter"] + 1) % self.k
@@ -147,7 +147,7 @@ class SAM(Optimizer):
         self.param_groups = self.base_optimizer.param_groups
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([p.grad.norm() for p in every]).norm()
         for parameter in every:
@@ -187,7 +187,7 @@ class AcceleratedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self.optimizer.zero_grad(set_to_none)
 
-    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         return self.optimizer.step(closure)
 
     def state_dict(self) -> dict[str, Any]:

@@ -371,6 +371,7 @@ class TestScaler:
         assert loop.tail.settled()
 
 
+@pytest.mark.supports("AMP and GradScaler")
 class TestFused:
     """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
 
@@ -396,7 +397,6 @@ class TestFused:
         if update:
             loop.scaler.update()
 
-    @pytest.mark.supports("AMP and GradScaler (fused)")
     def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
         loop = self.loop()
         self.iteration(loop)

@@ -93,6 +93,9 @@ class TestWhenItIsWrapped:
         ],
         ids=["meta", "meta that is not saved", "sparse", "quantised", "subclass", "extra state of a module"],
     )
+    @pytest.mark.supports("tensor subclasses")
+    @pytest.mark.supports("non-dense tensors")
+    @pytest.mark.supports("devices other than CPU and CUDA")
     def test_what_cannot_be_saved_is_refused(self, tmp_path: Path, prepare: Any, text: str) -> None:
         with pytest.raises(ConfigError, match=f"this training state could not be saved: {text}"):
             Job(tmp_path, prepare).wrap()
@@ -132,6 +135,7 @@ class TestWhenItIsWrapped:
         ],
         ids=["0-dim bool", "conjugated", "empty", "expanded", "with gaps", "channels last", "float8", "uint16"],
     )
+    @pytest.mark.supports("tensors that only look odd")
     def test_what_looks_odd_and_can_be_saved_comes_back(self, tmp_path: Path, tensor: Callable[[], Tensor]) -> None:
         job = Job(tmp_path, buffer(tensor)).wrap()
         job.step()
@@ -173,6 +177,8 @@ class TestAfterTheFirstUpdate:
         ],
         ids=["subclass", "meta", "sparse", "object"],
     )
+    @pytest.mark.supports("tensor subclasses")
+    @pytest.mark.supports("objects in the optimizer's state")
     def test_state_of_the_optimizer_is_refused_at_the_next(
         self, tmp_path: Path, make: Callable[[Tensor], Any], text: str
     ) -> None:
@@ -197,6 +203,7 @@ class TestAfterTheFirstUpdate:
             job.step()
         assert save(job.adapter, job.processor, 3).is_dir()
 
+    @pytest.mark.supports("functions in param groups")
     def test_a_setting_without_a_form_on_disk_is_said_once(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -224,6 +231,7 @@ class TestAfterTheFirstUpdate:
 
 
 class TestWhatChangesAfterWrapping:
+    @pytest.mark.supports("FSDP wrapped after wrap_optimizer")
     def test_parameters_that_are_replaced(self, tmp_path: Path) -> None:
         """As by ``fully_shard()``."""
         job = Job(tmp_path).wrap()
@@ -239,6 +247,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(UsageError, match="moved from cuda:0 to cpu after wrap_optimizer"):
             job.step()
 
+    @pytest.mark.supports("param groups added later")
     def test_a_group_that_is_added_is_saved(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         job.step()
@@ -261,6 +270,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(ConfigError, match="parameters that model= does not contain"):
             job.step()
 
+    @pytest.mark.supports("param groups added later")
     def test_a_group_that_no_shard_has(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         saved = list(job.adapter.sharding(1).parameters_of("model"))  # type: ignore[arg-type]
@@ -271,6 +281,7 @@ class TestWhatChangesAfterWrapping:
         with pytest.raises(UsageError, match=r"2\.bias, 2\.weight came into the optimizer after wrap_optimizer"):
             job.step()
 
+    @pytest.mark.supports("parameters frozen and trained again")
     def test_parameters_that_are_frozen_and_trained_again(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()
         for frozen in (True, False):

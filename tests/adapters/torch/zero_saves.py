@@ -20,7 +20,7 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
-from tests.adapters.torch.zero_worlds import Groups, Training, plain, replicated, run
+from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -242,13 +242,14 @@ def refused(directory: Path) -> dict[str, Any]:
     mine = halves[dist.get_rank() // 2]
     half = replicated(1, process_group=mine)
     per_host = Job(directory / "hosts", half)
-    training = Training(given(half))
+    model = Model()  # without a DistributedDataParallel
+    optimizer = given(half)(model.groups())
     seen = {"hosts": {shard: list(ranks) for shard, ranks in per_host.layout.groups.items()}}
-    lone: dict[str, Any] = {"model": training.model, "scheduler": None, "extra_state": None, "scaler": None}
+    lone: dict[str, Any] = {"model": model, "scheduler": None, "extra_state": None, "scaler": None}
     cases: dict[str, Callable[[], Any]] = {
-        "unconnected": lambda: TorchAdapter(training.optimizer, **lone).layout(4),
-        "layout": lambda: TorchAdapter(training.optimizer, **lone, layout=Layout.data_parallel(4)).layout(4),
-        "world": lambda: TorchAdapter(training.optimizer, **lone).layout(8),
+        "unconnected": lambda: TorchAdapter(optimizer, **lone).layout(4),
+        "layout": lambda: TorchAdapter(optimizer, **lone, layout=Layout.data_parallel(4)).layout(4),
+        "world": lambda: TorchAdapter(optimizer, **lone).layout(8),
     }
     for name, attempt in cases.items():
         try:

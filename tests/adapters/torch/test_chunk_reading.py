@@ -1,0 +1,56 @@
+"""Chunks that torch has no description for (FSDP1's) are filled from the pieces that overlap them, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.adapters.torch.checkpoints import whole_checkpoint  # noqa: E402
+from ttp.adapters.torch import reader  # noqa: E402
+from ttp.adapters.torch.checkpoint import Chunk, write_shard  # noqa: E402
+from ttp.adapters.torch.reader import load_chunks  # noqa: E402
+from ttp.core.layout import Rank, Shard  # noqa: E402
+from ttp.errors import CheckpointError  # noqa: E402
+
+WHOLE = torch.arange(32.0).reshape(8, 4)
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Any:
+    """A tensor of eight rows, two in each of four files."""
+    pieces = [
+        write_shard(
+            tmp_path,
+            f"__{n}_0.distcp",
+            {"model": {"w": Chunk(WHOLE[2 * n : 2 * n + 2], (8, 4), (2 * n, 0))}},
+            shard=Shard(f"model-{n}"),
+            writer=Rank(n),
+        )
+        for n in range(4)
+    ]
+    return whole_checkpoint(tmp_path, pieces, 1, 4)
+
+
+def test_only_what_overlaps_is_read(saved: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: list[str] = []
+    inherited = reader.read_value
+    monkeypatch.setattr(reader, "read_value", lambda path, item: read.append(item.file) or inherited(path, item))  # type: ignore[func-returns-value]
+    row, rows = torch.zeros(1, 2), torch.zeros(2, 4)
+    load_chunks(tmp_path, saved, [(("model", "w"), [Chunk(row, (8, 4), (2, 2)), Chunk(rows, (8, 4), (3, 0))])])
+    assert torch.equal(row, WHOLE[2:3, 2:]) and torch.equal(rows, WHOLE[3:5])
+    assert sorted(read) == ["__1_0.distcp", "__2_0.distcp"]
+
+
+def test_a_tensor_that_is_not_there_or_has_another_shape(saved: Any, tmp_path: Path) -> None:
+    chunk = Chunk(torch.zeros(1, 4), (9, 4), (8, 0))
+    for name in ("w", "v"):
+        with pytest.raises(CheckpointError, match=rf"has no tensor model\.{name} of shape \(9, 4\)"):
+            load_chunks(tmp_path, saved, [(("model", name), [chunk])])
+
+
+def test_nothing_wanted_reads_nothing(saved: Any, tmp_path: Path) -> None:
+    load_chunks(tmp_path / "nowhere", saved, [(("model", "w"), [])])
