@@ -16,6 +16,7 @@ ON_THE_HOST = [
     'ahead:host_ahead{"optimizer": "adam-fused", "scaled": true, "lead": 1}',
     "watchdog:hung_collective",
     "watchdog:saved_after_the_time_out",
+    'steady:no_synchronisation{"kind": "accumulation"}',
     'steady:no_synchronisation{"kind": "hsdp"}',
     "graphs:forward_and_backward",
     "graphs:whole_step",
@@ -25,7 +26,6 @@ MADE_UP = [
     "copies:every_form",
     "copies:first_look",
     'steady:no_synchronisation{"kind": "statistics"}',
-    'steady:no_synchronisation{"kind": "accumulation"}',
     "steady:pages",
     "memory:full",
 ]
@@ -33,7 +33,13 @@ MADE_UP = [
 tensors that torch itself makes on the device (the counters of fused optimizers, the numbers of a scaler)."""
 
 
-@pytest.mark.parametrize(("device", "cases"), [("cpu", ON_THE_HOST), ("made-up", MADE_UP)], ids=["host", "made-up"])
+@pytest.mark.parametrize(
+    ("device", "cases"),
+    [
+        pytest.param("cpu", ON_THE_HOST, id="host"),
+        pytest.param("made-up", MADE_UP, id="made-up", marks=pytest.mark.slow),
+    ],
+)
 def test_every_case(run_case: RunCase, device: str, cases: list[str]) -> None:
     done = run_case(*cases, device=device)
     assert done.out.count('{"case"') == len(cases)
