@@ -22,10 +22,8 @@ from ttp.wire.v1 import controller_pb2 as pb
 class Controller:
     """A real controller process."""
 
-    def __init__(
-        self, run_dir: Path, *args: str, token: str = "", wait: bool = True, port: int | None = None, **env: str
-    ) -> None:
-        self.port = port or free_port()
+    def __init__(self, run_dir: Path, *args: str, token: str = "", wait: bool = True, **env: str) -> None:
+        self.port = free_port()
         self.token = token
         clean = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
         self.log = (run_dir / "controller.out").open("w+")

@@ -37,7 +37,7 @@ def test_it_is_refused_after_training_has_begun(alone: Processor, start: Any, ca
     caplog.set_level(logging.ERROR, "ttp.processor")
     alone.begin_update()
     alone.end_update()
-    start(token="wrong", port=alone.config.port)
+    start("--port", str(alone.config.port), token="wrong", wait=False)
     until(lambda: "UNPROTECTED, and for good" in caplog.text)
     assert caplog.text.count("for good") == 1
     alone.begin_update()

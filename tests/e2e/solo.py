@@ -26,7 +26,7 @@ def train(save_dir: str, steps: int, width: int) -> None:
     model = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.5), nn.Linear(width, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if os.environ.get("SOLO_ODD"):
-        optimizer.register_step_post_hook(lambda *_: optimizer.state[model[0].weight].update(odd=object()))
+        optimizer.register_step_post_hook(lambda *_: optimizer.state[next(model.parameters())].update(odd=object()))
     average = get_ema_multi_avg_fn(0.9)  # type: ignore[no-untyped-call]
     ema = AveragedModel(model, multi_avg_fn=average, use_buffers=False)
     ttp.wrap_optimizer(optimizer, model=model, save_dir=save_dir, extra_state={"ema": ema})

@@ -152,6 +152,17 @@ def test_who_is_told_late_that_an_update_was_left_is_told() -> None:
     assert gate.state().phase is Phase.IDLE and not gate.left
 
 
+def test_who_stands_between_two_steps_may_leave_the_update() -> None:
+    gate = Gate()
+    gate.begin_update()
+    gate.stand_between()
+    gate.leave_update()
+    assert gate.left and gate.state().phase is Phase.TORN
+    gate.begin_update()
+    gate.end_update()
+    assert gate.version == 2 and gate.state().phase is Phase.IDLE
+
+
 def test_without_an_update_nothing_is_left() -> None:
     gate = Gate()
     gate.leave_update()

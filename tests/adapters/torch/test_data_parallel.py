@@ -187,13 +187,15 @@ class TestHooksWithState:
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert not caplog.messages
 
-    @pytest.mark.parametrize("kind", [dist.BuiltinCommHookType.ALLREDUCE, dist.BuiltinCommHookType.FP16_COMPRESS])
-    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: Any) -> None:
+    @pytest.mark.parametrize("kind", ["ALLREDUCE", "FP16_COMPRESS"])
+    def test_those_in_torch_itself_go_on_with_a_restored_layout(self, kind: str) -> None:
+        library: Any = dist
+        hook = getattr(library.BuiltinCommHookType, kind)
         ddp = Ddp(layers())
-        ddp._register_builtin_comm_hook(kind)
+        ddp._register_builtin_comm_hook(hook)
         before = ddp.reducer
         assert apply_bucket_layout(ddp, "2 3, 1 0") is None
-        assert ddp.reducer is not before and ddp._get_ddp_logging_data()["comm_hook"] == str(kind)
+        assert ddp.reducer is not before and ddp._get_ddp_logging_data()["comm_hook"] == str(hook)
         for _ in range(3):
             ddp(torch.ones(1, 4)).sum().backward()
 
