@@ -90,7 +90,7 @@ class TorchAdapter:
         buddy: bool = False,
     ) -> None:
         self._given = _distinct(optimizer)
-        self._optimizer = combined([owner for each in self._given for owner in owners_of(each)])
+        self._optimizer = combined(_owners(self._given))
         self._model, self._schedulers, self._scaler = model, _schedulers(scheduler), scaler
         self._undo, self._layout, self._shard_of, self._buddy = undo, layout, shard_of, buddy
         self._sharding: Sharding | None = None
@@ -378,8 +378,9 @@ def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     given = list({id(each): each for each in listed(optimizer)}.values())
     if not given:
         raise UsageError("wrap_optimizer() was given no optimizer")
-    sharded = next((each for each in given if is_sharded(each)), None)
-    if sharded is not None and len(given) > 1:
+    owners = _owners(given)
+    sharded = next((each for each in owners if is_sharded(each)), None)
+    if sharded is not None and len(owners) > 1:
         raise ConfigError(
             f"{type(sharded).__name__} shards its state over the ranks and cannot be protected beside other "
             "optimizers: give all parameters to it, or use optimizers that do not shard their state"

@@ -223,7 +223,7 @@ class LocalCapture:
     def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
         staged = device.capture()
         if staged is None:
-            return  # the device does not move; neither will the versions
+            return  # the device does not move, and neither will the versions; or nothing is done now
         parts = self._small()  # behind that: it describes the buffers that were found
         for _, apart in self._sections.values():  # live memory: what is written later is a copy
             staged.kept += [(stamp, bytes(data)) for stamp, data in apart]

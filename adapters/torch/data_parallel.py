@@ -26,12 +26,14 @@ Layouts = str | dict[str, str]
 as far as it is known."""
 
 
-def ddps_of(model: nn.Module) -> list[Ddp]:
+def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
     """Every DistributedDataParallel inside of ``model``, around it, or around a part of it; in the model's order.
 
-    Not for every step: it may look at each object of the process (0.1 s for a million).
+    Not for every step: where those inside and the ``known`` ones do not reduce all of the model, all objects of the
+    process are looked at.
     """
-    inside = [module for module in model.modules() if isinstance(module, DistributedDataParallel)]
+    inside = [*known, *(module for module in model.modules() if isinstance(module, DistributedDataParallel))]
+    inside = list({id(ddp): ddp for ddp in inside}.values())
     if not (dist.is_available() and dist.is_initialized()):
         return inside
     number = {id(parameter): position for position, parameter in enumerate(model.parameters())}
@@ -39,7 +41,11 @@ def ddps_of(model: nn.Module) -> list[Ddp]:
     if all(identity in covered for identity in number):
         return inside
     found = {id(ddp): ddp for ddp in (*inside, *_around(number))}
-    return sorted(found.values(), key=lambda ddp: min(number[id(p)] for p in ddp.parameters() if id(p) in number))
+
+    def place(ddp: Ddp) -> int:
+        return min((number[id(p)] for p in ddp.parameters() if id(p) in number), default=len(number))
+
+    return sorted(found.values(), key=place)
 
 
 def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
@@ -94,7 +100,7 @@ class LayoutWatch:
         Returns:
             What of theirs makes saves impossible, in sentences.
         """
-        late = [ddp for ddp in ddps_of(model) if not any(ddp is known for known in self._ddps)]
+        late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
         self._ddps += late
         self._watches |= {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
         _say_hook_state(late)
@@ -155,18 +161,19 @@ def hook_refusal(ddps: Sequence[Ddp]) -> str:
 
 
 def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
-    """Those of the process that have a parameter in ``number``.
-
-    ``isinstance`` would ask every object for its ``__class__``: some warn, load what is lazy, or raise.
-    """
-    found = [thing for thing in gc.get_objects() if DistributedDataParallel in type(thing).__mro__]
-    found = [ddp for ddp in found if "module" in getattr(ddp, "_modules", {})]
-    modules = [id(ddp.module) for ddp in found]
-    if len(set(modules)) < len(modules):  # one of them may be garbage that was not collected yet
+    """Those of the process that have a parameter in ``number``."""
+    found = _alive()
+    if len({id(ddp.module) for ddp in found}) < len(found):  # one of them may be garbage that was not collected yet
         del found
         gc.collect()
-        found = [thing for thing in gc.get_objects() if DistributedDataParallel in type(thing).__mro__]
+        found = _alive()
     yield from (ddp for ddp in found if any(id(parameter) in number for parameter in ddp.parameters()))
+
+
+def _alive() -> list[Ddp]:
+    """``isinstance`` would ask every object for its ``__class__``: some warn, load what is lazy, or raise."""
+    found = [thing for thing in gc.get_objects() if DistributedDataParallel in type(thing).__mro__]
+    return [ddp for ddp in found if "module" in vars(ddp).get("_modules", ())]  # else it failed when it was made
 
 
 def _by_name(ddps: Sequence[Ddp], names: ModelNames) -> dict[str, Ddp]:

@@ -61,6 +61,9 @@ class Runtime(Protocol):
     def holds(self, tensor: Tensor) -> bool:
         """Whether the tensor is in its memory."""
 
+    def capturing(self) -> bool:
+        """Whether what this thread queues becomes part of a CUDA graph: nothing of ours may, marks neither."""
+
     def mark(self, *, side: bool) -> Event:
         """Put a mark behind what is queued now, on the current stream of this thread or on the side stream."""
 
@@ -90,6 +93,10 @@ class CudaRuntime:
     def holds(self, tensor: Tensor) -> bool:
         """See ``Runtime``."""
         return tensor.device == self._device
+
+    def capturing(self) -> bool:
+        """See ``Runtime``."""
+        return bool(_cuda.is_current_stream_capturing())
 
     def mark(self, *, side: bool) -> Event:
         """See ``Runtime``."""
@@ -198,12 +205,18 @@ class Numbers:
         self.turn = 0
 
     def bring(self, value: Any) -> Any:
-        """A tensor of one element, as a ``Number``, or what is on the host, as it is now. Training thread."""
+        """A tensor of one element, as a ``Number``, or what is on the host, as it is now. Training thread.
+
+        Raises:
+            CheckpointError: a CUDA graph is being captured.
+        """
         if not isinstance(value, Tensor):
             return value
         runtime = holder(self._runtimes, value)
         if runtime is None:
             return value.item()
+        if runtime.capturing():
+            raise CheckpointError("a number of a device cannot be asked for while a CUDA graph is captured")
         start = self.turn % _NUMBERS * _NUMBER_BYTES
         slot = self._pinned[start : start + value.element_size()].view(value.dtype)
         slot.copy_(value.detach().view(-1), non_blocking=True)

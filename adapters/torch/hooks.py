@@ -397,7 +397,10 @@ class Attachment:
     def _look_for_exception(self, *, entering: bool = False) -> None:
         """Whether the program has caught an exception of ``step()`` and goes on."""
         if self._stepping.depth and not self._closures and self._stepping.was_left(entering=entering) and self._begun:
-            self._begun, self._left, self._again = False, True, True
+            self._begun = self._between = False
+            self._left = self._again = True
+            if self._untouched is not None:
+                self._untouched.stepped()
             self._reporter.leave_update()
             log.error(_LEFT, self._version())
 

@@ -97,6 +97,7 @@ class TorchSource:
         self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self._on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
+        self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
@@ -157,7 +158,14 @@ class TorchSource:
         return (*(fence.finished_version() for fence in fences), self._capture.arrived)
 
     def _host_holds_state(self) -> bool:
-        """Whether some of the state is on the host, and thereby of the host's version; counters can be put back."""
+        """Whether some of the state is on the host, and thereby of the host's version; numbers of others are kept."""
+        assert self._processor is not None
+        version = self._processor.gate.version
+        if self._mixed[0] != version:  # asked again and again
+            self._mixed = version, self._has_state_on_host()
+        return self._mixed[1]
+
+    def _has_state_on_host(self) -> bool:
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self._on_host, [*owned, *(v for v in kept if v.dim())]))

@@ -131,8 +131,11 @@ class DeviceBuffers:
         """Start to bring the buffers' bytes, as they are after the work queued so far. Training thread.
 
         A host that is several updates ahead of its device waits here for memory: a version without a page would be
-        worse, and the device has work. None: none came free, the device does not move.
+        worse, and the device has work. None: none came free, the device does not move; or a CUDA graph is being
+        captured, whose work is not done now.
         """
+        if any(runtime.capturing() for runtime in self._runtimes):
+            return None
         self.table.refresh()
         if self._built != self.table.layout:
             self._build()

@@ -108,7 +108,7 @@ class Turns:
 
     def backward(self) -> None:
         """A backward pass has begun."""
-        if self._made:
+        if self._made and not self._chained:
             self.interleaved = True
 
     def forget(self) -> None:

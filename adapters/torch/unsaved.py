@@ -33,6 +33,15 @@ def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
     Raises:
         UsageError: an optimizer keeps something that would not be in a checkpoint.
     """
+    every = [owner for optimizer in given for owner in owners_of(optimizer)]
+    for owner in every if len(every) > 1 else ():
+        nobodys = next((key for key in list(owner.state) if not isinstance(key, Tensor)), None)
+        if nobodys is not None:
+            raise UsageError(
+                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: beside other optimizers "
+                "nobody could tell whose it is when a checkpoint is loaded. Keep it in state[parameter] or in its "
+                "param groups"
+            )
     for optimizer in given:
         owners = owners_of(optimizer)
         for wrapper in wrappers_of(optimizer):

@@ -1,8 +1,9 @@
 """Notices a loop that writes to the weights between the backward passes of one iteration, outside of any step.
 
 Sharpness-aware optimizers do (SAM: ``first_step()`` moves the weights to where the second gradient is taken). No hook
-tells of it, and a checkpoint made in between would hold weights of no version. Looked at are the first iterations, and
-all of an optimizer that has a ``first_step()`` and a ``second_step()``.
+tells of it, and a checkpoint made in between would hold weights of no version. Looked at are the iterations behind the
+first one, in which layers may still set themselves up, and all of an optimizer that has a ``first_step()`` and a
+``second_step()``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.errors import UsageError
 
-_STEPS_WATCHED = 4
+_STEPS_WATCHED = range(1, 6)
 _COPIED = 4
 _COPIED_BYTES_MAX = 1 << 16
 
@@ -50,7 +51,7 @@ class Untouched:
         Raises:
             UsageError: the weights are not what they were at the last one, and no step came in between.
         """
-        if self._steps >= _STEPS_WATCHED and not self._always:
+        if self._steps not in _STEPS_WATCHED and not self._always:
             return
         mark = self._look()
         if self._mark is not None and not _equal(mark, self._mark):

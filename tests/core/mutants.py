@@ -116,11 +116,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "self._down_since is not None and not self.incident and",
         "self._down_since is not None and",
     ),
-    "the gate lets everybody through": (GATE, "if not self._closed or self._updating or self._admitted:", "if True:"),
+    "the gate lets everybody through": (GATE, "if not self._closed or self._admitted:", "if True:"),
     "the gate forgets who waits": (
         GATE,
-        "self._admitted = self._halted = False\n            self._closure += 1\n            self._opened.set()",
-        "self._halted = False\n            self._closure += 1",
+        "self._closure += 1\n            self._opened.set()",
+        "self._closure += 1",
     ),
     # replicas that differ
     "odd copies are as good": (DECIDE, "if verdict.odd or bad:", "if bad:"),
@@ -179,8 +179,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "the gate stays open after an update": (
         GATE,
-        "self._updating, self._admitted = True, False",
-        "self._updating = True",
+        "self._updating, self._admitted, self._left, self._between = True, False, False, False",
+        "self._updating, self._left, self._between = True, False, False",
     ),
     # hangs
     "hangs are not looked for": (CONTROLLER, "suspicion = self._hangs.check(now, self.job.live)", "suspicion = None"),
@@ -298,7 +298,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(r not in writers, not incident.answered(r), r)",
         "(r not in writers, incident.answered(r), r)",
     ),
-    "who is admitted stands still": (GATE, "elif self._updating or self._admitted:", "elif self._updating:"),
+    "who is admitted stands still": (GATE, "or self._between or self._admitted:", "or self._between:"),
     "closures of the gate are alike": (GATE, "            self._closure += 1\n", ""),
     "who comes to the gate is answered for before": (
         LOOKING,

@@ -13,7 +13,7 @@ from tests.core.talk import Talk, hello
 from ttp.core import messages as m
 from ttp.core import rescue
 from ttp.core.controller_events import ConnectionId, Received, StreamEnded
-from ttp.core.decide import Answer, NoPlan, Plan, decide
+from ttp.core.decide import Answer, How, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
 
@@ -602,6 +602,17 @@ def test_a_checkpoint_on_request() -> None:
     assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
     assert talk.ask(2) == "[opened] Freeze:0,1,2 [evidence]"
     assert frozen_at_7(talk, 0, 1, 2) == "[answer] [nothing_new] Thaw:0,1,2 [thawed] answer: saved"
+
+
+def test_a_checkpoint_on_request_between_two_steps_of_one_version() -> None:
+    talk = Talk()
+    talk.ask()
+    for rank in (0, 1, 2):
+        said = talk.frozen(rank, 7, m.Phase.TORN, has_preimage=True)
+    assert said == "[answer] [plan] Save:0"
+    assert [order.order.how for order in talk.orders(m.Save)] == [How.UNDO]
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
 def test_a_request_before_the_job_trains_is_answered_at_once() -> None:

@@ -419,6 +419,16 @@ def test_no_update_is_made_for_a_checkpoint_on_request() -> None:
         assert rank.sent(m.Frozen).has_gradient is not snapshot
 
 
+def test_only_who_has_nothing_else_goes_back_for_a_checkpoint_on_request() -> None:
+    """Who stands between two steps of one version is at none now, and goes on with it afterwards."""
+    for phase in (m.Phase.IDLE, m.Phase.TORN):
+        rank = Rank1()
+        rank.freeze(snapshot=True)
+        rank.quiet(7, phase, has_preimage=True)
+        assert rank.sent(m.Frozen).has_preimage is (phase is m.Phase.TORN)
+    assert rank.save(7, how=How.UNDO) == "StartSave"
+
+
 def test_another_incident_cancels_what_belongs_to_the_last() -> None:
     rank = frozen()
     rank.save()

@@ -1,4 +1,4 @@
-"""The host runs ahead of a device that hangs: the saved bytes are those of the version that the device holds."""
+"""The host is one or three updates ahead of a device that hangs: saved are the bytes that the device holds."""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("scaled", [False, True], ids=["", "scaler"])
 def test_bytes_equal_a_reference(run_case: RunCase, optimizer: str, scaled: bool) -> None:
     cases = [
-        "ahead:host_ahead" + json.dumps({"optimizer": optimizer, "scaled": scaled, "lead": lead}) for lead in (0, 1, 2)
+        "ahead:host_ahead" + json.dumps({"optimizer": optimizer, "scaled": scaled, "lead": lead}) for lead in (0, 2)
     ]
     run_case(*cases)

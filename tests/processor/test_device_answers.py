@@ -113,6 +113,18 @@ def test_one_that_goes_on_is_said_to(rig: Callable[[int], Rig]) -> None:
     assert answers == [1, 2, 3]
 
 
+def test_what_was_said_of_a_device_is_not_overruled_by_its_host(rig: Callable[[int], Rig]) -> None:
+    """An order may come a beat later than the answer that it was made of."""
+    it = rig(2)
+    assert it.processor._observed().version == 3
+    it.looker.freeze(hurry=True)
+    assert it.said().version == 2
+    observed = it.processor._observed()
+    assert (observed.version, observed.phase) == (2, m.Phase.IDLE)
+    it.looker.thaw()
+    assert it.processor._observed().version == 3
+
+
 def test_half_an_update_is_torn_until_it_is_whole(rig: Callable[[int | None], Rig]) -> None:
     it = rig(None)
     it.looker.freeze(hurry=True)

@@ -87,6 +87,35 @@ def test_whoever_is_admitted_is_about_to_update() -> None:
     assert seen == [Phase.UPDATING]
 
 
+def test_who_stands_between_two_steps_of_one_version_is_of_none() -> None:
+    quiet: list[Phase] = []
+    gate = Gate(lambda: quiet.append(gate.state().phase))
+    gate.begin_update()
+    gate.stand_between()
+    assert gate.state().phase is Phase.UPDATING and not quiet, "nobody asks: the update goes on"
+    assert gate.close().phase is Phase.TORN, "answered at once"
+    went_on = threading.Thread(target=gate.begin_update)
+    went_on.start()
+    while not gate.state().parked:
+        time.sleep(0.001)
+    assert quiet == [Phase.TORN] and not gate.admit(), "there is no gradient of a whole update"
+    gate.open()
+    went_on.join()
+    gate.end_update()
+    assert gate.close().phase is Phase.IDLE and gate.version == 1
+
+
+def test_an_update_that_comes_between_two_steps_under_a_closed_gate_is_told() -> None:
+    quiet: list[Phase] = []
+    gate = Gate(lambda: quiet.append(gate.state().phase))
+    gate.begin_update()
+    assert gate.close().phase is Phase.UPDATING
+    gate.stand_between()
+    assert quiet == [Phase.TORN]
+    gate.revive(Version(0))
+    assert gate.state().phase is Phase.IDLE
+
+
 def test_states_of_two_closures_differ() -> None:
     gate = Gate()
     first = gate.close()
@@ -150,6 +179,17 @@ def test_who_is_told_late_that_an_update_was_left_is_told() -> None:
     assert told == [Phase.TORN]
     gate.revive(Version(0))
     assert gate.state().phase is Phase.IDLE and not gate.left
+
+
+def test_who_stands_between_two_steps_may_leave_the_update() -> None:
+    gate = Gate()
+    gate.begin_update()
+    gate.stand_between()
+    gate.leave_update()
+    assert gate.left and gate.state().phase is Phase.TORN
+    gate.begin_update()
+    gate.end_update()
+    assert gate.version == 2 and gate.state().phase is Phase.IDLE
 
 
 def test_without_an_update_nothing_is_left() -> None:

@@ -197,6 +197,7 @@ class Gate:
     def leave_update(self) -> None:
         """The running update was left by an exception that the program has caught: torn until a later one is whole."""
         with self._lock:
+            self._updating, self._between = self._updating or self._between, False
             self._leave()
             closed = self._closed
         if closed:

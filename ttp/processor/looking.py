@@ -79,6 +79,7 @@ class Looker:
         self._patience_s = DEVICE_PATIENCE_S
         self._enough = threading.Event()  # for the thread that follows a device
         self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
+        self._said: tuple[GateState, Version, m.Phase] | None = None
 
     def freeze(self, *, hurry: bool = False) -> None:
         """Close the gate and say what is there. ``hurry``: a device that stands still is not waited for."""
@@ -102,6 +103,11 @@ class Looker:
     def wait_done(self, timeout_s: float) -> bool:
         """Until all has been looked at; false when it takes longer."""
         return self._lane.wait_done(timeout_s)
+
+    def standing(self, state: GateState) -> tuple[Version, m.Phase]:
+        """Version and phase in a state of the gate: those that were said of it, as a device may be behind its host."""
+        said = self._said
+        return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
     def look_again(self) -> None:
         """The state has moved: say how it is now. Returns when that was said."""
@@ -149,6 +155,7 @@ class Looker:
         )
         self._took_s = time.monotonic() - began
         if not self._moved_on(state):
+            self._said = state, quiet.version, phase
             self._put(Look(state.closure, quiet))
             if version != state.version:
                 self._follow(state, version)

@@ -340,7 +340,8 @@ class Processor:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # it may go on for hours, for all that is known here
-        return pm.Observed(state.version, state.phase, self.mark, self.activity, self.written)
+        version, phase = self._looker.standing(state)
+        return pm.Observed(version, phase, self.mark, self.activity, self.written)
 
     def _perform(self, action: pm.Action) -> None:
         match action:

@@ -10,6 +10,7 @@ What may not happen is a *sin*. It is raised, and kept in ``FakeDevice.sins`` in
 
 * memory of the device, or pinned memory, is set aside after ``seal()``;
 * a thread in ``no_waiting()`` waits for the device;
+* something is queued while a CUDA graph is captured (``capturing``);
 * anybody waits for a stream that hangs, or launches a kernel for the first time while one hangs: it is loaded lazily,
   and the call would never return.
 """
@@ -88,6 +89,7 @@ class FakeDevice:
         self.moving = threading.Event()
         self.moving.set()
         self.broken = False
+        self.capturing = False
         self.sins: list[str] = []
         self.allocated = 0
         self.waits: Counter[int] = Counter()  # by thread: how often it waited for the device
@@ -204,6 +206,8 @@ class FakeDevice:
         raise Sin(text)
 
     def _queue(self, task: Any, stream: FakeStream | None = None) -> None:
+        if self.capturing:
+            self.sin("it becomes part of a CUDA graph")
         with self._lock:
             (stream or self.current).queue.append(task)
 
@@ -320,6 +324,9 @@ class FakeRuntime:
 
     def holds(self, tensor: Tensor) -> bool:
         return not tensor.is_meta and tensor.layout is torch.strided and self.device.has(tensor)
+
+    def capturing(self) -> bool:
+        return self.device.capturing
 
     def mark(self, *, side: bool) -> FakeEvent:
         self.log.append("mark side" if side else "mark")

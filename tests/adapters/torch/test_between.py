@@ -121,6 +121,21 @@ def test_between_the_steps_the_last_version_is_saved(gan: Callable[..., Gan], fi
     assert job.facts()[:2] == now[:2], "nobody writes to the state of a frozen rank"
 
 
+def test_a_schedule_stepped_between_the_steps_is_of_the_version_to_come(gan: Callable[..., Gan]) -> None:
+    job = gan()
+    for _ in range(3):
+        job.step_critic()
+        job.schedulers[0].step()
+        job.step_generator()
+        job.schedulers[1].step()
+        job.seen.append(job.facts())
+    job.step_critic()
+    job.schedulers[0].step()
+    job.learn_generator()
+    job.processor.gate.close()
+    assert restored(save(job.adapter, job.processor, 3, How.UNDO), 3) == job.seen[3]
+
+
 def test_a_false_alarm_between_the_steps_changes_nothing(gan: Callable[..., Gan]) -> None:
     unbroken = gan()
     unbroken.train(3)
@@ -168,7 +183,6 @@ def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[...
         assert job.phase is Phase.TORN and job.adapter.source.has_preimage is undone
         job.processor.gate.open()
         job.processor.gate._torn = False
-        job.adapter._attachment._depth = 0  # type: ignore[union-attr]
         if undone:
             job.step_critic()
 

@@ -163,6 +163,25 @@ class TestCaught:
         job.optimizer.step(closure)
         assert job.gate.state().phase is Phase.IDLE and job.gate.version == 2
 
+    def test_between_the_steps_of_two_optimizers(self) -> None:
+        """The first has stepped, the closure of the second raises: half of a version is made."""
+        job = loop(optimizers=2)
+
+        def closure() -> Any:
+            raise torch.OutOfMemoryError("before the second of them has written anything")
+
+        job.backward()
+        job.optimizers[0].step()
+        with pytest.raises(torch.OutOfMemoryError):
+            job.optimizers[1].step(closure)
+        for version in (2, 3):
+            job.taken()
+            job.backward()
+            assert job.gate.state().phase is (Phase.TORN if version == 2 else Phase.IDLE)
+            job.optimizers[0].step()
+            job.optimizers[1].step()
+            assert job.gate.version == version and (version, "early") in job.taken()
+
     def test_a_gradient_inside_of_a_step_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
         """An optimizer that keeps its closure to itself makes its own backward pass."""
 

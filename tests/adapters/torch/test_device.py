@@ -304,6 +304,15 @@ class TestBuffers:
         page.capture.capture(2, final=True)
         assert page.arrived(2).buffers["1.running_mean"].tolist() == [6.0] * 5
 
+    def test_nothing_becomes_part_of_a_cuda_graph(self, device: Any, page: Page) -> None:
+        """Its forward and backward pass run once to be captured, and call the hooks."""
+        page.step(1)
+        device.device.capturing = True
+        page.capture.capture(2, final=False)
+        device.device.capturing = False
+        page.check(2, page.step(2))
+        assert not page.capture.problem
+
     def test_a_large_constant_one_is_brought_once(self, device: Any, page: Page) -> None:
         page.capture.capture(0, final=True)
         page.arrived(0)

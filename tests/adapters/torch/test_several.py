@@ -159,3 +159,24 @@ def test_wrap_optimizer_gives_back_the_list_it_was_given(tmp_path: Path) -> None
     for wrong in ([], [optimizers[0], object()]):
         with pytest.raises(UsageError, match="or a list of them"):
             ttp.wrap_optimizer(wrong, model=model, save_dir=tmp_path)
+
+
+def test_what_belongs_to_no_parameter_cannot_be_told_apart(tmp_path: Path) -> None:
+    job = Job(tmp_path / "checkpoints").start(tmp_path / "pages")
+    job.optimizers[1].state["count"] = {"steps": 0}
+    with pytest.raises(UsageError, match=r"AdamW keeps 'count' in \.state, which is no parameter"):
+        job.train(1)
+    job.adapter.source.close()
+
+
+def test_an_optimizer_that_shards_its_state_stands_alone(tmp_path: Path) -> None:
+    from ttp.adapters.torch import ReplicatedOptimizer
+
+    def sharded(model: nn.Module) -> list[Any]:
+        first, second = two(model)
+        shards: Any = object.__new__(ReplicatedOptimizer)
+        shards.__dict__.update(first.__dict__)
+        return [shards, second]
+
+    with pytest.raises(ConfigError, match="ReplicatedOptimizer shards its state"):
+        Job(tmp_path, sharded)

@@ -568,6 +568,15 @@ class TestScaleOnADevice:
         state = loop.state(1)
         assert state.scaler["scale"] == 2048.0 and not state.scaler_pending
 
+    def test_while_a_graph_is_captured_its_update_stays_due(self, loop: Loop, runtime: Any) -> None:
+        self.iteration(loop)
+        runtime.device.capturing = True
+        with pytest.raises(CheckpointError, match="CUDA graph"):  # the hooks log it
+            loop.tail.forward_entered(True)
+        runtime.device.capturing = False
+        state = loop.state(1)
+        assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+
     def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(device, "_NUMBERS", 8)
         loop.tail._numbers = device.Numbers(loop.tail._numbers._runtimes)
