@@ -16,7 +16,7 @@ LAYOUTS = {
     "pp": "PP2 x DP2",
     "replicated": "ReplicatedOptimizer, 2 copies",
 }
-QUICK = ("ddp", "hsdp-preimage")
+QUICK = ("hsdp-preimage",)
 """Four processes are started for each."""
 RANKS = 4
 STEP_MS = 50.0

@@ -31,7 +31,7 @@ def test_a_group_runs(name: str, tmp_path: Path) -> None:
         env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=900,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
