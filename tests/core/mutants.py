@@ -307,8 +307,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "an old look is as good": (
         LOOKING,
-        "        if not self._moved_on(state):\n            self._put",
-        "        if True:\n            self._put",
+        "        if not self._moved_on(state):\n            self._said",
+        "        if True:\n            self._said",
     ),
     "what has changed is not said": (
         LOOKING,
