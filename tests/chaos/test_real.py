@@ -72,7 +72,7 @@ def run(folder: Path, text: str, *flags: str) -> list[dict[str, Any]]:
     return results
 
 
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("chaos")
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_a_rank_is_killed_and_all_is_checked(tmp_path: Path) -> None:
     page = tmp_path / "reliability.md"
@@ -83,7 +83,7 @@ def test_a_rank_is_killed_and_all_is_checked(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("chaos")
 @pytest.mark.timeout(PATIENCE_S + 60)
 def test_this_machine_as_the_only_host(tmp_path: Path) -> None:
     (only,) = run(tmp_path, ONE_KILL, "--plain")
@@ -91,7 +91,7 @@ def test_this_machine_as_the_only_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("chaos")
 @pytest.mark.timeout(PATIENCE_S + 60)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_when_it_is_ended(tmp_path: Path, how: signal.Signals) -> None:

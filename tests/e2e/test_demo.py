@@ -32,7 +32,7 @@ def assert_nothing_lost(lines: set[tuple[str, ...]], killed: str) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("demo")
 def test_the_demo_loses_no_step_and_no_bit(tmp_path: Path) -> None:
     lines = demo(tmp_path / "demo", "--steps", "40", RANK="0", SEED="7")
     assert_nothing_lost(lines, "0")
@@ -43,7 +43,7 @@ def test_the_demo_loses_no_step_and_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("demo")
 @pytest.mark.parametrize("flags", ["--layout hsdp", "--layout hsdp --precision bf16", "--layout ddp --precision bf16"])
 @pytest.mark.parametrize("rank", ["0", "3"])
 def test_a_gpt_in_every_layout_loses_no_step_and_no_bit(tmp_path: Path, flags: str, rank: str) -> None:

@@ -254,6 +254,7 @@ def test_what_a_host_leaves_that_has_lost_all_its_ranks(
     assert_saved_and_identical(job, unbroken, [set(victims)])
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 def test_resume_on_another_number_of_ranks(make_job: MakeJob) -> None:
     fault = {"id": "kill", "rank": 2, "step": 4, "phase": "backward", "action": "kill"}

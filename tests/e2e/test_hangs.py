@@ -21,7 +21,7 @@ def evidence(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-@pytest.mark.xdist_group("ttp")
+@pytest.mark.xdist_group("hangs")
 def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob, unbroken: Unbroken) -> None:
     """A deadlock, a SIGSTOP, a thread that keeps the interpreter lock; and an evaluation, which is none of these."""
     faults = [

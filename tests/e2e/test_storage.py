@@ -126,6 +126,7 @@ def test_a_restart_does_not_throw_away_what_was_committed(solo: Run, tmp_path: P
     assert "start 0" in solo(tmp_path / "ck", 2).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_another_saver_then_another_place(make_job: MakeJob, unbroken: Unbroken, bad_disk: BadDisk) -> None:
     """First a write fails once; later the disk is full for everybody, and is so when the job starts again."""
