@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("rich")
-
 benchmarks: Any = importlib.import_module("benchmarks.__main__")
 ROOT = Path(__file__).parents[1]
 

@@ -31,12 +31,12 @@ class CombinedOptimizer(Optimizer):
         self.defaults = {}
 
     @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of Optimizer: here a view
         """Those of all members, live."""
         return [group for member in self.members for group in member.param_groups]
 
     @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override] # the same
         """That of all members, live; what is set goes to the member that updates the parameter."""
         return _States(self.members)
 

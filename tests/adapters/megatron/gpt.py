@@ -200,7 +200,7 @@ def _chunk(config: Any, shape: Shape, stage: int) -> Any:
 def scale(linear: Any) -> None:
     """Give a layer what Transformer Engine gives one in FP8: a history of largest inputs that its output depends on."""
 
-    class Scaled(type(linear)):  # type: ignore[misc]
+    class Scaled(type(linear)):  # type: ignore[misc] # which class Megatron has made is known only now
         """See ``scale``."""
 
         history = torch.ones(4)

@@ -7,13 +7,12 @@ import logging
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from ttp.adapters.megatron.extra_states import ExtraStates  # noqa: E402
-from ttp.adapters.megatron.param_sync import ParamSyncs  # noqa: E402
-from ttp.errors import ConfigError  # noqa: E402
+from ttp.adapters.megatron.extra_states import ExtraStates
+from ttp.adapters.megatron.param_sync import ParamSyncs
+from ttp.errors import ConfigError
 
 
 class Scaled(nn.Module):

@@ -38,7 +38,7 @@ _item: Any = torch.ops.aten._local_scalar_dense.default
 _foreach_copy: Any = torch.ops.aten._foreach_copy_.default
 
 
-class Sin(AssertionError):  # noqa: N818 - see the module
+class Sin(AssertionError):  # noqa: N818 - not an error of the stand-in, but of what it watches
     """Something that a real device would not forgive."""
 
 
@@ -289,11 +289,11 @@ class FakeDevice:
             self.sin(f"{what} waits for ever")
 
 
-class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here
     """While it is entered, what this thread does with memory of the devices is work of theirs."""
 
     def __init__(self, *devices: FakeDevice) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call] # torch has no types here
         self._devices = devices
 
     def dispatch(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -307,7 +307,7 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 # Set here, because torch wraps what a class body has, and then imports its compiler for seconds.
-Watching.__torch_dispatch__ = Watching.dispatch  # type: ignore[assignment,method-assign]
+Watching.__torch_dispatch__ = Watching.dispatch  # type: ignore[assignment,method-assign] # on purpose: see above
 
 
 class FakeRuntime:

@@ -9,17 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from tests.adapters.torch.checkpoints import digest  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.core.decide import How  # noqa: E402
-from ttp.core.layout import Rank  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from tests.adapters.torch.checkpoints import digest
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.decide import How
+from ttp.core.layout import Rank
+from ttp.core.messages import Phase
+from ttp.errors import UsageError
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
@@ -174,7 +173,8 @@ def test_a_critic_that_breaks_off_is_undone_a_generator_is_not(gan: Callable[...
 
     for optimizer, undone in ((job.of_critic, True), (job.of_generator, False)):
         handle = optimizer.register_step_post_hook(fail)
-        optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
+        hooks: Any = optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(handle.id, last=False)
         with pytest.raises(RuntimeError, match="in mid-update"):
             (job.step_critic if optimizer is job.of_critic else job.step_generator)()
         handle.remove()

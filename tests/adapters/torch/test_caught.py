@@ -7,15 +7,14 @@ import threading
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from tests.adapters.torch.test_closures import Lightning, Perturbing  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
+from tests.adapters.torch.hooked import Job
+from tests.adapters.torch.test_closures import Lightning, Perturbing
+from ttp.core.messages import Phase
 
 
-class Failing(torch.optim.SGD):  # type: ignore[misc,name-defined]
+class Failing(torch.optim.SGD):
     """Runs out of memory when it is told to, in the middle of the parameters."""
 
     fails = False
@@ -185,7 +184,7 @@ class TestCaught:
     def test_a_gradient_inside_of_a_step_is_none(self, caplog: pytest.LogCaptureFixture) -> None:
         """An optimizer that keeps its closure to itself makes its own backward pass."""
 
-        class Own(torch.optim.SGD):  # type: ignore[misc,name-defined]
+        class Own(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 with torch.enable_grad():
                     job.backward()

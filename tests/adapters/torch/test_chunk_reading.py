@@ -6,15 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.adapters.torch.checkpoints import whole_checkpoint  # noqa: E402
-from ttp.adapters.torch import reader  # noqa: E402
-from ttp.adapters.torch.checkpoint import Chunk, write_shard  # noqa: E402
-from ttp.adapters.torch.reader import load_chunks  # noqa: E402
-from ttp.core.layout import Rank, Shard  # noqa: E402
-from ttp.errors import CheckpointError  # noqa: E402
+from tests.adapters.torch.checkpoints import whole_checkpoint
+from ttp.adapters.torch import reader
+from ttp.adapters.torch.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.reader import load_chunks
+from ttp.core.layout import Rank, Shard
+from ttp.errors import CheckpointError
 
 WHOLE = torch.arange(32.0).reshape(8, 4)
 

@@ -6,13 +6,12 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch import hooks  # noqa: E402
-from ttp.adapters.torch.closures import evaluates_first  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
+from tests.adapters.torch.hooked import Job
+from ttp.adapters.torch import hooks
+from ttp.adapters.torch.closures import evaluates_first
+from ttp.core.messages import Phase
 
 SGD: Any = torch.optim.SGD
 
@@ -20,7 +19,7 @@ SGD: Any = torch.optim.SGD
 class AsInTheDocs(SGD):  # type: ignore[misc]
     """As most optimizers outside of torch are written."""
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         """Performs a single optimization step."""
         loss = None
@@ -39,7 +38,7 @@ class Passing(AsInTheDocs):
 
 
 class Wrapping(SGD):  # type: ignore[misc]
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         assert closure is not None
         closure = torch.enable_grad()(closure)
@@ -56,7 +55,7 @@ class InOneLine(SGD):  # type: ignore[misc]
 class Perturbing(SGD):  # type: ignore[misc]
     """Sharpness-aware: it writes, and evaluates then."""
 
-    @torch.no_grad()  # type: ignore[untyped-decorator]
+    @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         closure = torch.enable_grad()(closure)
         self.climb()

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
+import torch._dynamo
 
-torch = pytest.importorskip("torch")
-dynamo: Any = pytest.importorskip("torch._dynamo")
+from tests.adapters.torch.hooked import Job
+from ttp.core.messages import Phase
 
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-
+dynamo: Any = torch._dynamo
 pytestmark = pytest.mark.filterwarnings("default")
 
 
@@ -55,7 +55,7 @@ def test_what_may_not_be_broken_cannot_be_compiled() -> None:
 
 
 def test_an_exception_in_a_compiled_step_is_noticed(caplog: pytest.LogCaptureFixture) -> None:
-    class Failing(torch.optim.SGD):  # type: ignore[misc,name-defined]
+    class Failing(torch.optim.SGD):
         fails = True
 
         def step(self, closure: Any = None) -> Any:

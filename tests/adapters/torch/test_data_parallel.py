@@ -9,24 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
-torch = pytest.importorskip("torch")
-import torch.distributed as dist  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn.parallel import DistributedDataParallel  # noqa: E402
-
-from ttp.adapters.torch import data_parallel  # noqa: E402
-from ttp.adapters.torch.data_parallel import (  # noqa: E402
+from ttp.adapters.torch import data_parallel
+from ttp.adapters.torch.data_parallel import (
     LayoutWatch,
     apply_layouts,
     ddps_of,
     hook_refusal,
     not_replicated,
 )
-from ttp.adapters.torch.ddp import apply_bucket_layout  # noqa: E402
-from ttp.adapters.torch.hooks import gradient_triggers  # noqa: E402
-from ttp.adapters.torch.job_state import JobState  # noqa: E402
-from ttp.adapters.torch.names import ModelNames  # noqa: E402
+from ttp.adapters.torch.ddp import apply_bucket_layout
+from ttp.adapters.torch.hooks import gradient_triggers
+from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.names import ModelNames
 
 Ddp: Any = DistributedDataParallel
 

@@ -12,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.swa_utils import AveragedModel
 
-torch = pytest.importorskip("torch")
-from torch.optim.swa_utils import AveragedModel  # noqa: E402
-
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch.hook import Hook  # noqa: E402
+from tests.adapters.torch.hooked import Job
+from ttp.adapters.torch.hook import Hook
 
 
 def exponential(optimizer: Any) -> Any:

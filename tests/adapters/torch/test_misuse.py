@@ -7,14 +7,13 @@ import weakref
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch import misuse  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from tests.adapters.torch.hooked import Job
+from ttp.adapters.torch import misuse
+from ttp.core.messages import Phase
+from ttp.errors import UsageError
 
 SGD: Any = torch.optim.SGD
 

@@ -7,15 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-torch = pytest.importorskip("torch")
-import torch.distributed as dist  # noqa: E402
-
-from tests.adapters.torch.worlds import run_world  # noqa: E402
-from ttp.adapters.torch import exchange  # noqa: E402
-from ttp.adapters.torch.announce import Said, View  # noqa: E402
-from ttp.adapters.torch.discovery import refuse_left_alone  # noqa: E402
-from ttp.errors import ConfigError, UsageError  # noqa: E402
+from tests.adapters.torch.worlds import run_world
+from ttp.adapters.torch import exchange
+from ttp.adapters.torch.announce import Said, View
+from ttp.adapters.torch.discovery import refuse_left_alone
+from ttp.errors import ConfigError, UsageError
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
 

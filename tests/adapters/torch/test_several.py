@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict  # noqa: E402
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load  # noqa: E402
-from torch.optim.lr_scheduler import ExponentialLR, StepLR  # noqa: E402
-
-import ttp  # noqa: E402
-from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp import session  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.core.layout import Rank  # noqa: E402
-from ttp.errors import ConfigError, UsageError  # noqa: E402
+import ttp
+from tests.adapters.torch.checkpoints import Net, digest
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp import session
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Rank
+from ttp.errors import ConfigError, UsageError
 
 
 def two(model: nn.Module) -> list[Any]:

@@ -7,20 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy
 import pytest
+import torch
 import xxhash
+from torch import nn
 
-torch = pytest.importorskip("torch")
-numpy = pytest.importorskip("numpy")
-from torch import nn  # noqa: E402
-
-from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch.apart import ApartMemory  # noqa: E402
-from ttp.adapters.torch.capture import LocalCapture, LocalState  # noqa: E402
-from ttp.adapters.torch.extra import ExtraState  # noqa: E402
-from ttp.adapters.torch.hyperparameters import Hyperparameters  # noqa: E402
-from ttp.adapters.torch.no_sync import NoSync  # noqa: E402
-from ttp.processor.pages import Page, PageWriter, read_page  # noqa: E402
+from tests.adapters.torch.hooked import Job
+from ttp.adapters.torch.apart import ApartMemory
+from ttp.adapters.torch.capture import LocalCapture, LocalState
+from ttp.adapters.torch.extra import ExtraState
+from ttp.adapters.torch.hyperparameters import Hyperparameters
+from ttp.adapters.torch.no_sync import NoSync
+from ttp.processor.pages import Page, PageWriter, read_page
 
 LARGE = (64 << 10) // 4
 """Floats of an array that is kept apart."""

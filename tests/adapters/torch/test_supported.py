@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, IterableDataset
 
-torch = pytest.importorskip("torch")
-from torch import Tensor, nn  # noqa: E402
-from torch.utils.checkpoint import checkpoint  # noqa: E402
-from torch.utils.data import DataLoader, IterableDataset  # noqa: E402
-
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly  # noqa: E402
-from tests.programs.digests import digest  # noqa: E402
+from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
+from tests.programs.digests import digest
 
 supports = pytest.mark.supports
 
@@ -264,12 +263,12 @@ def test_adapters_on_a_frozen_base(tmp_path: Path) -> None:
 def test_an_optimizer_with_quantised_moments(tmp_path: Path) -> None:
     """As bitsandbytes keeps them: bytes, a table of their values, and the largest value of each block."""
 
-    class Adam8bit(torch.optim.Optimizer):  # type: ignore[name-defined]
+    class Adam8bit(torch.optim.Optimizer):
         def __init__(self, parameters: Any, lr: float) -> None:
             super().__init__(parameters, {"lr": lr})
 
         @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
+        def step(self, closure: Any = None) -> Any:
             for group in self.param_groups:
                 for parameter in group["params"]:
                     state = self.state[parameter]

@@ -7,13 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
 
-torch = pytest.importorskip("torch")
-from torch import Tensor, nn  # noqa: E402
-from torch.optim import Optimizer  # noqa: E402
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR  # noqa: E402
-
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly  # noqa: E402
+from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
 
 supports = pytest.mark.supports
 
@@ -25,7 +24,7 @@ class Muon(Optimizer):
         super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for parameter in group["params"]:
                 kept = self.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
@@ -204,7 +203,7 @@ class Container(Optimizer):
     def __iter__(self) -> Iterator[Optimizer]:
         return iter(self.optimizers)
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+    def step(self, closure: Any = None) -> Any:
         for optimizer in self:
             optimizer.step()
 

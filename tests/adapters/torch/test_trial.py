@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-torch = pytest.importorskip("torch")
-from torch import Tensor, nn  # noqa: E402
-
-from tests.adapters.torch.stub_processor import StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.errors import ConfigError, UsageError  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.errors import ConfigError, UsageError
 
 
 class Packed(Tensor):
@@ -147,14 +146,14 @@ class TestWhenItIsWrapped:
         assert loaded.dtype == saved.dtype and torch.equal(loaded.to(torch.complex64), saved.to(torch.complex64))
 
 
-class Eight(torch.optim.SGD):  # type: ignore[misc,name-defined]
+class Eight(torch.optim.SGD):
     """An optimizer whose state is what a test wants it to be."""
 
     def __init__(self, parameters: Any, make: Callable[[Tensor], Any]) -> None:
         super().__init__(parameters, lr=0.1)
         self.make = make
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         super().step(closure)
         for parameter in self.param_groups[0]["params"]:
             self.state[parameter]["odd"] = self.make(parameter)
@@ -257,7 +256,7 @@ class TestWhatChangesAfterWrapping:
             job.step()
         path = save(job.adapter, job.processor, 3)
         fresh = Job(tmp_path, lambda model: model.append(nn.Linear(2, 2)))  # type: ignore[operator]
-        two = [[*fresh.model[:2].parameters()], [*fresh.model[2].parameters()]]
+        two: Any = [[*fresh.model[:2].parameters()], [*fresh.model[2].parameters()]]
         fresh.optimizer = torch.optim.Adam([{"params": two[0]}, {"params": two[1], "lr": 0.2}], lr=0.1)
         fresh.wrap().adapter.load(path, 0, 1, protected=False)
         pairs = zip(fresh.model.parameters(), job.model.parameters(), strict=True)

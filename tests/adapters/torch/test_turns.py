@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-pytest.importorskip("torch")
-
 from ttp.adapters.torch.turns import Turns
 from ttp.errors import UsageError
 

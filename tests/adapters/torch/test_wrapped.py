@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+from torch.optim import Adam, AdamW, Optimizer
+from torch.optim.lr_scheduler import StepLR
 
-torch = pytest.importorskip("torch")
-from torch import nn  # noqa: E402
-from torch.optim import Adam, AdamW, Optimizer  # noqa: E402
-from torch.optim.lr_scheduler import StepLR  # noqa: E402
-
-from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.core.layout import Rank  # noqa: E402
-from ttp.core.messages import Phase  # noqa: E402
-from ttp.errors import UsageError  # noqa: E402
+from tests.adapters.torch.checkpoints import Net, digest
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.core.layout import Rank
+from ttp.core.messages import Phase
+from ttp.errors import UsageError
 
 Base: Any = Optimizer
 no_grad: Any = torch.no_grad
