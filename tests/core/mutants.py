@@ -353,19 +353,15 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "a full disk is given up at once": (
         RESCUE,
-        "if incident.snapshot or not (incident.may_pass and broken):",
+        "if incident.snapshot or not (incident.passing and broken):",
         "if True:",
     ),
     "a healthy job waits for a full disk": (
         RESCUE,
-        "if incident.snapshot or not (incident.may_pass and broken):",
-        "if not incident.may_pass:",
+        "if incident.snapshot or not (incident.passing and broken):",
+        "if not incident.passing:",
     ),
-    "what will fail again is tried again": (
-        RESCUE,
-        "if incident.snapshot or not (incident.may_pass and broken):",
-        "if incident.snapshot or not broken:",
-    ),
+    "what will fail again is tried again": (RESCUE, 'forgive("", incident.passing)', 'forgive("", incident.failures)'),
     "a full disk is asked without a pause": (
         RESCUE,
         "Stage.FREEZING, False, now + pause_s",

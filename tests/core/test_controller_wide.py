@@ -478,6 +478,20 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
     assert said.startswith("[committed] [released] Release(75)")
 
 
+def test_who_failed_of_something_else_is_not_asked_again() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    first = min(talk.machine.incident.pending)  # type: ignore[union-attr] # a fault has opened one
+    talk.save_failed(first, may_pass=False)
+    assert everybody_fails(talk).endswith("[retry]")
+    while (incident := talk.machine.incident) is not None and incident.retries < 3:
+        talk.after(11)
+        assert first not in {order.rank for order in talk.orders(m.Save) if order.order.shards}
+        everybody_fails(talk)
+    assert talk.machine.incident is not None
+
+
 def test_when_time_is_up_what_refused_is_said() -> None:
     talk = Wide(rescue_s=60.0)
     talk.fault(5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import Counter, OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
@@ -111,8 +111,8 @@ class Incident:
     """What became of earlier tries of ranks that are asked again."""
     retries: int = 0
     """How often all was tried once more, because the storage had refused."""
-    may_pass: bool = False
-    """Whether somebody has failed because the storage refused, since the last of these tries."""
+    passing: set[Rank] = field(default_factory=set)
+    """Those of ``failures`` that failed of what may not be so later."""
     generation: int = -1
     plan: Plan | None = None
     tasks: list[Task] = field(default_factory=list)
@@ -233,12 +233,15 @@ class Incident:
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
         """The rank could not do what it was told to: others have to. ``may_pass``: later it might."""
         self.failures[rank] = text
-        self.may_pass |= may_pass
+        if may_pass:
+            self.passing.add(rank)
         self._discount(rank)
 
-    def forgive(self, directory: str) -> None:
-        """Everybody who failed may try again, in ``directory``: what is durable there already counts, nothing else."""
-        failed, self.failures = list(self.failures), {}
+    def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
+        """These ranks may try again, in ``directory``: what is durable there already counts, nothing else."""
+        failed = set(failed)
+        self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
+        self.passing -= failed
         durable = [task for task in self.tasks if task.pieces is not None]
         self._written_in[self.directory] = self.plan, durable, self.cuts
         self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))

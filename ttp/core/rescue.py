@@ -505,24 +505,23 @@ class Rescue:
             return False
         self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
         incident.stage = Stage.FREEZING
-        incident.forgive(fallback)
+        incident.forgive(fallback, incident.failures)
         self._maybe_plan(incident, now)
         return True
 
     def _later(self, incident: Incident, reason: str, now: float) -> bool:
         """The storage refuses everywhere: all once more in a while, as long as the rescue lasts.
 
-        Not where training could go on instead, nor where what failed was something else: that would fail again.
+        Not where training could go on instead. Who failed of something else is not asked again: it would fail again.
         """
         broken = incident.faulty or self._job.broken or self._job.suspects
-        if incident.snapshot or not (incident.may_pass and broken):
+        if incident.snapshot or not (incident.passing and broken):
             return False
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
         incident.retries += 1
         self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(incident.failures.items())), reason=reason)
-        incident.forgiven.update(incident.failures)
-        incident.stage, incident.may_pass, incident.look_again_at = Stage.FREEZING, False, now + pause_s
-        incident.forgive("")
+        incident.stage, incident.look_again_at = Stage.FREEZING, now + pause_s
+        incident.forgive("", incident.passing)
         return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
