@@ -364,8 +364,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "what will fail again is tried again": (RESCUE, 'forgive("", incident.passing)', 'forgive("", incident.failures)'),
     "a full disk is asked without a pause": (
         RESCUE,
-        "Stage.FREEZING, False, now + pause_s",
-        "Stage.FREEZING, False, 0.0",
+        "Stage.FREEZING, now + pause_s",
+        "Stage.FREEZING, 0.0",
     ),
     "a full disk is asked at the same pace for ever": (RESCUE, "RETRY_S * 2**incident.retries", "RETRY_S"),
     "what is durable is written again": (INCIDENT, "if task.pieces is not None]", "if False]"),
