@@ -45,7 +45,7 @@ from ttp.processor.local_piece import Pages, collect, write_local_piece
 from ttp.processor.pages import PageWriter
 from ttp.processor.source import Cancelled, MovedError
 from ttp.store.durable import sync_directory
-from ttp.store.piece_file import write_piece
+from ttp.store.piece_file import all_or_nothing, write_piece
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -253,18 +253,18 @@ class TorchSource:
         pages = self._pages(order, version)
         job = self._job_state(version)
         state = self._state(pages, job, image, order.shards) if order.shards else {}
-        pieces = []
-        for shard in order.shards:
-            pieces.append(self._write_shard(draft, shard, state, order, generation, cancelled))
-            self._check_stands(version, image)
-        if order.pages:
-            file = f"rank_local_{order.rank}_{generation}.msgpack"
-            pieces.append(write_local_piece(draft, file, pages, order.rank))
-        if order.job_state:
-            pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
-        sync_directory(draft)
-        if order.shards:
-            self._check_stands(version, image)
+        with all_or_nothing(draft) as pieces:
+            for shard in order.shards:
+                pieces.append(self._write_shard(draft, shard, state, order, generation, cancelled))
+                self._check_stands(version, image)
+            if order.pages:
+                file = f"rank_local_{order.rank}_{generation}.msgpack"
+                pieces.append(write_local_piece(draft, file, pages, order.rank))
+            if order.job_state:
+                pieces.append(write_piece(draft, f"job_{generation}.msgpack", job.encode(), JOB_KIND, order.rank))
+            sync_directory(draft)
+            if order.shards:
+                self._check_stands(version, image)
         return pieces
 
     def commit(self, order: Commit) -> tuple[str, int]:

@@ -34,6 +34,25 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
         raise
 
 
+@contextmanager
+def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
+    """The pieces of one order, to be added as they are written: when one fails, those before it are removed.
+
+    The order is given again then, with other names: on a full disk what is left of each try would add up.
+
+    Args:
+        draft: the directory they are in.
+    """
+    pieces: list[Piece] = []
+    try:
+        yield pieces
+    except BaseException:
+        for piece in pieces:
+            with suppress(OSError):
+                (draft / piece.file).unlink()
+        raise
+
+
 def write_piece(draft: Path, file: str, data: bytes, kind: str, writer: Rank, table: str = "") -> Piece:
     """Write a small piece that belongs to no shard to ``draft/file``, durably.
 
