@@ -182,6 +182,7 @@ def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
     """Take an adapter: what ``wrap_optimizer`` and ``protect`` of other adapters end with. See there for errors."""
+    from ttp.launch import nccl
     from ttp.store.writable import check_places
 
     current = session.current()
@@ -191,6 +192,7 @@ def register(
         restart = RankEnv.from_env().launch > 0
         with _refused_everywhere(getattr(adapter, "refused", None)):
             path = check_places(directory, current.config.fallback_dir, restart=restart)
+            nccl.check(current.config)
     current.register(adapter, path.absolute(), layout, buddy=buddy)
 
 

@@ -18,7 +18,6 @@ from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
-from ttp.launch import nccl
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
@@ -102,7 +101,6 @@ class Session:
 
     def _join(self, adapter: Adapter, save_dir: Path, layout: Layout | None, buddy: bool) -> None:
         env = RankEnv.from_env()
-        nccl.check(self.config)
         found = adapter.layout(env.world_size)  # the ranks may have to ask each other: before the first one joins
         processor = self.start_processor(env, layout or found, adapter.source, save_dir, buddy=buddy)
         adapter.attach(processor)
