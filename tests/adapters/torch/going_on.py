@@ -12,10 +12,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from tests.programs.digests import digest
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.core.layout import Rank
 
 UPDATES = 3
 """Before the save, and after it."""
@@ -75,8 +74,7 @@ def assert_goes_on_with_its_bits(directory: Path, make: Make) -> None:
     seed(1)
     one = make()
     adapter, processor = one.register(), StubProcessor(directory)
-    adapter.source.on_welcome(Rank(0), INCARNATION, directory / "pages")
-    adapter.attach(processor)  # type: ignore[arg-type]
+    join(adapter, processor, directory / "pages")
     for step in range(UPDATES):
         one.step(step)
     assert processor.gate.version == UPDATES

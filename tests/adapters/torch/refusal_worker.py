@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, join
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
@@ -138,8 +138,7 @@ class Job:
         self.adapter = adapter(self.model)  # the module inside will do
         self.optimizer: Any = self.adapter._optimizer
         self.processor = StubProcessor(directory, rank=rank, layout=self.adapter.layout(WORLD))
-        self.adapter.source.on_welcome(Rank(rank), INCARNATION, directory / "pages")
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, directory / "pages", rank)
 
     def step(self) -> None:
         self.ddp(torch.ones(1, 2)).sum().backward()

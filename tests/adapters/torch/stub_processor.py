@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -62,6 +63,13 @@ class StubProcessor:
 
     def end_update(self) -> None:
         self.gate.end_update()
+
+
+def join(adapter: TorchAdapter, processor: StubProcessor, pages: Path, rank: int = 0) -> None:
+    """What joining a job comes to: the rank has its page, and its updates are reported."""
+    adapter.source.on_welcome(Rank(rank), INCARNATION, pages)
+    stands_for: Any = processor
+    adapter.attach(stands_for)
 
 
 def save(

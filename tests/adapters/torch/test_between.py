@@ -13,10 +13,9 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.checkpoints import digest
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
-from ttp.core.layout import Rank
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
 
@@ -47,8 +46,7 @@ class Gan:
         self.seen: list[Any] = []
 
     def start(self, pages: Path) -> Gan:
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, pages)
         self.seen.append(self.facts())
         return self
 

@@ -16,12 +16,11 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 import ttp  # noqa: E402
 from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
 from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
+from tests.adapters.torch.stub_processor import StubProcessor, join, save  # noqa: E402
 from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.preimage import PreImage  # noqa: E402
 from ttp.core.decide import How  # noqa: E402
-from ttp.core.layout import Rank  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import CheckpointError, ConfigError  # noqa: E402
 
@@ -50,8 +49,7 @@ class Job:
         self.seen: list[Any] = []
 
     def start(self, pages: Path) -> Job:
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, pages)
         self.seen.append(self.facts())
         return self
 

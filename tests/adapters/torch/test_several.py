@@ -15,10 +15,9 @@ from torch.optim.lr_scheduler import ExponentialLR, StepLR
 
 import ttp
 from tests.adapters.torch.checkpoints import Net, digest
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
 
 
@@ -53,8 +52,7 @@ class Job:
         self.processor = StubProcessor(directory)
 
     def start(self, pages: Path) -> Job:
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, pages)
         return self
 
     def train(self, steps: int) -> None:

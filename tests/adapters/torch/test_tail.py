@@ -300,18 +300,23 @@ class TestByHand:
         assert loop.state(2).scheduler["last_epoch"] == 2, "what follows belongs to the next step"
 
 
+def to_the_gate(loop: Loop, overflow: bool) -> None:
+    """An iteration up to the optimizer's step, with a scaler; with ``overflow`` that step will be left out."""
+    loop.forward()
+    weight: Any = next(loop.model.parameters())
+    loop.scaler.scale(weight.sum() * 0)
+    if overflow:
+        weight.grad.fill_(float("inf"))
+    loop.tail.at_gate()
+
+
 class TestScaler:
     def loop(self, make: Any = None) -> Loop:
         scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
         return Loop(make, scaler=scaler)
 
     def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
-        loop.forward()
-        weight: Any = next(loop.model.parameters())
-        loop.scaler.scale(weight.sum() * 0)
-        if overflow:
-            weight.grad.fill_(float("inf"))
-        loop.tail.at_gate()
+        to_the_gate(loop, overflow)
         if not overflow:
             loop.version += 1
         loop.scaler.step(loop.optimizer)
@@ -387,12 +392,7 @@ class TestFused:
         loop.tail.update_finished(loop.version)
 
     def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
-        loop.forward()
-        weight: Any = next(loop.model.parameters())
-        loop.scaler.scale(weight.sum() * 0)
-        if overflow:
-            weight.grad.fill_(float("inf"))
-        loop.tail.at_gate()
+        to_the_gate(loop, overflow)
         loop.scaler.step(loop.optimizer)
         if update:
             loop.scaler.update()

@@ -14,9 +14,8 @@ from torch.optim import Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from tests.adapters.torch.checkpoints import Net, digest
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.core.layout import Rank
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
 
@@ -211,8 +210,7 @@ class Job:
         self.processor = StubProcessor(directory)
 
     def start(self, pages: Path) -> Job:
-        self.adapter.source.on_welcome(Rank(0), INCARNATION, pages)
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, pages)
         return self
 
     def backward(self) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, join
 from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
@@ -56,8 +56,7 @@ class Job:
         )
         self.layout = self.adapter.layout(dist.get_world_size())
         self.processor = StubProcessor(directory, rank=self.rank, layout=self.layout)
-        self.adapter.source.on_welcome(Rank(self.rank), INCARNATION, directory / "pages")
-        self.adapter.attach(self.processor)  # type: ignore[arg-type]
+        join(self.adapter, self.processor, directory / "pages", self.rank)
 
     def save(self, version: int, savers: dict[str, int], how: How = How.AS_IS) -> str:
         """Freeze, write the shards of which this rank is the saver, commit; the path of the checkpoint."""
