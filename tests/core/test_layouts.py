@@ -160,7 +160,7 @@ def test_a_job_in_which_every_rank_has_another_layout(monkeypatch: pytest.Monkey
         talk.after(ANSWER_S)
         heard |= {order.rank for order in talk.orders(TellLayout)}
     assert heard >= set(range(layouts.INQUIRIES_MAX, world)), "the first ones do not answer"
-    for rank in range(world):
+    for _rank in range(world):
         talk.after(100.0)
         for order in talk.orders(TellLayout):
             talk.tells(order.rank, own[order.rank])

@@ -29,7 +29,8 @@ Cost: constant time per event, O(world size) per stage of an incident.
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
 ``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
-``layouts`` asks what the digest of a layout stands for, ``mirrors`` passes pages on to other hosts, ``buddies`` says where copies of shards go. This file ties them to events.
+``layouts`` asks what the digest of a layout stands for, ``mirrors`` passes pages on to other hosts, ``buddies`` says
+where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come

@@ -303,6 +303,7 @@ class Membership:
         if theirs is not None and theirs.digest != self.layout.digest:
             return m.RefusalCode.MISMATCH, (
                 f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
-                f"{describe(self.layout)}: {difference(theirs, self.layout)}. Every rank must wrap the same model in the same way"
+                f"{describe(self.layout)}: {difference(theirs, self.layout)}. "
+                "Every rank must wrap the same model in the same way"
             )
         return None
