@@ -488,7 +488,7 @@ class Processor:
         """What keeps copies, and where it takes those of others (host:port). Training does not depend on it."""
         config, env = self.config, self.env
         try:
-            receiver = Receiver(config.bind, config.token, env.run_id)
+            receiver = Receiver(config, env.run_id)
         except Exception as problem:
             log.error("buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED: %s", problem)
             return None, ""
