@@ -32,6 +32,7 @@ from ttp.adapters.torch.names import ModelNames, module_tensors
 from ttp.adapters.torch.preimage import Image, PreImage
 from ttp.adapters.torch.sharding import Sharding, state_of
 from ttp.adapters.torch.state import checkpoint_state, model_state, optimizer_state, tensors_in
+from ttp.adapters.torch.stream_barrier import StreamBarrier
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.to_host import HostCopier
@@ -89,6 +90,7 @@ class TorchSource:
         devices: Sequence[torch.device],
     ) -> None:
         self._model, self._names, self._optimizer, self._capture, self._extra = model, names, optimizer, capture, extra
+        self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices)
         """Of the devices, for what waits for nothing."""
         self.begun: Fence = make_fence(self.runtimes, newest=True)
@@ -103,6 +105,7 @@ class TorchSource:
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
+        self.stream_barrier: StreamBarrier | None = None
         self.tail: Tail | None = None
         self.buckets: LayoutWatch | None = None
         self._processor: Processor | None = None
@@ -163,10 +166,11 @@ class TorchSource:
         assert self._processor is not None
         version = self._processor.gate.version
         if self._mixed[0] != version:  # asked again and again
-            self._mixed = version, self._has_state_on_host()
+            self._mixed = version, self.has_state_on_host()
         return self._mixed[1]
 
-    def _has_state_on_host(self) -> bool:
+    def has_state_on_host(self) -> bool:
+        """Whether parameters are there, or what an optimizer keeps beside numbers."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
@@ -186,7 +190,19 @@ class TorchSource:
         if processor is None or attachment is None or not attachment.redoable:
             return False
         state = processor.gate.state()
+        done = self.finished.finished_version() if self.on_device else state.version
+        if done < state.version:  # the update that follows is queued
+            return self.stream_barrier is not None and self.stream_barrier.held(done + 1)
         return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
+
+    def redo(self, version: Version) -> bool:
+        """See ``StateSource``."""
+        return self.stream_barrier is not None and self.stream_barrier.admit(version)
+
+    def runtime_for_barrier(self) -> Runtime:
+        """The device once more, with a side stream of its own."""
+        (runtime,) = runtimes_on(self._devices[:1])
+        return runtime
 
     @property
     def has_preimage(self) -> bool:
