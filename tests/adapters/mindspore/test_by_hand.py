@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -220,7 +221,7 @@ def test_the_controller_is_where_the_program_says(monkeypatch: pytest.MonkeyPatc
     in_job(monkeypatch, 3)
     joining.meet_at("127.0.0.1", 30051, 2)
     assert session.current().config.port == 30051
-    assert joining.os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -242,7 +243,7 @@ def test_the_launchers_controller_is_taken_where_there_is_one(monkeypatch: pytes
     monkeypatch.setenv("TTP_PORT", "18000")
     joining.meet_at("203.0.113.7", 30051, 2)
     assert session.current().config.port == 18000
-    assert joining.os.environ["MASTER_ADDR"] == "pod-0"
+    assert os.environ["MASTER_ADDR"] == "pod-0"
 
 
 # ------------------------------------------------------------------------------------------- slices, before compiling

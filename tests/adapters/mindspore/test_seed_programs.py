@@ -11,7 +11,7 @@ from tests.adapters.mindspore.test_kills import RUN_S
 
 pytestmark = [pytest.mark.xdist_group("mindspore-jobs"), pytest.mark.timeout(1500)]
 
-EPOCH = 8
+EPOCH = 4
 """Steps of an epoch; five of them are trained, by every worker on the same data."""
 EPOCHS = 5
 
