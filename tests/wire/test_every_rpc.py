@@ -197,7 +197,7 @@ def unchanged(job: Any, act: Callable[[], Any]) -> Any:
     returned = act()
     after = job.controller.status()
     for status in (before, after):
-        status.uptime_s = 0
+        status.uptime_s = status.last_incident.opened_unix_s = 0
         for rank in status.ranks:
             rank.silent_s = 0
     assert before == after
