@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 from torch.optim import Optimizer
@@ -64,8 +65,10 @@ class Hyperparameters:
     @staticmethod
     def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
         """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
-        olds: Sequence[_Columns | None] = (None,) * len(optimizers) if before is None else before.columns
-        return Hyperparameters([_looked_at(each.param_groups, old) for each, old in zip(optimizers, olds, strict=True)])
+        if before is None:
+            return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
+        now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
+        return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
 
     def groups(self) -> list[Groups]:
         """Of each optimizer."""

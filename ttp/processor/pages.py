@@ -54,6 +54,9 @@ __all__ = ["Buffer", "Kept", "Page", "PageWriter", "page_name", "read_page"]
 
 log = logging.getLogger("ttp.processor.pages")
 
+_PREFIX_SIZE = PREFIX.size
+_store_prefix, _store_record, _store_sequence = PREFIX.pack_into, RECORD.pack_into, SEQUENCE.pack_into
+
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has one dimension and format ``B``."""
 
@@ -210,39 +213,35 @@ class PageWriter:
         if arena is None:
             return False
         try:
-            self._write(arena, version, final, parts, kept)
+            third = version % 3
+            turn = self._newest[third] ^ 1
+            slot = self._slots[2 * third + turn]
+            slot.sequence = sequence = slot.sequence + 2
+            _store_sequence(arena.map, slot.record_at, sequence - 1)  # odd: being written
+            table = self._place(arena, slot, kept) if kept or slot.refs else b""
+            small = sum(map(len, parts))
+            length = _PREFIX_SIZE + len(table) + small
+            if length > slot.region.capacity:
+                arena.free(slot.region)
+                slot.region = arena.allocate(length)
+            target, start = arena.map, slot.region.offset
+            self._writes += 1
+            flags = final | len(kept) << 1
+            _store_prefix(target, start, version, self._incarnation, self._writes, self._rank, flags, small)
+            at = start + _PREFIX_SIZE
+            for part in (table, *parts) if table else parts:
+                end = at + len(part)
+                target[at:end] = part
+                at = end
+            # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
+            digest = xxhash.xxh3_64_intdigest(arena.view[start:at])
+            _store_record(target, slot.record_at + 8, start, length, digest)
+            _store_sequence(target, slot.record_at, sequence)
+            self._newest[third] = turn
         except Exception as problem:  # whatever it is, training goes on
             self._disable(problem)
             return False
         return True
-
-    def _write(self, arena: _Arena, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept]) -> None:
-        third = version % 3
-        turn = self._newest[third] ^ 1
-        slot = self._slots[2 * third + turn]
-        slot.sequence += 1
-        SEQUENCE.pack_into(arena.map, slot.record_at, slot.sequence)  # odd: being written
-        table = self._place(arena, slot, kept) if kept or slot.refs else b""
-        small = sum(map(len, parts))
-        length = PREFIX.size + len(table) + small
-        if length > slot.region.capacity:
-            arena.free(slot.region)
-            slot.region = arena.allocate(length)
-        target, start = arena.map, slot.region.offset
-        self._writes += 1
-        flags = final | len(kept) << 1
-        PREFIX.pack_into(target, start, version, self._incarnation, self._writes, self._rank, flags, small)
-        at = start + PREFIX.size
-        for part in (table, *parts) if table else parts:
-            end = at + len(part)
-            target[at:end] = part
-            at = end
-        # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
-        digest = xxhash.xxh3_64_intdigest(arena.view[start:at])
-        RECORD.pack_into(target, slot.record_at + 8, start, length, digest)
-        slot.sequence += 1
-        SEQUENCE.pack_into(target, slot.record_at, slot.sequence)
-        self._newest[third] = turn
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
         """Make every kept part be in the file; returns the slot's table of references to them."""
