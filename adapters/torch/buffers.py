@@ -185,9 +185,10 @@ class BufferSet:
             ]
         return parts, self.capture_large()
 
-    def stands(self) -> bool:
-        """Whether the parts that ``capture`` gave last are still those of all small buffers, as they are now."""
-        return len(self._plain) == len(self.table.small) and self.table.is_current()
+    @property
+    def is_live(self) -> bool:
+        """Whether the parts that ``capture`` gave last are those of all small buffers as long as the table holds."""
+        return len(self._plain) == len(self.table.small)
 
     def capture_large(self) -> Sequence[Kept]:
         """The second list of ``capture``, where the buffers are still the same."""

@@ -116,6 +116,7 @@ class LocalCapture:
         self._has_kept = False
         self._first_section = 0  # its place among them
         self._stands: Callable[[], bool] = _never  # whether they still are all there is, but for buffers
+        self._buffers_stand: Callable[[], bool] = _never  # the same of these
         self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
         self._updates = 0
         self._given_up: dict[str, str] = {}
@@ -135,13 +136,12 @@ class LocalCapture:
             version: the version that the state belongs to.
             final: false before the update of that version, when the rank may still die.
         """
-        page = self._page
-        if page is None:
+        if self._page is None:
             return
         if self._names:
             self._ask(self._names, compare=final and version == self._in_page[0])
         self._updates += final
-        self._put(page, version, final)
+        self._put(self._page, version, final)
 
     def look_again(self, version: int) -> None:
         """Just before the update of ``version``: what has changed since the provisional capture goes into the page.
@@ -178,7 +178,7 @@ class LocalCapture:
                 self._stage(self._device, version, final)
                 return
             host = self._host
-            if host is None or not (self._stands() and host.stands()):
+            if host is None or not (self._stands() and self._buffers_stand()):
                 kept = self._assemble()
             elif self._has_kept:
                 kept = self._with_apart(host.capture_large())
@@ -212,6 +212,8 @@ class LocalCapture:
         self._parts = [*small, *parts]
         self._has_kept = bool(kept)
         self._stands = _always if self._rng is None else self._rng.standing() or _never
+        if self._host is not None:
+            self._buffers_stand = self._host.table.is_current if self._host.is_live else _never
         return kept
 
     def _small(self) -> list[Buffer]:

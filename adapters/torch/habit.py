@@ -41,10 +41,12 @@ class Habit:
         scheduler: anything with ``step`` and ``state_dict``.
     """
 
-    __slots__ = ("leading", "scheduler", "single_steps", "steps_expected")
+    __slots__ = ("_form", "_inner", "leading", "scheduler", "single_steps", "steps_expected")
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self._form: tuple[list[Any], list[type]] = [], []
+        self._inner: list[Any] = []
         self.leading = False
         """It is stepped before the update."""
         self.single_steps = 0
@@ -58,7 +60,20 @@ class Habit:
         tells = bool(counters) or rates is not None
         if before is not None and tells and rates is before.rates and counters == before.counters:
             return before
-        return Reading(copied(self.scheduler.state_dict()), counters, rates)
+        return Reading(self._state(), counters, rates)
+
+    def _state(self) -> dict[str, Any]:
+        """Copied like any value; from the second time on it is known which few entries can change in place."""
+        state = self.scheduler.state_dict()
+        if type(state) is not dict:
+            return copied(state)  # type: ignore[no-any-return]
+        form = [*state], [*map(type, state.values())]
+        if form != self._form:
+            self._form, self._inner = form, [key for key, value in state.items() if type(value) not in PLAIN]
+        found = state.copy()
+        for key in self._inner:
+            found[key] = copied(found[key])
+        return found
 
     def steps_since(self, before: Reading, now: Reading | None = None) -> int:
         """How often it was stepped, until it was read again; 0 where it does not count."""

@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.habit import PLAIN, copied
 
+_FEW = 4
+_chained = chain.from_iterable
+
 Groups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
@@ -32,6 +35,7 @@ class _Columns:
         types: of the values.
         others: where those are that are no numbers: the parameters, tuples.
         copies: the groups, where some values can change in place; None: all of them can only be replaced.
+        few: the groups with their parameters, where they are few: as such they are compared faster.
     """
 
     lengths: list[int]
@@ -40,6 +44,7 @@ class _Columns:
     types: list[type]
     others: list[int]
     copies: Groups | None
+    few: Groups | None
 
     def groups(self) -> Groups:
         """As dictionaries."""
@@ -76,15 +81,17 @@ class Hyperparameters:
 
 
 def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
-    lengths, names = [*map(len, groups)], [*chain.from_iterable(groups)]
-    values = [*chain.from_iterable(map(dict.values, groups))]
+    if last is not None and last.few is not None and _equal(groups, last.few):
+        return last
+    lengths, names = [*map(len, groups)], [*_chained(groups)]
+    values = [*_chained(map(dict.values, groups))]
     if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
         return _new(groups, lengths, names, values)
     if _equal(values, last.values):
         return last
     others, known = last.others, last.values
     if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
-        return _Columns(last.lengths, last.names, values, last.types, others, None)
+        return _Columns(last.lengths, last.names, values, last.types, others, None, _few(groups))
     return _new(groups, lengths, names, values)
 
 
@@ -95,7 +102,11 @@ def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], val
     copies = None
     if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
         copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
-    return _Columns(lengths, names, values, types, others, copies)
+    return _Columns(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
+
+
+def _few(groups: list[dict[str, Any]]) -> Groups | None:
+    return [*map(dict.copy, groups)] if len(groups) <= _FEW else None
 
 
 def _equal(values: list[Any], last: list[Any]) -> bool:
