@@ -46,6 +46,8 @@ from ttp.processor.source import UpdateReporter
 
 __all__ = ["EVALUATING", "Attachment", "Calls", "attach", "gathering", "gradient_triggers"]
 
+_is_compiling, _learns = torch.compiler.is_compiling, torch.is_grad_enabled
+
 
 def attach(
     optimizers: Optimizer | Sequence[Optimizer | Sequence[Optimizer]],
@@ -132,11 +134,11 @@ class Attachment(Bracket):
     # of both as there can be on the way that a plain loop takes.
 
     def _on_forward(self, module: nn.Module, _args: Any) -> None:
-        if torch.compiler.is_compiling():
+        if _is_compiling():
             return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
         if self._stepping.depth:
             self._look_for_exception()
-        learning = torch.is_grad_enabled()
+        learning = _learns()
         if learning:
             self._pass()
         elif not self._reporter.activity:

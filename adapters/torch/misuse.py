@@ -18,6 +18,7 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 """Number of the backward pass that runs on this thread; -1 outside of one."""
 
 _cuda: Any = torch.cuda
+_CUDA_BUILT = bool(torch.backends.cuda.is_built())
 
 _WAY_OUT = (
     "weights would change while other ranks still wait for gradients, and no moment of a step would be one to save. "
@@ -27,7 +28,7 @@ _WAY_OUT = (
 
 def capturing() -> bool:
     """Whether the work of this thread goes into a CUDA graph instead of being done."""
-    return bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
+    return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 def refuse_capture() -> None:
