@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -17,10 +18,12 @@ from ttp._version import __version__
 from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
+from ttp.controller.log_output import written_aside
 from ttp.controller.service import start_server, stop_server
 from ttp.core.controller_events import Patience
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.controller_process import port_owner
+from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")
 
@@ -32,10 +35,13 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ttp controller",
         description="Run one controller. Ranks find it at MASTER_ADDR:TTP_PORT. It ends when the job is over, or when "
-        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from TTP_TOKEN.",
+        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from "
+        "TTP_TOKEN_FILE or TTP_TOKEN. Without one it serves this user on loopback only.",
     )
     p.add_argument("--port", type=int, default=None, help="port to listen on (default: TTP_PORT)")
-    p.add_argument("--bind", default=None, help="address to bind (default: TTP_BIND, else every address)")
+    p.add_argument(
+        "--bind", default=None, help="address to bind (default: TTP_BIND, else every address; loopback without a token)"
+    )
     p.add_argument("--run-dir", type=Path, default=None, help="where logs go (default: TTP_RUN_DIR)")
     p.add_argument("--owner-pid", type=int, default=None, help="end when this process is gone and no rank is attached")
     p.add_argument("--orphan-s", type=float, default=0.0, help="how long it outlives that process without any rank")
@@ -48,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         config = Config.from_env()
+        if args.bind is not None:
+            config = dataclasses.replace(config, bind=args.bind)
         port = args.port if args.port is not None else config.port
         if port is None:
             raise ConfigError("no port: give --port or set TTP_PORT")
@@ -56,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
-    return asyncio.run(serve(config, args, port))
+    with written_aside(config.log_level.upper()):
+        return asyncio.run(serve(config, args, port))
 
 
 def patience_of(config: Config, args: argparse.Namespace) -> Patience:
@@ -82,11 +88,11 @@ def patience_of(config: Config, args: argparse.Namespace) -> Patience:
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """The life of a controller."""
     run_dir = args.run_dir or config.resolved_run_dir()
-    journal = Journal(run_dir)
+    journal = Journal(run_dir, (config.save_dir, config.fallback_dir))
     driver = Driver(patience_of(config, args), journal, config.host or socket.gethostname(), port)
-    bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
-        server = await start_server(driver, bind, port, config.token)
+        bind = listening_address(config)
+        server = await start_server(driver, config, port)
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG

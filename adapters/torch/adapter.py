@@ -169,7 +169,7 @@ class TorchAdapter(Restoring):
             self._capture,
             tail=tail,
             turns=turns,
-            untouched=None if gathering(self._model) else Untouched(self._given),
+            untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
             fence=source.finished,
             version=lambda: gate.version,
             ddps=ddps,
