@@ -66,7 +66,7 @@ class Habit:
         """Copied like any value; from the second time on it is known which few entries can change in place."""
         state = self.scheduler.state_dict()
         if type(state) is not dict:
-            return copied(state)  # type: ignore[no-any-return]
+            return copied(state)
         form = [*state], [*map(type, state.values())]
         if form != self._form:
             self._form, self._inner = form, [key for key, value in state.items() if type(value) not in PLAIN]

@@ -18,7 +18,8 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 """Number of the backward pass that runs on this thread; -1 outside of one."""
 
 _cuda: Any = torch.cuda
-_CUDA_BUILT = bool(torch.backends.cuda.is_built())
+_backends: Any = torch.backends
+_CUDA_BUILT = bool(_backends.cuda.is_built())
 
 _WAY_OUT = (
     "weights would change while other ranks still wait for gradients, and no moment of a step would be one to save. "

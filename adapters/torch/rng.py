@@ -27,6 +27,7 @@ log = logging.getLogger("ttp.adapters.torch")
 _HEADER = struct.Struct("<4s6I")  # magic; bytes of: python, its gauss, numpy, its gauss, torch, device
 _MAGIC = b"RNG\x01"
 _cuda: Any = torch.cuda
+_backends: Any = torch.backends
 
 
 class RngState:
@@ -56,7 +57,7 @@ class RngState:
         Live memory has become what the stream is now. None: not all of it is live.
         """
         host = self._host.standing() if self._live is not None else None
-        if host is None or not torch.backends.cuda.is_built():
+        if host is None or not _backends.cuda.is_built():
             return host
         return None if _cuda.is_initialized() else lambda: host() and not _cuda.is_initialized()
 
