@@ -96,10 +96,9 @@ class Processor:
         self._lease_writer = Lane("ttp-lease")  # the run directory may hang, and the gate has to close all the same
         self._inbox: queue.SimpleQueue[pm.Event | Look] = queue.SimpleQueue()
         put = self._inbox.put
-        wanted = buddy and bool(layout.unreplicated())
-        self._receiver, takes_at = self._receive(wanted) if wanted or config.mirror else (None, "")
-        self.copying = self._keep_copies(self._receiver) if wanted and self._receiver is not None else None
-        at = takes_at if self.copying is not None else "", takes_at if config.mirror else ""
+        self._receiver: Receiver | None = None
+        self.copying: Copying | None = None
+        at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
         greeting = hello(config, env, layout, source, save_dir, version, *at)
         self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
         self._line = Line(
@@ -492,22 +491,28 @@ class Processor:
     def _wrote(self, count: int) -> None:
         self.written += count
 
-    def _receive(self, copies: bool) -> tuple[Receiver | None, str]:
-        """What takes copies and pages of other ranks, and where (host:port). Training does not depend on it."""
+    def _keep_for_others(self, *, copies: bool) -> tuple[str, str]:
+        """Take copies and pages of other ranks, where that is wanted. Training does not depend on it.
+
+        Returns:
+            Where copies are taken, and where pages are (host:port); empty: they are not.
+        """
+        config, env = self.config, self.env
+        if not (copies or config.mirror):
+            return "", ""
         try:
-            receiver = Receiver(self.config, self.env.run_id)
+            receiver = self._receiver = Receiver(config, env.run_id)
         except Exception as problem:
             what = "buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED"
             log.error("%s: %s", what if copies else "TTP_MIRROR: no pages of other hosts can be kept here", problem)
-            return None, ""
-        return receiver, target(own_address(self.config, self.env.master_addr), receiver.port)
-
-    def _keep_copies(self, receiver: Receiver) -> Copying:
-        """What keeps copies."""
-        config, run_id, rank = self.config, self.env.run_id, Rank(self.env.rank)
-        return Copying(
-            self.source, self.layout, rank, config.buddy_every, receiver, config.token, run_id, self._inbox.put
-        )
+            return "", ""
+        if copies:
+            rank, every = Rank(env.rank), config.buddy_every
+            self.copying = Copying(
+                self.source, self.layout, rank, every, receiver, config.token, env.run_id, self._inbox.put
+            )
+        at = target(own_address(config, env.master_addr), receiver.port)
+        return at if copies else "", at if config.mirror else ""
 
     # --------------------------------------------------------------------------------------------------------- leaving
 
