@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.gpu.stand import Stand
-from ttp.adapters.torch import adapter, source
+from ttp.adapters.torch import adapter, standing
 from ttp.adapters.torch.device import poll
 
 _HELD_S = 0.5
@@ -19,7 +19,7 @@ def stream_waits(stand: Stand) -> None:
     memory = torch.zeros(1, device=stand.device)
     if stand.made_up is not None:
         stand.made_up.device.put(memory)
-    seams: Any = (adapter, source)  # as they are under a device that is made up
+    seams: Any = (adapter, standing)  # as they are under a device that is made up
     devices = seams[0].devices_of([memory])
     (runtime,), (rescue,) = seams[1].runtimes_on(devices), seams[1].runtimes_on(devices)
     hold = runtime.hold()
