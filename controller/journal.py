@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttp.store import history
 from ttp.store.durable import make_directory, naming, sync_directory
 from ttp.store.mounts import Mounts
 
@@ -63,11 +64,32 @@ class Journal:
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # nobody holds it while a disk is asked
 
-    def expect(self, save_dir: str) -> None:
-        """A job begins whose stories go there: notice when it is not mounted any more."""
+    def launch_begins(
+        self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
+    ) -> None:
+        """A launch begins whose stories go there: notice when it is not mounted any more, and write down that it began.
+
+        Args:
+            save_dir: of the job.
+            happening: with the facts of the launch.
+            resumed: it goes on under this controller; another one has written down its beginning.
+            told: called on another thread with how many launches before it came to nothing, and whether this one has
+                brought a new version.
+        """
+        if not save_dir:
+            return
+        with self._lock:
+            writer = self._writer(Path(save_dir))
+        writer.read(resumed, told)
+        if not resumed:
+            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
+
+    def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
+        """Write down what happens to the launch. Where storage refuses it is lost; the incident's file tells it too."""
         if save_dir:
             with self._lock:
-                self._writer(Path(save_dir))
+                writer = self._writer(Path(save_dir))
+            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue one line; never blocks. What a disk that hangs has not taken for long is lost."""
@@ -138,7 +160,7 @@ class _Writer:
     def __init__(self, place: Path, refused: Callable[[str], None]) -> None:
         self.ended = False
         self._place, self._refused = place, refused
-        self._inbox: queue.SimpleQueue[tuple[str, str, bool] | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[tuple[str, str, bool] | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
 
@@ -146,6 +168,19 @@ class _Writer:
         """Queue lines."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put((incident, text, durable))
+
+    def note(self, line: str) -> None:
+        """Queue a line of the history of launches, which is only kept where the job has a directory already."""
+        if self._inbox.qsize() < LINES_MAX:
+            self._inbox.put(lambda: self._note(line))
+
+    def read(self, resumed: bool, told: Callable[[int, bool], None]) -> None:
+        """Have ``told`` called with what is known of launches by now; see ``Journal.launch_begins``."""
+        self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
+
+    def _note(self, line: str) -> None:
+        if self._place.is_dir():
+            _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
         """Write what is queued and no more."""
@@ -165,6 +200,13 @@ class _Writer:
         refused: dict[str, str] = {}
         warned: set[str] = set()
         while (item := self._inbox.get()) is not None:
+            if callable(item):
+                try:
+                    mounts.check(self._place)
+                    item()
+                except (OSError, ValueError) as problem:
+                    log.info("the history of launches under %s: %s", self._place, problem)
+                continue
             incident, text, durable = item
             text = refused.pop(incident, "") + text
             try:

@@ -29,6 +29,7 @@ from ttp.core import messages as m
 from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
+from ttp.errors import EXIT_BAD_CONFIG
 from ttp.wire import limits, tls
 from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
 from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
@@ -115,6 +116,9 @@ class ControllerService(rpc.ControllerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
+        if request.exit_code == EXIT_BAD_CONFIG:
+            words = limits.text("reason", request.reason)
+            self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
@@ -130,6 +134,19 @@ class ControllerService(rpc.ControllerServicer):
         """See the proto."""
         answer = await self._driver.save(limits.text("reason", request.reason))
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
+
+    async def GetVerdict(self, request: pb.GetVerdictRequest, context: Any) -> pb.GetVerdictResponse:
+        """See the proto."""
+        self._driver.feed(ce.LauncherSaid(limits.text("host", request.host), request.starts, request.code))
+        machine = self._driver.machine
+        return pb.GetVerdictResponse(
+            code=machine.verdict.code,
+            text=machine.verdict.text,
+            final=machine.verdict.final,
+            incarnation=machine.job.incarnation,
+            term=machine.term,
+            hosts=machine.unheard_hosts,
+        )
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:

@@ -369,6 +369,8 @@ class Processor:
                 self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
             case pm.DropLease():
                 self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
+            case pm.NoteRing():
+                self._lease_writer.submit(lambda: self._line.note(action, self._machine.incarnation))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case pm.Rejected(code, text):
