@@ -16,6 +16,7 @@ ROOT = HERE.parent.parent
 
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
+LAYOUTS = "ttp.core.layouts"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
 RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
 BUDDIES = "ttp.core.buddies"
@@ -243,7 +244,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the lost controller is asked again": (ROUTE, "ring[(at + 1 + self._walked)", "ring[(at + self._walked)"),
     "whoever is sent on has nowhere to go": (PROCESSOR, "if code is m.RefusalCode.MOVED:", "if False:"),
     "a new controller takes everybody": (CONTROLLER, "hello.standbys and not hello.takeover:", "False:"),
-    "two controllers lead": (CONTROLLER, "if hello.takeover and hello.term_seen > self.term and", "if False and"),
+    "two controllers lead": (CONTROLLER, "hello.takeover and hello.term_seen > self.term and", "False and"),
+    # layouts
+    "a rank that was asked for its layout and died is waited for": (
+        LAYOUTS,
+        "        elif latest:\n            self._ask(digest, now)",
+        "",
+    ),
+    "a layout is believed whatever its digest": (LAYOUTS, "elif layout.digest != part.digest:", "elif False:"),
     "two controllers share a draft": (
         RESCUE,
         'incident.reign = f"-{fresh_id}" if recovered_id else ""',

@@ -138,10 +138,9 @@ class Peer:
         (b"\x2a\x80\x89\x7a" + b"\x22\x00" * 1_000_000, "more than 262144 fields"),
         (report_to_wire(hello(0, term_seen=2**64 - 1)).SerializeToString(), "term_seen 18446744073709551615 is more"),
         (report_to_wire(hello(0, host="h" * 10_000)).SerializeToString(), "host is 10000 characters long"),
-        (report_to_wire(hello(0, world_size=5, layout=None, groups=())).SerializeToString(), "at least one shard"),
         (report_to_wire(hello(9)).SerializeToString(), "rank 9 is not in a world of 2"),
     ],
-    ids=["noise", "empty", "enum", "many fields", "term", "name", "layout", "rank"],
+    ids=["noise", "empty", "enum", "many fields", "term", "name", "rank"],
 )
 def test_reports_that_make_no_sense_are_answered_in_words(controller: Controller, data: bytes, says: str) -> None:
     with Peer(controller) as peer:
@@ -162,7 +161,7 @@ def test_very_many_reports_for_a_rank_of_somebody_else(controller: Controller, c
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 4000])
-@pytest.mark.parametrize("method", ["Attach", "GetStatus", "WatchEvents", "ReportFault", "SaveNow"])
+@pytest.mark.parametrize("method", ["Attach", "GetStatus", "WatchEvents", "ReportFault", "SaveNow", "GetVerdict"])
 def test_strangers_are_refused_whatever_they_send(controller: Controller, method: str, token: str) -> None:
     channel = open_channel("127.0.0.1", controller.port)
     path = f"/ttp.wire.v1.Controller/{method}"
@@ -177,7 +176,7 @@ def test_strangers_are_refused_whatever_they_send(controller: Controller, method
     channel.close()
 
 
-@pytest.mark.parametrize("method", ["GetStatus", "WatchEvents", "ReportFault", "SaveNow", "Nothing"])
+@pytest.mark.parametrize("method", ["GetStatus", "WatchEvents", "ReportFault", "SaveNow", "GetVerdict", "Nothing"])
 def test_noise_in_other_calls_is_an_error_of_grpc(controller: Controller, method: str) -> None:
     channel = open_channel("127.0.0.1", controller.port)
     path = f"/ttp.wire.v1.Controller/{method}"

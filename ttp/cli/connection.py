@@ -77,7 +77,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
         ConfigError: nothing says which port, or the environment is wrong.
     """
     from ttp.launch.ring import read_ring, split
-    from ttp.launch.run_dir import read_token
+    from ttp.launch.token_file import read_token
 
     config = Config.from_env()
     named = address or os.environ.get("MASTER_ADDR")
