@@ -192,6 +192,11 @@ class Processor:
         if self.copying is not None:
             self.copying.updated(version)
 
+    def tidy_after(self, checkpoint: Path) -> None:
+        """This checkpoint has been restored, after all of its digests were found right: older ones may go."""
+        if self.env.rank == 0:
+            self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
+
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
         self.gate.set_version(version)
