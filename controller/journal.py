@@ -5,6 +5,8 @@ Theory of operation
 Each directory has a thread of its own, so that a slow or hanging disk delays one copy of the story and never the
 rescue. Storage that fails is often why there is a story, so it is kept in memory until it is safe somewhere:
 
+- Only directories are written to that the controller was told when it was started, or that a process of this host has
+  named in the run directory: ranks speak to it from other hosts, and one of them may have gone mad.
 - When a line is refused, the whole story goes to ``run_dir`` too. The refused lines are tried again with the next one.
 - When the incident moves to the fallback directory, so does its story, from the beginning.
 - When the controller ends and a directory still hangs, what it has not taken goes to ``run_dir``.
@@ -19,11 +21,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttp.launch.run_dir import journals_allowed
 from ttp.store import history
 from ttp.store.durable import make_directory, naming, sync_directory
 from ttp.store.mounts import Mounts
@@ -40,6 +43,10 @@ REFUSED_MAX = 16 << 20
 """Characters that are tried again."""
 STORIES_MAX = 8
 """Incidents whose story is kept."""
+NOT_TOLD = (
+    "no process of this host has said that the job saves there: where the controller has no rank beside it, start it "
+    "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
+)
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
 
 
@@ -56,10 +63,12 @@ class Journal:
 
     Args:
         run_dir: on a local disk; takes what save_dir does not.
+        told: directories that it may write below, whatever ``journals_allowed`` says.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, told: Iterable[str | None] = ()) -> None:
         self._run_dir = run_dir
+        self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # nobody holds it while a disk is asked
@@ -135,8 +144,12 @@ class Journal:
 
     def _writer(self, place: Path) -> _Writer:
         if place not in self._writers or self._writers[place].ended:
-            self._writers[place] = _Writer(place, self._refused)
+            self._writers[place] = _Writer(place, self._refused, self._may_write_to)
         return self._writers[place]
+
+    def _may_write_to(self, place: Path) -> bool:
+        """Whether somebody else than the job's ranks, wherever they are, has named it. Reads a file of ``run_dir``."""
+        return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
 
     def _refused(self, incident: str) -> None:
         with self._lock:
@@ -155,11 +168,13 @@ class _Writer:
     Args:
         place: save_dir, the fallback directory or the run directory.
         refused: called with an incident when its lines could not be written; they are tried again with the next one.
+        may_write_to: asked before it writes.
     """
 
-    def __init__(self, place: Path, refused: Callable[[str], None]) -> None:
-        self.ended = False
-        self._place, self._refused = place, refused
+    def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
+        self.ended = self._last = False
+        self._place, self._refused, self._may_write_to = place, refused, may_write_to
+        self._mounts = Mounts()
         self._inbox: queue.SimpleQueue[tuple[str, str, bool] | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
@@ -178,8 +193,16 @@ class _Writer:
         """Have ``told`` called with what is known of launches by now; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
 
+    def _do(self, job: Callable[[], None]) -> None:
+        """What has to do with the history of launches, which nobody needs to know of when it cannot be kept."""
+        try:
+            self._mounts.check(self._place)
+            job()
+        except (OSError, ValueError) as problem:
+            log.info("the history of launches under %s: %s", self._place, problem)
+
     def _note(self, line: str) -> None:
-        if self._place.is_dir():
+        if self._place.is_dir() and self._may_write_to(self._place):
             _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
@@ -194,31 +217,48 @@ class _Writer:
 
     def _run(self) -> None:
         try:
-            mounts = Mounts(self._place)
-        except (OSError, ValueError):  # no path that can be: said with the first line
-            mounts = Mounts()
+            self._mounts = Mounts(self._place)
+        except (OSError, ValueError):
+            pass  # no path that can be: said with the first line
         refused: dict[str, str] = {}
         warned: set[str] = set()
-        while (item := self._inbox.get()) is not None:
-            if callable(item):
+        while waiting := self._batch():
+            for incident, (lines, durable) in waiting.items():
+                text = refused.pop(incident, "") + "".join(lines)
                 try:
-                    mounts.check(self._place)
-                    item()
-                except (OSError, ValueError) as problem:
-                    log.info("the history of launches under %s: %s", self._place, problem)
-                continue
-            incident, text, durable = item
-            text = refused.pop(incident, "") + text
-            try:
-                mounts.check(self._place)
-                _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
-            except (OSError, ValueError) as problem:  # ValueError: no path that can be
-                level = logging.DEBUG if incident in warned else logging.WARNING
-                log.log(level, "cannot write the incident under %s: %s", self._place, problem)
-                warned.add(incident)
-                if len(text) < REFUSED_MAX:
-                    refused[incident] = text
-                self._refused(incident)
+                    self._mounts.check(self._place)
+                    if not self._may_write_to(self._place):
+                        raise PermissionError(NOT_TOLD)
+                    _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
+                except (OSError, ValueError) as problem:  # ValueError: no path that can be
+                    level = logging.DEBUG if incident in warned else logging.WARNING
+                    log.log(level, "cannot write the incident under %s: %s", self._place, problem)
+                    warned.add(incident)
+                    if len(text) < REFUSED_MAX:
+                        refused[incident] = text
+                    self._refused(incident)
+
+    def _batch(self) -> dict[str, tuple[list[str], bool]]:
+        """Everything that has come since the last call, by incident, and whether it has to be durable.
+
+        Waits for something; empty: nothing follows. Whatever one turn of the event loop says is written at once, so
+        that the answers of ten thousand ranks are no ten thousand writes.
+        """
+        batch: dict[str, tuple[list[str], bool]] = {}
+        item = None if self._last else self._inbox.get()
+        while item is not None:
+            if callable(item):
+                self._do(item)
+            else:
+                incident, text, durable = item
+                lines, one_is = batch.get(incident, ([], False))
+                lines.append(text)
+                batch[incident] = lines, durable or one_is
+            if batch and self._inbox.empty():
+                return batch
+            item = self._inbox.get()
+        self._last = True
+        return batch
 
 
 def _line(happening: Happening) -> str:
@@ -229,7 +269,8 @@ def _line(happening: Happening) -> str:
         "kind": happening.kind,
         "incident": happening.incident,
     }
-    return json.dumps({**head, **json.loads(happening.facts)}) + "\n"
+    facts = happening.facts[1:-1]  # of an object; made into text once, for watchers too
+    return json.dumps(head)[:-1] + (f", {facts}" if facts else "") + "}\n"
 
 
 def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
