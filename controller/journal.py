@@ -216,10 +216,8 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        try:
+        with contextlib.suppress(OSError, ValueError):  # no path that can be: said with the first line
             self._mounts = Mounts(self._place)
-        except (OSError, ValueError):
-            pass  # no path that can be: said with the first line
         refused: dict[str, str] = {}
         warned: set[str] = set()
         while waiting := self._batch():

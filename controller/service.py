@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import grpc
@@ -116,7 +116,7 @@ class ControllerService(rpc.ControllerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
-        if request.exit_code == EXIT_BAD_CONFIG:
+        if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
             words = limits.text("reason", request.reason)
             self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
@@ -129,6 +129,11 @@ class ControllerService(rpc.ControllerServicer):
             f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
+
+    def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
+        """Whether no rank has come with another process; one that never came may have ended before it could."""
+        members = self._driver.machine.job.members
+        return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
 
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""

@@ -152,7 +152,10 @@ class Processor:
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
             self._started = True
-            log.error("%s: training begins UNPROTECTED, ttp keeps trying", self._unjoined())
+            log.error(
+                "%s: training begins UNPROTECTED (restore() waits as long again, then refuses); ttp keeps trying",
+                self._unjoined(),
+            )
         if self._problem is not None:
             self._leases.disarm(os.getpid())
             raise self._problem
