@@ -217,7 +217,7 @@ def report_fault(job: Any) -> None:
 
 
 def get_verdict(job: Any) -> None:
-    """What a launcher would leave with, and that a process which is none of this launch has left with 64, end nothing."""
+    """What a launcher would leave with, and that a process of another launch has left with 64, end nothing."""
     stub = job.controller.stub
     request = pb.GetVerdictRequest(host="one", code=75)
     unchanged(job, lambda: stub.GetVerdict(request, metadata=job.metadata, timeout=WAIT_S))
