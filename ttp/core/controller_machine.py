@@ -29,7 +29,7 @@ Cost: constant time per event, O(world size) per stage of an incident.
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
 ``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
-``layouts`` asks what the digest of a layout stands for, ``mirrors`` passes pages on to other hosts, ``buddies`` says
+``layouts`` asks what the digest of a layout stands for, ``mirrors`` says which pages other hosts keep, ``buddies`` says
 where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
@@ -285,6 +285,7 @@ class ControllerMachine:
             self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
         self._standby.joined(hello.rank)
         self._buddies.joined(hello.rank)
+        self._mirrors.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         self._gathering.joined(new=first, resumes=hello.resume, now=now)
@@ -507,8 +508,6 @@ class ControllerMachine:
                 self._witnesses.said(report, now)
             case m.StandbyUp():
                 self._standby.answered(report)
-            case m.Mirror():
-                self._mirrors.pass_on(report)
             case m.Copied():
                 self._buddies.copied(report)
             case rm.Handlers() | rm.Ailing() | rm.Acted():
