@@ -89,7 +89,13 @@ def test_slurm_decides_by_the_verdict(tmp_path: Path, srun: int, verdict: int, r
     for name, text in programs.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "USER": "me"}
+    env = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_JOB_ID": "17",
+        "SLURM_NNODES": "1",
+        "HOME": str(tmp_path),
+        "TTP_TOKEN_FILE": str(tmp_path / "srun"),
+    }
     env |= {"SLURM_JOB_NODELIST": "n1", "SAVE_DIR": "/checkpoints"} | ({"REQUEUE_BY_EXIT": "1"} if by_exit else {})
     done = subprocess.run(["bash", str(DEPLOY / "slurm.sbatch")], env=env, capture_output=True, check=False, timeout=60)
     calls = (tmp_path / "calls").read_text().splitlines()
