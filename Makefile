@@ -6,7 +6,7 @@
 #   make test                      all tests but the slow campaigns; ARGS="-k store -x" is passed to pytest,
 #                                  JOBS=2 runs so many at a time (3: two cores idle while jobs wait for each other). A test that fails is tried
 #                                  once more, and the summary counts it: real processes on a busy machine can be late
-#   make lint types protos         what CI checks, through nox
+#   make lint types protos docs    what CI checks, through nox; the documentation is built as a site, into site/
 #   make test-gpu PYTHON=python3   what only a GPU can show, with the Python that has torch with CUDA: installs nothing, says what
 #                                  is missing, 20 minutes at most; ARGS="-k host_ahead" for a part of it. See docs/gpu.md
 #   make bench                     benchmarks, a table at the end
@@ -25,7 +25,7 @@ JOBS ?= 3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-gpu bench lint types protos clean
+.PHONY: help demo test test-gpu bench lint types protos docs clean
 .DELETE_ON_ERROR:
 
 help:
@@ -45,7 +45,7 @@ test-gpu:
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)
 
-lint types protos: $(VENV)/.installed-nox
+lint types protos docs: $(VENV)/.installed-nox
 	$(PY) -m nox -s $@
 
 clean:

@@ -1,4 +1,4 @@
-"""The one command: ``nox`` runs lint, types, protos and tests; ``nox -s NAME`` one of them."""
+"""The one command: ``nox`` runs lint, types, protos, docs and tests; ``nox -s NAME`` one of them."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 import nox
 
-nox.options.sessions = ["lint", "types", "protos", "tests"]
+nox.options.sessions = ["lint", "types", "protos", "docs", "tests"]
 nox.options.default_venv_backend = "venv"
 nox.options.reuse_existing_virtualenvs = True
 
@@ -48,6 +48,13 @@ def protos(session: nox.Session) -> None:
         *PROTOS,
     )
     session.run("git", "diff", "--exit-code", "--", "ttp/wire/v1", external=True)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation into site/; a link, an anchor or a page that leads nowhere is an error."""
+    session.install("mkdocs-material==9.8.1")
+    session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
 @nox.session

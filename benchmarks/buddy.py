@@ -18,6 +18,7 @@ from benchmarks.result import Result, median_of, time_us
 from benchmarks.world import controller, scratch
 from ttp import session
 from ttp.api import wrap_optimizer
+from ttp.config import Config
 from ttp.core.layout import Rank
 from ttp.core.messages import CopyTo
 from ttp.core.processor_events import CopyMade
@@ -59,7 +60,7 @@ def run(quick: bool) -> list[Result]:
 
 def _take(answer: Connection, memory: str) -> None:
     """The other host."""
-    receiver = Receiver("127.0.0.1", "", "none")
+    receiver = Receiver(Config(), "none")
     receiver.store = CopyStore(Path(memory), 1)
     answer.send(receiver.port)
     time.sleep(3600)

@@ -43,12 +43,11 @@ def run(quick: bool) -> list[Result]:
     """``streams`` ranks on connections of their own, a beat a second."""
     streams, seconds = (8, 1) if quick else (256, 10)
     layout = Layout.data_parallel(streams)
-    groups = tuple(m.ShardGroup(s, r) for s, r in layout.groups.items())
     with scratch() as directory, controller(directory) as (port, service, pid):
         process = psutil.Process(pid)
         service.GetStatus(pb.GetStatusRequest())
         empty = process.memory_info().rss
-        speakers = [Speaker(port, _hello(rank, layout, groups)) for rank in range(streams)]
+        speakers = [Speaker(port, _hello(rank, layout)) for rank in range(streams)]
         while service.GetStatus(pb.GetStatusRequest()).stage != "training":
             time.sleep(0.1)
         before, begin = process.cpu_times(), time.monotonic()
@@ -68,9 +67,9 @@ def run(quick: bool) -> list[Result]:
     ]
 
 
-def _hello(rank: int, layout: Layout, groups: tuple[m.ShardGroup, ...]) -> m.Hello:
+def _hello(rank: int, layout: Layout) -> m.Hello:
     return m.Hello(
         Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", layout.world_size,
-        layout.digest, groups, f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE,
+        layout.digest, f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE,
         Version(0), 0, "", False, False,
     )  # fmt: skip

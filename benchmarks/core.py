@@ -69,11 +69,10 @@ def freeze_and_decide(ranks: int) -> Result:
 def _formed(ranks: int) -> ControllerMachine:
     machine = ControllerMachine(ce.Patience(), lambda n: f"i{n}", 0.0)
     layout = Layout.data_parallel(ranks)
-    groups = tuple(m.ShardGroup(s, r) for s, r in layout.groups.items())
     for rank in range(ranks):
         hello = m.Hello(
             Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", ranks, layout.digest,
-            groups, f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE, Version(0), 0,
+            f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE, Version(0), 0,
             "", False, False,
         )  # fmt: skip
         machine.on_event(ce.Received(ce.ConnectionId(rank + 1), hello), 0.0)

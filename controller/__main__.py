@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import dataclasses
 import logging
 import os
 import signal
@@ -21,6 +22,7 @@ from ttp.controller.service import start_server, stop_server
 from ttp.core.controller_events import Patience
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.controller_process import port_owner
+from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")
 
@@ -35,10 +37,13 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="ttp controller",
         description="Run one controller. Ranks find it at MASTER_ADDR:TTP_PORT. It ends when the job is over, or when "
-        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from TTP_TOKEN.",
+        "nobody has spoken to it for a while. Settings come from TTP_* variables; the shared secret from "
+        "TTP_TOKEN_FILE or TTP_TOKEN. Without one it serves this user on loopback only.",
     )
     p.add_argument("--port", type=int, default=None, help="port to listen on (default: TTP_PORT)")
-    p.add_argument("--bind", default=None, help="address to bind (default: TTP_BIND, else every address)")
+    p.add_argument(
+        "--bind", default=None, help="address to bind (default: TTP_BIND, else every address; loopback without a token)"
+    )
     p.add_argument("--run-dir", type=Path, default=None, help="where logs go (default: TTP_RUN_DIR)")
     p.add_argument("--owner-pid", type=int, default=None, help="end when this process is gone and no rank is attached")
     p.add_argument("--orphan-s", type=float, default=0.0, help="how long it outlives that process without any rank")
@@ -51,6 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     try:
         config = Config.from_env()
+        if args.bind is not None:
+            config = dataclasses.replace(config, bind=args.bind)
         port = args.port if args.port is not None else config.port
         if port is None:
             raise ConfigError("no port: give --port or set TTP_PORT")
@@ -89,9 +96,9 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir)
     driver = Driver(patience_of(config, args), journal, config.host or socket.gethostname(), port)
-    bind = (args.bind if args.bind is not None else config.bind) or "0.0.0.0"
     try:
-        server = await start_server(driver, bind, port, config.token)
+        bind = listening_address(config)
+        server = await start_server(driver, config, port)
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG

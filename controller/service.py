@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hmac
 import logging
 import os
 import time
@@ -19,9 +18,9 @@ from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
 from ttp._version import __version__
+from ttp.config import Config
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
-from ttp.controller.peers import RevocationInterceptor
 from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
 from ttp.controller.rounds_service import ManagerService
 from ttp.core import controller_events as ce
@@ -30,7 +29,8 @@ from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.wire import limits, tls
-from ttp.wire.channel import SERVER_OPTIONS, TOKEN_KEY
+from ttp.wire.access import aio_guards, listening_address
+from ttp.wire.channel import SERVER_OPTIONS, target
 from ttp.wire.convert import WireError, enum_from_wire, enum_to_wire, order_to_wire, pages_from_wire, parse_report
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1 import controller_pb2_grpc as rpc
@@ -211,54 +211,15 @@ class RawReports(grpc.aio.ServerInterceptor):
         return grpc.stream_stream_rpc_method_handler(handler.stream_stream, None, handler.response_serializer)
 
 
-class TokenInterceptor(grpc.aio.ServerInterceptor):
-    """Refuses every request without the job's token, except health checks."""
-
-    def __init__(self, token: str) -> None:
-        self._token = token.encode()
-
-    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
-        """See grpc.aio."""
-        handler = await continuation(handler_call_details)
-        given = dict(handler_call_details.invocation_metadata or ()).get(TOKEN_KEY, "")
-        open_to_all = handler_call_details.method.startswith("/grpc.health.v1.Health/")
-        if handler is None or open_to_all or hmac.compare_digest(str(given).encode(), self._token):
-            return handler
-        return _refuse_like(handler)
-
-
-def _refuse_like(handler: Any) -> Any:
-    """A handler of the same kind that refuses."""
-    text = "the request does not carry this job's token: set TTP_TOKEN to what the job was started with"
-
-    async def unary(request: Any, context: Any) -> None:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-
-    async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-        await context.abort(grpc.StatusCode.UNAUTHENTICATED, text)
-        yield  # makes this a generator
-
-    kinds = {
-        (False, False): (grpc.unary_unary_rpc_method_handler, unary),
-        (False, True): (grpc.unary_stream_rpc_method_handler, stream),
-        (True, False): (grpc.stream_unary_rpc_method_handler, unary),
-        (True, True): (grpc.stream_stream_rpc_method_handler, stream),
-    }
-    make, behaviour = kinds[(bool(handler.request_streaming), bool(handler.response_streaming))]
-    return make(behaviour, request_deserializer=None, response_serializer=handler.response_serializer)  # not even read
-
-
-async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc.aio.Server:
-    """A server that listens.
+async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Server:
+    """A server that listens at ``port``, where and for whom ``ttp.wire.access`` says.
 
     Raises:
         RuntimeError: the port cannot be bound.
-        ConfigError: TLS is asked for and cannot be had.
+        ConfigError: TLS is asked for and cannot be had, or others than those it is for would be served.
     """
-    mine = tls.identity()
-    known = [RevocationInterceptor(mine.guard)] if mine is not None and mine.guard is not None else []
-    interceptors = [*([TokenInterceptor(token)] if token else []), *known, RawReports()]
-    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=interceptors)
+    where = target(listening_address(config), port)
+    server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*aio_guards(config), RawReports()])
     rpc.add_ControllerServicer_to_server(ControllerService(driver), server)
     rounds_pb2_grpc.add_ManagerServicer_to_server(ManagerService(driver), server)
     health_servicer = health.HealthServicer()
@@ -266,8 +227,8 @@ async def start_server(driver: Driver, bind: str, port: int, token: str) -> grpc
     for name in ("", SERVICE, MANAGER_SERVICE):
         await health_servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
     reflection.enable_server_reflection((SERVICE, MANAGER_SERVICE, HEALTH_SERVICE, reflection.SERVICE_NAME), server)
-    if tls.add_port(server, f"[{bind}]:{port}" if ":" in bind else f"{bind}:{port}") == 0:
-        raise RuntimeError(f"cannot bind {bind}:{port}")
+    if tls.add_port(server, where) == 0:
+        raise RuntimeError(f"cannot bind {where}")
     await server.start()
     return server
 

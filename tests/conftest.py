@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 from hypothesis import HealthCheck, settings
 
@@ -11,6 +14,11 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.differing_executors, HealthCheck.data_too_large],
 )
 settings.load_profile("ttp")
+
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [str(Path(__file__).parent / "site"), os.environ.get("PYTHONPATH")])
+)
+"""Every Python that a test starts imports tests/site/sitecustomize.py."""
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

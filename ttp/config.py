@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
 from ttp.errors import ConfigError
 from ttp.launch.rank_names import in_torchruns_names
+from ttp.launch.token_file import secret_in
 
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
@@ -100,6 +102,16 @@ def _token(text: str) -> str:
     if not (text.isascii() and text.isprintable() and text == text.strip() and len(text) <= NAME_MAX):
         raise ValueError("letters, digits and signs of ASCII are wanted, without spaces around them")
     return text
+
+
+@functools.cache
+def _token_in(path: str) -> str:
+    """Read once: a file that is removed when the job has begun is not missed."""
+    named = f"TTP_TOKEN_FILE={path!r:.200}"
+    try:
+        return _token(secret_in(Path(path), named))
+    except ValueError as problem:
+        raise ConfigError(f"{named} holds no token: {problem}") from None
 
 
 def _level(text: str) -> str:
@@ -195,6 +207,12 @@ class Config:
     token: str = _setting("TTP_TOKEN", _token, "")
     """Shared secret of the job; requests without it are refused. ``ttp run`` makes one when none is given."""
 
+    token_file: str | None = _setting("TTP_TOKEN_FILE", _name, None)
+    """File of mode 0600 that holds the token, where ``TTP_TOKEN`` is not set."""
+
+    insecure: bool = _setting("TTP_INSECURE", _switch, False)
+    """Whether a job without a token serves whoever reaches its ports; else it is served on loopback only."""
+
     tls_cert: str | None = _setting("TTP_TLS_CERT", _name, None)
     """Certificate (PEM) of this process: with it every connection of the job is encrypted, both sides known."""
 
@@ -214,7 +232,7 @@ class Config:
     """Whether ``ttp run`` puts the package ``mindio_ttp`` into place: 1, force (even where the original is), or not."""
 
     bind: str = _setting("TTP_BIND", _name, "")
-    """Address the controller binds to; empty: every address of the machine."""
+    """Address that every service of the job binds to; empty: every one of the machine, without a token loopback."""
 
     host: str = _setting("TTP_HOST", _name, "")
     """Name of this host; empty: the machine's. Ranks of one host share memory, and are lost together."""
@@ -252,6 +270,8 @@ class Config:
             except ValueError as problem:
                 shown = "" if name == "TTP_TOKEN" else f"={environ[name]!r:.200}"  # a secret is not shown
                 raise ConfigError(f"{name}{shown} is not valid: {problem!s:.200}") from None
+        if not values.get("token") and "token_file" in values:
+            values["token"] = _token_in(values["token_file"])
         return cls(**values)
 
     def resolved_run_dir(self) -> Path:

@@ -102,6 +102,7 @@ class UpdateBarrier:
                 'give wrap_optimizer() undo="preimage"'
             )
         self._device, self._processor, self._reduced = device, processor, reduced
+        self._on_device = device.type == "cuda"
         self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
         place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
         wide = len(place.firsts) > 1
@@ -122,15 +123,15 @@ class UpdateBarrier:
         Raises:
             RuntimeError: a rank died or does not come: like any collective of the program.
         """
-        if self._device.type == "cuda":
+        if self._on_device:
             torch.cuda.current_stream(self._device).synchronize()
         self._reduced()
         self._turn += 1
         gate = self._processor.gate
         with gate.nearby(self._ring):
             try:
-                run(self.meeting.come(self._turn))
-                run(self.meeting.wait(self._turn, self._patience(gate, self._timeout_s)))
+                if not run(self.meeting.come(self._turn)):
+                    run(self.meeting.wait(self._turn, self._patience(gate, self._timeout_s)))
             except (BrokenError, TimeoutError) as problem:
                 if not self._rescued(problem):
                     raise RuntimeError(f"the barrier before the update broke: {self._why(problem)}") from problem

@@ -17,10 +17,12 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.core.talk import answers
 from tests.ports import free_port
 from ttp.cli.main import main
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.layout_messages import TellLayout
 from ttp.store import names
 from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes
@@ -173,6 +175,9 @@ class Controller:
                 order = order_from_wire(wire)
                 if isinstance(order, m.Welcome):
                     welcomed.wait(60)
+                if isinstance(order, TellLayout):
+                    for part in answers(order, Layout.data_parallel(world_size)):
+                        outbox.put(report_to_wire(part))
                 answer = obey(order, version, saves=saves)
                 if answer is not None:
                     outbox.put(report_to_wire(answer))
@@ -214,7 +219,6 @@ def hello(rank: Rank, world_size: int, version: Version) -> m.Hello:
         nonce=f"process-{rank}",
         world_size=world_size,
         layout_digest=layout.digest,
-        groups=tuple(m.ShardGroup(s, r) for s, r in layout.groups.items()),
         host="left" if rank < world_size // 2 else "right",
         pid=1000 + rank,
         local_rank=rank,

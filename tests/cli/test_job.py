@@ -21,7 +21,8 @@ from ttp.cli.connection import UnreachableError, Where
 from ttp.cli.status import picture
 from ttp.config import Config
 from ttp.errors import ConfigError
-from ttp.launch.run_dir import prepare_run_dir, write_token
+from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.token_file import write_token
 from ttp.wire.v1 import controller_pb2 as pb
 
 Start = Callable[..., Controller]

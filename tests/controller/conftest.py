@@ -11,9 +11,11 @@ from typing import Any
 import grpc
 import pytest
 
+from tests.core.talk import answers
 from tests.ports import free_port
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import TellLayout
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -76,7 +78,11 @@ class FakeRank:
         self._outbox: Any = queue.SimpleQueue()
         self._channel = open_channel("127.0.0.1", controller.port)
         self._call = stub(self._channel).Attach(iter(self._outbox.get, None), metadata=controller.metadata)
-        self.say(hello(number, **changes))
+        greeting = hello(number, **changes)
+        self.say(greeting)
+        layout = changes.get("layout") or Layout.data_parallel(greeting.world_size)
+        for part in answers(TellLayout(greeting.rank, layout.digest), layout):
+            self.say(part)  # it need not read the question to answer it
 
     def say(self, report: m.Report) -> None:
         self._outbox.put(report_to_wire(report))
@@ -85,7 +91,10 @@ class FakeRank:
         self._outbox.put(message)
 
     def hear(self) -> m.Order:
-        return order_from_wire(next(self._call))
+        """The next order but the question for the layout."""
+        while isinstance(order := order_from_wire(next(self._call)), TellLayout):
+            pass
+        return order
 
     def expect(self, kind: type) -> Any:
         order = self.hear()
@@ -116,7 +125,6 @@ def hello(rank: int, world_size: int = 2, layout: Layout | None = None, **change
         "nonce": f"process-{rank}",
         "world_size": world_size,
         "layout_digest": layout.digest,
-        "groups": tuple(m.ShardGroup(s, r) for s, r in layout.groups.items()),
         "host": "host",
         "pid": 1000 + rank,
         "local_rank": rank,

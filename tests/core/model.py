@@ -32,6 +32,7 @@ from ttp.core.controller_machine import ControllerMachine
 from ttp.core.decide import Answer, How
 from ttp.core.incident import Incident
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.layouts import in_parts
 from ttp.core.route import HOME
 from ttp.core.stripes import split
 from ttp.testing.scenario import grid
@@ -207,7 +208,7 @@ class Model:
     def _start(self) -> State:
         patience = replace(PATIENCE, standbys=1) if self.rival else PATIENCE
         controller = ControllerMachine(patience, Names(0), 0.0)
-        ranks = [pm.ProcessorMachine(self._hello(r), MANNERS, 0.0) for r in range(self.world)]
+        ranks = [pm.ProcessorMachine(self._hello(r), MANNERS, 0.0, in_parts(self.layout)) for r in range(self.world)]
         for r, machine in enumerate(ranks):
             machine.on_event(pm.Observed(Version(0), m.Phase.IDLE), 0.0)
             self._talk(controller, ranks, r, pm.StreamUp())
@@ -255,7 +256,7 @@ class Model:
     def _hello(self, rank: int) -> m.Hello:
         return m.Hello(
             Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "0", "job", 0, 0, f"n{rank}", self.world,
-            self.layout.digest, tuple(m.ShardGroup(s, g) for s, g in self.layout.groups.items()), "h", rank, rank,
+            self.layout.digest, "h", rank, rank,
             "/save", "toy", Version(0), m.Phase.IDLE, Version(0), 0, "", False, False, stripes=self.stripes,
         )  # fmt: skip
 

@@ -16,6 +16,7 @@ ROOT = HERE.parent.parent
 
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
+LAYOUTS = "ttp.core.layouts"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
 RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
 BUDDIES = "ttp.core.buddies"
@@ -62,18 +63,21 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "lost ranks keep their answer": (RESCUE, "            self.incident.forget(rank)\n", ""),
     "a flap is a fault": (RESCUE, "self._retract(incident, hello.rank, m.FaultKind.LOST)", "pass"),
     "thaw while in doubt": (RESCUE, "if self._job.in_doubt or self._looks_again(incident, now):", "if False:"),
-    "a silent host is waited for": (RESCUE, "        if rank in self._job.silent:\n            return\n", ""),
+    "a silent host is waited for": (
+        RESCUE,
+        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
+        "self.saving.drop(incident, rank)\n\n    def heard",
+    ),
     "what a silent host has said still counts": (
         RESCUE,
-        "            incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard_again",
-        "            incident.waiting.discard(rank)\n\n    def heard_again",
+        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
+        "incident.waiting.discard(rank)\n\n    def heard",
     ),
     "who is heard again stays accused": (
         RESCUE,
         "            self._retract(incident, rank, m.FaultKind.SILENT)\n            self._freeze",
         "            self._freeze",
     ),
-    "who comes back stays silent": (RESCUE, "self._retract(incident, hello.rank, m.FaultKind.SILENT)", "pass"),
     "words are all that counts": (SILENCE, "event.silent_s >= self._patience.doubt_s and", "True and"),
     "a job that forms is doubted": (SILENCE, "return self._job.formed and not", "return not"),
     "what is not known is doubted": (SILENCE, "return  # it cannot be", "event = LookedAt(host, 9.0)  # it cannot be"),
@@ -263,7 +267,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the lost controller is asked again": (ROUTE, "ring[(at + 1 + self._walked)", "ring[(at + self._walked)"),
     "whoever is sent on has nowhere to go": (PROCESSOR, "if code is m.RefusalCode.MOVED:", "if False:"),
     "a new controller takes everybody": (CONTROLLER, "hello.standbys and not hello.takeover:", "False:"),
-    "two controllers lead": (CONTROLLER, "if hello.takeover and hello.term_seen > self.term and", "if False and"),
+    "two controllers lead": (CONTROLLER, "hello.takeover and hello.term_seen > self.term and", "False and"),
+    # layouts
+    "a rank that was asked for its layout and died is waited for": (
+        LAYOUTS,
+        "        elif latest:\n            self._ask(digest, now)",
+        "",
+    ),
+    "a layout is believed whatever its digest": (LAYOUTS, "elif layout.digest != part.digest:", "elif False:"),
     "two controllers share a draft": (
         RESCUE,
         'incident.reign = f"-{fresh_id}" if recovered_id else ""',

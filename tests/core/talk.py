@@ -24,6 +24,8 @@ from ttp.core.controller_events import (
 )
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout_messages import LayoutPart, TellLayout
+from ttp.core.layouts import in_parts
 from ttp.testing.scenario import grid
 
 PATIENCE = Patience(
@@ -43,7 +45,6 @@ def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
         nonce=f"n{rank}",
         world_size=layout.world_size,
         layout_digest=layout.digest,
-        groups=tuple(m.ShardGroup(s, g) for s, g in layout.groups.items()),
         host="h",
         pid=100 + rank,
         local_rank=rank,
@@ -58,6 +59,12 @@ def hello(rank: int, layout: Layout, **more: Any) -> m.Hello:
         resume=False,
     )
     return replace(plain, **more)
+
+
+def answers(order: TellLayout, layout: Layout) -> list[LayoutPart]:
+    """What a rank says that is asked for its layout."""
+    parts = in_parts(layout)
+    return [LayoutPart(order.rank, order.digest, i, len(parts), groups) for i, groups in enumerate(parts)]
 
 
 class Talk:
@@ -85,6 +92,7 @@ class Talk:
         return self.event(Received(ConnectionId(self.streams[rank]), report))
 
     def hello(self, rank: int, **more: Any) -> str:
+        self.machine.job.learn(self.layout)  # test_layouts.py is about how it is asked for
         return self.report(rank, hello(rank, self.layout, **more))
 
     def back(self, rank: int, **more: Any) -> str:

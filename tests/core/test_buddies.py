@@ -261,6 +261,7 @@ class Played:
             more = {"incarnation": machine.incarnation, "copies_at": "x:1"}
             said = hello(r, self.layout, **more)
             if not self.job.members:
+                self.job.learn(self.layout)
                 self.job.start_incarnation(said)
             self.job.term = self.terms
             self.job.join(ConnectionId(r + 1), said, 0.0)

@@ -14,7 +14,7 @@ from ttp.core import messages as m
 from ttp.core import rescue
 from ttp.core.controller_events import ConnectionId, Received, StreamEnded
 from ttp.core.decide import Answer, How, NoPlan, Plan, decide
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
 
 LOST = "[opened] Freeze:1,2 [evidence]"
@@ -43,8 +43,7 @@ other = grid(1, 4)
 wrong: list[tuple[dict[str, Any], str, str]] = [
     ({"protocol_major": 9}, "protocol", f"rank 1 speaks 9.{m.PROTOCOL_MINOR}"),
     ({"rank": Rank(7)}, "malformed", "rank 7 is not in a world of 3"),
-    ({"layout_digest": "x"}, "malformed", "layout and digest do not belong together"),
-    ({"groups": (m.ShardGroup("s", ()),), "layout_digest": "x"}, "malformed", "empty replica group"),  # type: ignore[arg-type]
+    ({"world_size": 4}, "malformed", "layout and digest do not belong together"),
     ({"run_id": "b"}, "other_job", "two jobs share TTP_PORT"),
     ({"nonce": "b"}, "rank_taken", "rank 1 is already held by pid 101 on h"),
     ({"incarnation": -1}, "fenced", "which was given up"),
@@ -65,13 +64,18 @@ def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: s
     ("layout", "text"),
     [
         (other, "rank 2 has WORLD_SIZE=4, the others have 3"),
-        (Layout(3, {"w": (0, 1), "v": (2,)}), "rank 2 announces another layout than the others: 2 shards"),  # type: ignore[dict-item]
+        (
+            Layout(3, {Shard("w"): (Rank(0), Rank(1)), Shard("v"): (Rank(2),)}),
+            "rank 2 announces another layout than the others: 2 shards (v: 2, w: 0-1) against 1 shards (s0: 0-2): "
+            "shards 'v', 'w' only there; shard 's0' only here. Every rank must wrap the same model in the same way",
+        ),
     ],
 )
 def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
     talk = Talk(formed=False)
     talk.hello(0)
     talk.hello(1)
+    talk.machine.job.learn(layout)
     assert talk.report(2, hello(2, layout)) == "Refused(mismatch):2 [refused]"
     assert text in talk.orders(m.Refused)[0].text
 

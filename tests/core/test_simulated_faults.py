@@ -88,7 +88,7 @@ def test_a_long_flap_is_a_loss() -> None:
 
 
 def test_the_controller_and_a_rank_die_together() -> None:
-    exits, trace = run(grid(1, 3), Fault("controller", 0.12, Rank(0)), Fault("kill", 0.1201, Rank(2)), steps=5, seed=2)
+    exits, trace = run(grid(1, 3), Fault("controller", 0.12, Rank(0)), Fault("kill", 0.1201, Rank(2)), steps=5, seed=4)
     assert exits[0] == [75, 75, None]
     assert "did not come back to the new controller" in trace
     assert trace.count("] committed") == 1
@@ -151,7 +151,7 @@ def test_a_controller_that_is_killed_twice_in_one_incident() -> None:
         exits, trace = run(grid(1, 3), *faults, seed=seed)
         killed += trace.count("controller 1 is killed") + trace.count("controller 2 is killed")
         assert sorted(map(str, exits[0])) == ["75", "75", "None"]
-        assert exits[1] == [0, 0, 0]
+        assert exits[-1] == [0, 0, 0]
     assert killed > 8
 
 

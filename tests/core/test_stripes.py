@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.core.oracle import best
-from tests.core.talk import Talk, hello
+from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.decide import Answer, How, NoPlan, Plan, decide
@@ -231,7 +231,7 @@ def cut_job(replicas: int = 4, parts: int = 4) -> Talk:
     """At version 7, rank 0 is lost, the others have answered."""
     talk = Talk(grid(1, replicas), formed=False)
     for rank in range(replicas):
-        talk.report(rank, hello(rank, talk.layout, host=f"h{rank}", stripes=parts))
+        talk.hello(rank, host=f"h{rank}", stripes=parts)
     talk.lost(0)
     for rank in range(1, replicas):
         talk.frozen(rank, 7)

@@ -138,10 +138,9 @@ class Peer:
         (b"\x2a\x80\x89\x7a" + b"\x22\x00" * 1_000_000, "more than 262144 fields"),
         (report_to_wire(hello(0, term_seen=2**64 - 1)).SerializeToString(), "term_seen 18446744073709551615 is more"),
         (report_to_wire(hello(0, host="h" * 10_000)).SerializeToString(), "host is 10000 characters long"),
-        (report_to_wire(hello(0, world_size=5, layout=None, groups=())).SerializeToString(), "at least one shard"),
         (report_to_wire(hello(9)).SerializeToString(), "rank 9 is not in a world of 2"),
     ],
-    ids=["noise", "empty", "enum", "many fields", "term", "name", "layout", "rank"],
+    ids=["noise", "empty", "enum", "many fields", "term", "name", "rank"],
 )
 def test_reports_that_make_no_sense_are_answered_in_words(controller: Controller, data: bytes, says: str) -> None:
     with Peer(controller) as peer:

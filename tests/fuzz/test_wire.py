@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import strategies as st
 
-from tests.core.talk import PATIENCE, hello
+from tests.core.talk import PATIENCE, answers, hello
 from tests.fuzz.messages import ORDERS, REPORTS, changed, damaged
 from tests.fuzz.profile import at_most, fuzz, jsonable
 from ttp.core import messages as m
@@ -27,19 +27,24 @@ from ttp.core.controller_events import (
     Tick,
 )
 from ttp.core.controller_machine import ControllerMachine
-from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Version
+from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
+from ttp.core.layout_messages import TellLayout
+from ttp.core.layouts import in_parts
 from ttp.core.processor_machine import ProcessorMachine
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 
 LAYOUT = Layout.data_parallel(3)
+OTHER_LAYOUT = Layout(3, {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)})
 HONEST = [ConnectionId(rank + 1) for rank in range(3)]
 STRANGERS = [ConnectionId(10), ConnectionId(11)]
 
 
 def machine() -> ControllerMachine:
-    return ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0)
+    subject = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0)
+    subject.job.learn(LAYOUT)
+    return subject
 
 
 def check(actions: list[Action]) -> list[Action]:
@@ -61,6 +66,8 @@ PIECE = m.Piece("f", 1, "d", "shard", "model", Rank(0))
 HONEST_REPORTS = [
     *GREETINGS,
     *(said(hello(rank, LAYOUT, resume=True, incarnation=1, term_seen=1)) for rank in range(3)),
+    *(said(hello(rank, OTHER_LAYOUT)) for rank in range(3)),
+    *(said(part) for rank in range(3) for part in answers(TellLayout(Rank(rank), OTHER_LAYOUT.digest), OTHER_LAYOUT)),
     said(m.Frozen(Rank(0), "i1", Version(3), m.Phase.IDLE, True)),
     said(m.Frozen(Rank(1), "i1", Version(4), m.Phase.IDLE, True)),
     said(m.Saved(Rank(0), "i1", 0, (PIECE,))),
@@ -229,13 +236,13 @@ def test_a_gigantic_world_is_refused_and_not_built(world_size: int) -> None:
 
 
 def test_a_digest_that_is_known_does_not_vouch_for_another_layout() -> None:
-    """After a release the next hello makes the next incarnation: then its groups are what counts."""
+    """After a release the next hello makes the next incarnation."""
     subject = machine()
     for connection, greeting in zip(HONEST, GREETINGS, strict=True):
         subject.on_event(Received(connection, parse_report(greeting.SerializeToString())), 0.0)
     for connection in HONEST:
         subject.on_event(StreamEnded(connection), 1.0)
-    changes: list[dict[str, Any]] = [{"groups": ()}, {"world_size": 1 << 20}, {"world_size": 1, "nonce": "o"}]
+    changes: list[dict[str, Any]] = [{"world_size": 1 << 20}, {"world_size": 1, "nonce": "o"}]
     for change in changes:
         forged = hello(0, LAYOUT, **{"nonce": "other", "launch": 5, **change})
         (order,) = [
@@ -279,8 +286,7 @@ def test_a_large_message_of_few_parts_is_taken() -> None:
 
 
 def test_a_billion_ranks_in_a_group_are_refused() -> None:
-    message = pb.RankReport.FromString(GREETINGS[0].SerializeToString())
-    message.hello.groups[0].ranks.extend(range(3, WORLD_SIZE_MAX + 1))
+    message = pb.RankReport(layout_part=pb.LayoutPart(groups=[pb.ShardGroup(ranks=range(WORLD_SIZE_MAX + 1))]))
     with pytest.raises(WireError, match="ranks has 1048577 entries"):
         parse_report(message.SerializeToString())
 
@@ -318,7 +324,7 @@ PROCESSOR_EVENTS = st.one_of(
 
 @fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
-    subject, now = ProcessorMachine(hello(0, LAYOUT), pm.Manners(), 0.0), 0.0
+    subject, now = ProcessorMachine(hello(0, LAYOUT), pm.Manners(), 0.0, in_parts(LAYOUT)), 0.0
     events: list[pm.Event] = [pm.StreamUp(), pm.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
     for event in [*events, *script]:
         if isinstance(event, float):

@@ -10,7 +10,8 @@ import pytest
 
 from ttp.errors import ConfigError
 from ttp.launch.leases import Leases
-from ttp.launch.run_dir import prepare_run_dir, read_token, write_token
+from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.token_file import read_token, write_token
 
 
 @pytest.fixture

@@ -13,12 +13,12 @@ for each place that it can get to.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Coroutine, Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ttp.processor.meeting import BROKEN, RELEASED, BrokenError, Meeting, slot
+from ttp.processor.meeting import BROKEN, RELEASED, BrokenError, Meeting, reached, slot
 
 Op = tuple[Any, ...]
 Host = tuple[int, ...]
@@ -48,8 +48,18 @@ class Suspending:
     async def add_one(self, at: int) -> None:
         await _Ask("add", at)
 
+    async def all_reached(self, places: Sequence[int], turn: int) -> bool:
+        for at in places:
+            if not reached(await self.load(at), turn):
+                return False
+        return True
+
     async def wake(self, at: int) -> None:
         await _Ask("wake", at)
+
+    async def ring(self, at: int) -> None:
+        await self.add_one(at)
+        await self.wake(at)
 
     async def sleep(self, at: int, expected: int) -> bool:
         return bool(await _Ask("sleep", at, expected))
@@ -189,9 +199,8 @@ class World:
             if rank in self._absent:
                 return
             await _Ask("came", rank, turn)
-            await meeting.come(turn)
             try:
-                passed = await meeting.wait(turn, leave)
+                passed = await meeting.come(turn) or await meeting.wait(turn, leave)
             except BrokenError:
                 await _Ask("broken", rank, turn)
                 return

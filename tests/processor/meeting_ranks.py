@@ -70,8 +70,8 @@ def main(directory: Path, rank: int, count: int) -> None:
         while True:
             turn += 1
             held.set_word(64 * rank, turn)  # the gradient
-            run(meeting.come(turn))
-            run(meeting.wait(turn, stay))
+            if not run(meeting.come(turn)):
+                run(meeting.wait(turn, stay))
             early += min(held.word(64 * other) for other in range(count)) < turn
     except BrokenError as problem:
         sys.stdout.write(json.dumps({"turn": turn, "early": early, "why": str(problem)}) + "\n")

@@ -160,7 +160,7 @@ def test_too_little_memory_says_what_to_change(store: CopyStore, monkeypatch: py
 
 @pytest.fixture
 def receiver(tmp_path: Path) -> Iterator[Receiver]:
-    made = Receiver("127.0.0.1", "secret", "job")
+    made = Receiver(Config(bind="127.0.0.1", token="secret"), "job")
     made.store = CopyStore(tmp_path / "there", 3)
     yield made
     made.close()
@@ -223,7 +223,7 @@ def test_copies_travel_encrypted_from_who_is_not_revoked(
     own, stolen = authority.sign(), authority.sign(file="stolen")
     for name, value in {**own, "TTP_TLS_CRL": str(authority.revoke("stolen"))}.items():
         monkeypatch.setenv(name, value)
-    receiver = Receiver("127.0.0.1", "secret", "job")
+    receiver = Receiver(Config(bind="127.0.0.1", token="secret"), "job")
     receiver.store = CopyStore(tmp_path / "there", 3)
     address = f"127.0.0.1:{receiver.port}"
     sender = Sender(address, "secret", "job")
@@ -294,7 +294,7 @@ class Copies:
     def __init__(self, pages: Path, rank: Rank = ME, *, named: bool = True) -> None:
         self.pages, self.source = pages, Source()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.receiver = Receiver("127.0.0.1", "", "job")
+        self.receiver = Receiver(Config(), "job")
         self.copying = Copying(self.source, LAYOUT, rank, 10, self.receiver, "", "job", self.told.put)
         self.copying.joined(pages, 3)
         if named:

@@ -74,7 +74,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
 
 
 def _left_behind(config: Config) -> str:
-    from ttp.launch.run_dir import read_token
+    from ttp.launch.token_file import read_token
 
     return read_token(config.resolved_run_dir()) or ""
 

@@ -29,8 +29,8 @@ Cost: constant time per event, O(world size) per stage of an incident.
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
 ``silence`` doubts hosts from which nothing comes, ``witnesses`` asks a second host about a silent one, ``standby`` sees
-to it that there are controllers to take over, ``mirrors`` passes pages on to other hosts, ``buddies`` says where copies
-of shards go. This file ties them to events.
+to it that there are controllers to take over, ``layouts`` asks what the digest of a layout stands for, ``mirrors``
+passes pages on to other hosts, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come
@@ -65,6 +65,8 @@ from ttp.core.controller_events import (
 from ttp.core.hangs import HangWatch
 from ttp.core.incident import Incident, Stage
 from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.core.layout_messages import LayoutPart
+from ttp.core.layouts import Layouts
 from ttp.core.membership import Member, Membership, Refusal
 from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
@@ -97,6 +99,7 @@ class ControllerMachine:
         self.finished_at: float | None = None
         self.stopped = False
         self._outbox = Outbox(self.job)
+        self._layouts = Layouts(self.job, self._outbox)
         self._mirrors = Mirrors(self.job, self._outbox)
         self._buddies = Buddies(self.job, self._outbox)
         self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
@@ -117,6 +120,9 @@ class ControllerMachine:
         match event:
             case Received(connection, m.Hello() as hello):
                 self._hello(connection, hello, now)
+            case Received(connection, LayoutPart() as part):
+                for waited_on, hello in self._layouts.told(connection, part, now):
+                    self._hello(waited_on, hello, now)
             case Received(connection, m.Heartbeat() as beat):
                 if not self._heartbeat(connection, beat, now):
                     return self._outbox.take()  # nothing can follow from it
@@ -170,6 +176,7 @@ class ControllerMachine:
             due = self._hangs.deadline()
             if due is not None:
                 yield due
+        yield from self._layouts.deadlines()
         yield from self._rescue.deadlines()
         if self.incident is None:
             yield from self._rescue.mending.deadlines()
@@ -240,13 +247,18 @@ class ControllerMachine:
     # ----------------------------------------------------------------------------------------------------- membership
 
     def _hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        if hello.takeover and hello.term_seen > self.term and self.job.may_have_moved(hello):
+        unknown = hello.layout_digest not in self.job.layouts
+        abdicates = hello.takeover and hello.term_seen > self.term and self.job.may_have_moved(hello)
+        if abdicates and not unknown:
             self._abdicate(now)
-        refusal = self._elsewhere(hello) or self.job.refusal(hello) or self._busy(hello)
+        refusal = self._elsewhere(hello) or self.job.malformed(hello)
+        if refusal is None and not (abdicates and unknown):
+            refusal = self.job.refusal(hello) or self._busy(hello)
         if refusal is not None:
-            code, text = refusal
-            self._outbox.send(connection, m.Refused(hello.rank, code, text))
-            self._outbox.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
+            self._outbox.refuse(connection, hello, *refusal)
+            return
+        if unknown:
+            self._layouts.wait(connection, hello, now)
             return
         if self.job.starts_incarnation(hello):
             self._new_incarnation(hello, now)
@@ -340,10 +352,13 @@ class ControllerMachine:
             run_id=hello.run_id,
             world_size=hello.world_size,
             save_dir=hello.save_dir,
-            groups={g.name: compact_ranks(g.ranks) for g in hello.groups},
+            groups={
+                shard: compact_ranks(ranks) for shard, ranks in self.job.layouts[hello.layout_digest].groups.items()
+            },
         )
 
     def _stream_ended(self, connection: ConnectionId, now: float) -> None:
+        self._layouts.ended(connection, now)
         for rank in sorted(self.job.by_connection.get(connection, set())):
             member = self.job.members[rank]
             self._rescue.lost(rank)
@@ -533,6 +548,7 @@ class ControllerMachine:
     # ------------------------------------------------------------------------------------------------------------ time
 
     def _expire(self, now: float) -> None:
+        self._layouts.expire(now)
         while self.job.suspects:
             rank, since = next(iter(self.job.suspects.items()))
             if now < since + self.patience.grace_s:

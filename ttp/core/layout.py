@@ -123,3 +123,29 @@ def compact_ranks(ranks: Iterable[int]) -> str:
         if rank is not None:
             run.append(rank)
     return ",".join(parts)
+
+
+def describe(layout: Layout) -> str:
+    """A layout in a few words."""
+    groups = list(layout.groups.items())
+    shown = ", ".join(f"{shard}: {compact_ranks(ranks)}" for shard, ranks in groups[:4])
+    return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"
+
+
+def difference(theirs: Layout, ours: Layout) -> str:
+    """What makes two layouts of one world different, in a few words."""
+    added = [shard for shard in theirs.groups if shard not in ours.groups]
+    lacking = [shard for shard in ours.groups if shard not in theirs.groups]
+    moved = [s for s, ranks in theirs.groups.items() if s in ours.groups and ours.groups[s] != ranks]
+    said = [f"{_few(added)} only there"] if added else []
+    said += [f"{_few(lacking)} only here"] if lacking else []
+    if moved:
+        first, more = moved[0], f" (and {len(moved) - 1} more)" if len(moved) > 1 else ""
+        there, here = compact_ranks(theirs.groups[first]), compact_ranks(ours.groups[first])
+        said.append(f"shard {first!r}{more} is held by ranks {there} there and by {here} here")
+    return "; ".join(said)
+
+
+def _few(shards: list[Shard]) -> str:
+    shown = ", ".join(repr(shard) for shard in shards[:3])
+    return f"shard{'s' * (len(shards) > 1)} {shown}{f' and {len(shards) - 3} more' if len(shards) > 3 else ''}"

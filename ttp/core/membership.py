@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId
-from ttp.core.layout import Layout, Rank, Version, compact_ranks
-from ttp.errors import ConfigError
+from ttp.core.layout import Layout, Rank, Version, describe, difference
 
 Refusal = tuple[m.RefusalCode, str]
+
+LAYOUTS_MAX = 4
+"""Layouts that are kept: that of the job, and of some that were announced lately."""
 
 
 @dataclass(slots=True)
@@ -45,6 +47,8 @@ class Membership:
     incarnation: int = 0
     run_id: str = ""
     layout: Layout | None = None
+    layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
+    """By digest: what this job has, and others have that were announced lately; see ``ttp.core.layouts``."""
     members: dict[Rank, Member] = field(default_factory=dict)
     live: set[Rank] = field(default_factory=set)
     suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
@@ -99,14 +103,21 @@ class Membership:
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.ended, self.gather_until = False, True, None
 
+    def learn(self, layout: Layout) -> None:
+        """This layout is known from now on, as that of one who announces its digest; few are kept."""
+        self.layouts[layout.digest] = layout
+        for digest in list(self.layouts)[:-LAYOUTS_MAX]:
+            if self.layout is None or digest != self.layout.digest:
+                del self.layouts[digest]
+
     def start_incarnation(self, hello: m.Hello) -> None:
-        """Forget the old incarnation; ``hello`` defines the new one.
+        """Forget the old incarnation; ``hello``, whose layout is known, defines the new one.
 
         The launcher's restart count is a lower bound, so that numbers go on when the controller that counted is gone.
         """
         self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
         self.run_id = hello.run_id
-        self.layout = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+        self.layout = self.layouts[hello.layout_digest]
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
         self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
@@ -224,20 +235,24 @@ class Membership:
         A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here. A
         job that is still forming has no past: whoever comes back from elsewhere is one more of it.
         """
-        if self.layout is None or self._malformed(hello) is not None:
+        if self.layout is None or self.malformed(hello) is not None:
             return False
         if not self.formed:
             return False  # nothing is known here that could be of the past
         return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
 
     def refusal(self, hello: m.Hello) -> Refusal | None:
-        """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can."""
-        malformed = self._malformed(hello)
+        """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
+
+        As long as its layout is not known, nothing is said about that.
+        """
+        malformed = self.malformed(hello)
         if malformed is not None or self.starts_incarnation(hello):
             return malformed
         return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
 
-    def _malformed(self, hello: m.Hello) -> Refusal | None:  # noqa: PLR0911 - one for each way to make no sense
+    def malformed(self, hello: m.Hello) -> Refusal | None:
+        """Why ``hello`` makes no sense, whatever the job is."""
         if hello.protocol_major != m.PROTOCOL_MAJOR:
             return m.RefusalCode.PROTOCOL, (
                 f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
@@ -246,17 +261,8 @@ class Membership:
             )
         if not 0 <= hello.rank < hello.world_size:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
-        known = self.layout is not None and self.layout.digest == hello.layout_digest
-        if known and not self.starts_incarnation(hello):
-            return None  # checked when the first rank announced it
-        groups = {g.name: g.ranks for g in hello.groups}
-        try:
-            layout = Layout(hello.world_size, groups)
-        except ConfigError as problem:
-            return m.RefusalCode.MALFORMED, f"rank {hello.rank} announces an impossible layout: {problem}"
-        if len(groups) != len(hello.groups):
-            return m.RefusalCode.MALFORMED, f"rank {hello.rank} announces a shard twice"
-        if layout.digest != hello.layout_digest:
+        known = self.layouts.get(hello.layout_digest)
+        if known is not None and known.world_size != hello.world_size:
             return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not belong together"
         return None
 
@@ -301,17 +307,11 @@ class Membership:
             return m.RefusalCode.MISMATCH, (
                 f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {self.layout.world_size}"
             )
-        if hello.layout_digest != self.layout.digest:
-            theirs = Layout(hello.world_size, {g.name: g.ranks for g in hello.groups})
+        theirs = self.layouts.get(hello.layout_digest)
+        if theirs is not None and theirs.digest != self.layout.digest:
             return m.RefusalCode.MISMATCH, (
                 f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
-                f"{describe(self.layout)}; every rank must wrap the same model in the same way"
+                f"{describe(self.layout)}: {difference(theirs, self.layout)}. "
+                "Every rank must wrap the same model in the same way"
             )
         return None
-
-
-def describe(layout: Layout) -> str:
-    """A layout in a few words."""
-    groups = list(layout.groups.items())
-    shown = ", ".join(f"{shard}: {compact_ranks(ranks)}" for shard, ranks in groups[:4])
-    return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
+from ttp.core.layout_messages import LayoutPart, TellLayout
 from ttp.core.rounds_messages import Act, Acted, Ailing, Handlers
 
-PROTOCOL_MAJOR = 1
-PROTOCOL_MINOR = 2
+PROTOCOL_MAJOR = 2
+PROTOCOL_MINOR = 0
 
 
 class Phase(enum.Enum):
@@ -60,12 +61,6 @@ class RefusalCode(enum.Enum):
 
 
 # ---------------------------------------------------------------------------------------------- values inside messages
-
-
-@dataclass(frozen=True, slots=True)
-class ShardGroup:
-    name: Shard
-    ranks: tuple[Rank, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +145,7 @@ class Hello:
     incarnation: int  # 0: not yet told
     nonce: str  # identifies the process
     world_size: int
-    layout_digest: str
-    groups: tuple[ShardGroup, ...]
+    layout_digest: str  # the layout itself is asked for where it is not known; see ``ttp.core.layouts``
     host: str
     pid: int
     local_rank: int
@@ -343,6 +337,7 @@ class Copied:
 
 Report = (
     Hello
+    | LayoutPart
     | Heartbeat
     | Fault
     | Frozen
@@ -534,6 +529,7 @@ class Settled:
 
 Order = (
     Welcome
+    | TellLayout
     | Refused
     | Freeze
     | Thaw

@@ -42,6 +42,11 @@ class Outbox:
         if member is not None and member.connection is not None:
             self.send(member.connection, order)
 
+    def refuse(self, connection: ConnectionId, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
+        """Tell a rank that it is not admitted, and remember it."""
+        self.send(connection, m.Refused(hello.rank, code, text))
+        self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
+
     def record(self, kind: str, **facts: Any) -> None:
         """Something worth remembering."""
         self._actions.append(Record(kind, self.incident, facts))

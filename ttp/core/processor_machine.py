@@ -28,6 +28,7 @@ from ttp.core import rounds_messages as rm
 from ttp.core.decide import How
 from ttp.core.handler_talk import HandlerTalk, StartAct
 from ttp.core.layout import Version
+from ttp.core.layout_messages import LayoutPart, Parts, TellLayout
 from ttp.core.processor_events import (
     ActDone,
     Action,
@@ -161,16 +162,17 @@ class ProcessorMachine:
         hello: who this rank is; version, phase and the like are filled in whenever it is sent.
         manners: see ``Manners``.
         now: the time at which the machine starts.
+        layout: of the job, cut for messages (``ttp.core.layouts.in_parts``).
     """
 
-    def __init__(self, hello: m.Hello, manners: Manners, now: float) -> None:
+    def __init__(self, hello: m.Hello, manners: Manners, now: float, layout: Parts = ()) -> None:
         self.manners = manners
         self.term = 0
         self.incarnation = 0
         self.incident = ""
         self.generation = 0
         self.gone = False
-        self._hello = hello
+        self._hello, self._layout = hello, layout
         self._snapshot = False
         self._welcomed = False
         self._attempts = 0
@@ -350,6 +352,9 @@ class ProcessorMachine:
             case m.Refused(_, code, text):
                 self._refused(code, text, now)
                 return
+            case TellLayout(_, digest):
+                self._tell_layout(digest)
+                return
         if order.term < self.term or not self._welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
@@ -378,6 +383,11 @@ class ProcessorMachine:
                 self._act(order)
             case _:
                 pass  # late: of an incident or a generation that is over
+
+    def _tell_layout(self, digest: str) -> None:
+        if digest == self._hello.layout_digest:
+            for index, groups in enumerate(self._layout):
+                self._do(Send(LayoutPart(self._hello.rank, digest, index, len(self._layout), groups)))
 
     def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo) -> None:
         """What a rank does for others."""

@@ -139,7 +139,6 @@ class Rescue:
             self._send_release(incident, hello.rank)
             return
         self._retract(incident, hello.rank, m.FaultKind.LOST)
-        self._retract(incident, hello.rank, m.FaultKind.SILENT)
         if hello.incident != incident.id:
             self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
         self._freeze(incident, hello.rank, incident.cause, now)
@@ -184,13 +183,11 @@ class Rescue:
 
     def _freeze(self, incident: Incident, rank: Rank, cause: str, now: float) -> None:
         incident.forget(rank)
-        self._send_freeze(incident, rank, cause)
-        if rank in self._job.silent:
-            return
         incident.waiting.add(rank)
         incident.frozen_at[rank] = now
         due = now + self._patience.answer_s
         incident.expire_check_at = min(incident.expire_check_at, due) if len(incident.waiting) > 1 else due
+        self._send_freeze(incident, rank, cause)
 
     def _send_freeze(self, incident: Incident, rank: Rank, cause: str) -> None:
         self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))

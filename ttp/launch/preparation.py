@@ -14,7 +14,8 @@ from collections.abc import Collection, Iterator
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.ports import hold_port
-from ttp.launch.run_dir import TOKEN_FILE, prepare_run_dir, write_token
+from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.token_file import TOKEN_FILE, write_token
 
 EXIT_FAILED = 1
 

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from ttp.errors import ConfigError
 
-TOKEN_FILE = "token"
-
 
 def make_private(path: Path) -> None:
     """Create ``path`` and what is missing above it, readable by its owner alone.
@@ -49,29 +47,3 @@ def prepare_run_dir(path: Path) -> Path:
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
         raise ConfigError(f"anybody may replace the run directory, as {path.parent} is open to all. Set TTP_RUN_DIR")
     return path
-
-
-def write_token(run_dir: Path, token: str) -> None:
-    """Leave the job's token (mode 0600) where ``ttp status`` and friends on this host find it.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
-    path = run_dir / TOKEN_FILE
-    draft = run_dir / f".{TOKEN_FILE}.{os.getpid()}"
-    try:
-        draft.unlink(missing_ok=True)
-        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(token + "\n")
-        draft.replace(path)
-    except OSError as problem:
-        raise ConfigError(f"cannot write {path}: {problem}. Set TTP_RUN_DIR to a writable local directory") from None
-
-
-def read_token(run_dir: Path) -> str | None:
-    """The token that ``write_token`` left, or None."""
-    try:
-        return (run_dir / TOKEN_FILE).read_text().strip()
-    except OSError:
-        return None

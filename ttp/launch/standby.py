@@ -10,7 +10,8 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import TtpError
 from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
-from ttp.launch.presence import target
+from ttp.launch.presence import may_be_bound, target
+from ttp.wire.access import listening_address
 
 PROBE_S = 1.0
 START_S = 20.0
@@ -19,13 +20,18 @@ ORPHAN_S = 15.0
 """A controller that stands by outlives the rank that started it for so long: others may be on their way to it."""
 KEPT_S = 30 * 86400.0
 
+ANY = ("", "0.0.0.0", "::")
+"""``TTP_BIND`` that stands for every address."""
+
 _HOST_ANSWERS = (errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def own_address(config: Config, master_addr: str) -> str:
-    """The address of this host on the way to the job's first node; ``TTP_ADDRESS`` overrides it."""
+    """The address of this host: ``TTP_ADDRESS``, else ``TTP_BIND``, else that on the way to the job's first node."""
     if config.address:
         return config.address
+    if config.bind not in ANY:
+        return config.bind
     try:
         family, _, _, _, where = socket.getaddrinfo(master_addr, config.port or 1, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probing:
@@ -54,10 +60,13 @@ def start_standby(config: Config, run_dir: Path, address: str) -> str:
     """
     if not address:
         raise TtpError("this host does not know its own address: set TTP_ADDRESS")
-    port = _free_port(config.port)
+    bind = listening_address(config)
+    if not may_be_bound(bind, 0):
+        raise TtpError(f"TTP_BIND={bind} is no address of this host")
+    port = _free_port(bind, config.port)
     child = start_controller(
         port=port,
-        bind="",
+        bind=bind,
         run_dir=run_dir / "standby",
         token=config.token,
         owner_pid=os.getpid(),
@@ -70,12 +79,13 @@ def start_standby(config: Config, run_dir: Path, address: str) -> str:
     return target(address, port)
 
 
-def _free_port(wanted: int | None) -> int:
+def _free_port(bind: str, wanted: int | None) -> int:
     """The job's own port where it is free, as firewalls know it."""
+    family, _, _, _, where = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
-        with socket.socket() as probing:
+        with socket.socket(family, socket.SOCK_STREAM) as probing:
             try:
-                probing.bind(("", port))
+                probing.bind((where[0], port, *where[2:]))
                 return int(probing.getsockname()[1])
             except OSError:
                 continue

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import hmac
 import logging
 import shutil
 import threading
@@ -18,13 +17,14 @@ from typing import Any
 
 import grpc
 
+from ttp.config import Config
 from ttp.core.buddies import NOBODY
 from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
 from ttp.store.digest import HashingFile
-from ttp.wire import tls
-from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, TOKEN_KEY, metadata
+from ttp.wire import access, tls
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
 from ttp.wire.v1 import buddy_pb2 as pb
 from ttp.wire.v1 import buddy_pb2_grpc as rpc
 
@@ -123,16 +123,16 @@ class Receiver(rpc.BuddyServicer):
     """Takes copies of ranks of other hosts.
 
     Args:
-        bind: address to listen on; empty: every address.
-        token: shared secret of the job; may be empty.
+        config: where it listens, and what it asks whoever calls.
         run_id: the job.
 
     Raises:
         RuntimeError: no port can be had.
+        ConfigError: others than those it is for would be served; see ``ttp.wire.access``.
     """
 
-    def __init__(self, bind: str, token: str, run_id: str) -> None:
-        self._token, self._run_id = token.encode(), run_id
+    def __init__(self, config: Config, run_id: str) -> None:
+        self._run_id = run_id
         self.store: CopyStore | None = None
         """Where copies go; None: this rank has not joined yet."""
         self.rank = NOBODY
@@ -143,13 +143,13 @@ class Receiver(rpc.BuddyServicer):
         self._server = grpc.server(
             concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttp-buddy-take"),
             options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
+            interceptors=access.guards(config),
         )
         rpc.add_BuddyServicer_to_server(self, self._server)
-        mine = tls.identity()
-        self._guard = mine.guard if mine is not None else None
-        self.port = tls.add_port(self._server, f"[{bind}]:0" if ":" in bind else f"{bind or '[::]'}:0")
+        bind = access.listening_address(config)
+        self.port = tls.add_port(self._server, target(bind, 0))
         if self.port == 0:
-            raise RuntimeError(f"no port can be had at {bind or 'this host'}")
+            raise RuntimeError(f"no port can be had at {bind}")
         self._server.start()
 
     def close(self) -> None:
@@ -160,11 +160,6 @@ class Receiver(rpc.BuddyServicer):
         self, request_iterator: Iterator[pb.StoreRequest], context: Any
     ) -> pb.StoreResponse:
         """See the proto."""
-        given = dict(context.invocation_metadata() or ()).get(TOKEN_KEY, "")
-        if not hmac.compare_digest(str(given).encode(), self._token):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, "the request does not carry this job's token")
-        if self._guard is not None and (problem := self._guard.caller_problem(context.auth_context())):
-            context.abort(grpc.StatusCode.UNAUTHENTICATED, f"the certificate of this request: {problem}")
         try:
             self._take(request_iterator)
         except NoRoomError as problem:

@@ -18,8 +18,8 @@ import mmap
 import os
 import platform
 import sys
-from collections.abc import Sequence
-from functools import cache, lru_cache
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache, partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -81,12 +81,20 @@ class Mapping:
             raise _problem("mmap")
         self.address, self._size = int(address), size
         self._words: Any = (ctypes.c_uint32 * (size // 4)).from_address(self.address)
-        self._calls: dict[tuple[int, ...], tuple[Any, ...]] = {}
+        self._calls: dict[tuple[float, ...], Callable[..., int]] = {}
 
     def word(self, offset: int) -> int:
         """The 32-bit word there."""
         value: int = self._words[offset >> 2]
         return value
+
+    def reached(self, offsets: Sequence[int], number: int) -> bool:
+        """Whether the words there, which count in 32 bits, have all come to ``number``."""
+        words = self._words
+        for offset in offsets:  # noqa: SIM110 - a generator takes longer, and every update of every rank comes by
+            if (words[offset >> 2] - number) & 0xFFFFFFFF >= 1 << 31:
+                return False
+        return True
 
     def set_word(self, offset: int, value: int) -> None:
         """Store a 32-bit word at once."""
@@ -101,14 +109,18 @@ class Mapping:
         Raises:
             OSError: futexes are not to be had here.
         """
-        failed = _libc().syscall(*self._prepared(_WAIT, offset), ctypes.c_uint32(expected), _timespec(timeout_s)) == -1
-        if failed and ctypes.get_errno() not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
-            raise _problem("futex wait")
-        return not (failed and ctypes.get_errno() == errno.ETIMEDOUT)
+        call = self._calls.get((_WAIT, offset, timeout_s)) or self._prepare(_libc(), _WAIT, offset, timeout_s)
+        if call(expected, _timespec(timeout_s)) == -1:
+            failed = ctypes.get_errno()
+            if failed not in (errno.EAGAIN, errno.EINTR, errno.ETIMEDOUT):
+                raise _problem("futex wait")
+            return failed != errno.ETIMEDOUT
+        return True
 
     def wake(self, offset: int) -> None:
         """Wake everybody who waits for the word, in any process."""
-        _libc().syscall(*self._prepared(_WAKE, offset, _EVERYBODY))
+        call = self._calls.get((_WAKE, offset)) or self._prepare(_prompt(), _WAKE, offset)
+        call(_EVERYBODY)
 
     def add_one(self, offset: int, idle: int) -> None:
         """Add 1 to a word, as one step for all processes; what was stored before is seen by who sees the sum.
@@ -122,21 +134,30 @@ class Mapping:
         Raises:
             OSError: futexes are not to be had here.
         """
-        call = self._calls.get((_WAKE_OP, offset, idle))
+        self._add(offset, idle, 1)
+
+    def add_one_and_wake(self, offset: int) -> None:
+        """Add 1 to a word, then wake everybody who waits for it, by one call of the kernel.
+
+        Raises:
+            OSError: futexes are not to be had here.
+        """
+        self._add(offset, offset, _EVERYBODY)
+
+    def _add(self, offset: int, woken: int, count: int) -> None:
+        call = self._calls.get((_WAKE_OP, offset, woken))
         if call is None:
-            start = self._prepared(_WAKE_OP, idle, 1)
-            added = ctypes.c_void_p(self.address + offset), ctypes.c_int(_ADD_ONE)
-            call = self._calls[_WAKE_OP, offset, idle] = (*start, ctypes.c_void_p(1), *added)
-        if _libc().syscall(*call) == -1:
+            second = ctypes.c_void_p(1), ctypes.c_void_p(self.address + offset), ctypes.c_int(_ADD_ONE)
+            call = partial(self._prepare(_prompt(), _WAKE_OP, woken), ctypes.c_int(count), *second)
+            self._calls[_WAKE_OP, offset, woken] = call
+        if call() == -1:
             raise _problem("futex wake-op")
 
-    def _prepared(self, operation: int, offset: int, *more: int) -> tuple[Any, ...]:
-        """What a call begins with; kept, because making it takes longer than the call."""
-        call = self._calls.get((operation, offset))
-        if call is None:
-            where = ctypes.c_void_p(self.address + offset)
-            call = (ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation), *map(ctypes.c_int, more))
-            self._calls[operation, offset] = call
+    def _prepare(self, libc: Any, operation: int, offset: int, *kind: float) -> Callable[..., int]:
+        """The call of the kernel without its last arguments; kept, because making them takes longer than the call."""
+        where = ctypes.c_void_p(self.address + offset)
+        call = partial(libc.syscall, ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation))
+        self._calls[(operation, offset, *kind)] = call
         return call
 
     def close(self) -> None:
@@ -194,7 +215,17 @@ def _set_robust_list(head: int) -> None:
 @cache
 def _libc() -> Any:
     _numbers()
-    libc = ctypes.CDLL(None, use_errno=True)
+    return _typed(ctypes.CDLL(None, use_errno=True))
+
+
+@cache
+def _prompt() -> Any:
+    """The same for calls that return at once: the interpreter lock is kept, as another thread may not give it back
+    for some milliseconds."""
+    return _typed(ctypes.PyDLL(None, use_errno=True))
+
+
+def _typed(libc: Any) -> Any:
     libc.mmap.restype = ctypes.c_void_p
     libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
     libc.syscall.restype = ctypes.c_long

@@ -31,7 +31,6 @@ def hello(
         nonce=uuid.uuid4().hex,
         world_size=env.world_size,
         layout_digest=layout.digest,
-        groups=tuple(m.ShardGroup(shard, ranks) for shard, ranks in layout.groups.items()),
         host=config.host or socket.gethostname(),
         pid=os.getpid(),
         local_rank=env.local_rank,

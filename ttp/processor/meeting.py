@@ -5,9 +5,9 @@ these say so, and then nothing can make it untrue: a rank that leaves by order a
 higher numbers. One word more, the *bell*, is what everybody sleeps on. It is only ever added to, by the kernel, in one
 step::
 
-    come     write my word; add to the bell; read all words; if all have come, wake everybody
+    come     write my word; add to the bell; read all words; if all have come, wake everybody, and go on
     wait     read the bell; read all words, the gate, the word for trouble; sleep unless the bell has changed
-    ring     add to the bell; wake everybody         (my gate was closed)
+    ring     add to the bell, and wake everybody     (my gate was closed)
     warn     write the word for trouble; ring        (a neighbour died: everybody is to look at the signs of life)
 
 Of two ranks the one that adds to the bell later sees the word of the other, so the last one sees them all.
@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Protocol, TypeVar
 
 from ttp.processor.futex import Mapping
@@ -63,6 +63,9 @@ class Words(Protocol):
     async def load(self, at: int) -> int:
         """The word there."""
 
+    async def all_reached(self, places: Sequence[int], turn: int) -> bool:
+        """Whether the words there, read one after the other, have ``reached`` that."""
+
     async def store(self, at: int, value: int) -> None:
         """Write a word that nobody else writes, or nobody writes anything else into."""
 
@@ -71,6 +74,9 @@ class Words(Protocol):
 
     async def wake(self, at: int) -> None:
         """Wake all who sleep on a word."""
+
+    async def ring(self, at: int) -> None:
+        """Both, one after the other."""
 
     async def sleep(self, at: int, expected: int) -> bool:
         """Until woken, ``NET_S`` at most; not at all when the word is another one than ``expected``.
@@ -90,6 +96,10 @@ class SharedWords:
         """See ``Words``."""
         return self._mapping.word(at)
 
+    async def all_reached(self, places: Sequence[int], turn: int) -> bool:
+        """See ``Words``."""
+        return self._mapping.reached(places, turn)
+
     async def store(self, at: int, value: int) -> None:
         """See ``Words``."""
         self._mapping.set_word(at, value)
@@ -101,6 +111,10 @@ class SharedWords:
     async def wake(self, at: int) -> None:
         """See ``Words``."""
         self._mapping.wake(at)
+
+    async def ring(self, at: int) -> None:
+        """See ``Words``."""
+        self._mapping.add_one_and_wake(at)
 
     async def sleep(self, at: int, expected: int) -> bool:
         """See ``Words``."""
@@ -118,6 +132,10 @@ class OwnWords:
         """See ``Words``."""
         return self._words[at]
 
+    async def all_reached(self, places: Sequence[int], turn: int) -> bool:
+        """See ``Words``."""
+        return all(reached(self._words[at], turn) for at in places)
+
     async def store(self, at: int, value: int) -> None:
         """See ``Words``."""
         self._words[at] = value
@@ -131,6 +149,11 @@ class OwnWords:
         """See ``Words``."""
         with self._changed:
             self._changed.notify_all()
+
+    async def ring(self, at: int) -> None:
+        """See ``Words``."""
+        await self.add_one(at)
+        await self.wake(at)
 
     async def sleep(self, at: int, expected: int) -> bool:
         """See ``Words``."""
@@ -163,15 +186,24 @@ class Meeting:
         self, words: Words, place: int, count: int, *, wide: bool, gone: Callable[[int], Awaitable[bool]]
     ) -> None:
         self._words, self._place, self._wide, self._gone = words, place, wide, gone
-        self._slots = [slot(p) for p in range(count)]
+        self._slots = tuple(map(slot, range(count)))
+        self._heard = FRONT if wide else BELL  # by whom all words of this host are waited for
 
-    async def come(self, turn: int) -> None:
-        """This rank has all that the others wait for. ``turn`` is 1 more than in the meeting before."""
-        bell = FRONT if self._wide else BELL
+    async def come(self, turn: int) -> bool:
+        """This rank has all that the others wait for.
+
+        Args:
+            turn: 1 more than in the meeting before.
+
+        Returns:
+            Whether that is the end of the meeting: ``wait`` is to be called only if not.
+        """
         await self._words.store(self._slots[self._place], turn)
-        await self._words.add_one(bell)
-        if await self._all_came(turn):
-            await self._words.wake(bell)
+        await self._words.add_one(self._heard)
+        if not await self._words.all_reached(self._slots, turn):
+            return False
+        await self._words.wake(self._heard)
+        return not self._wide
 
     async def wait(self, turn: int, leave: Callable[[], Awaitable[bool]]) -> bool:
         """Return when all have come.
@@ -186,16 +218,21 @@ class Meeting:
         Raises:
             BrokenError: somebody will never come.
         """
+        return await self._sleep_until(self.over, turn, BELL, leave)
+
+    async def _sleep_until(
+        self, over: Callable[[int], Awaitable[bool]], turn: int, bell: int, leave: Callable[[], Awaitable[bool]]
+    ) -> bool:
         in_time = True
         while True:
-            heard = await self._words.load(BELL)
-            if await self.over(turn):
+            heard = await self._words.load(bell)
+            if await over(turn):
                 return True
             if await leave():
                 return False
-            if not in_time or await self._words.load(TROUBLE):
+            if bell == BELL and (not in_time or await self._words.load(TROUBLE)):
                 await self._check(turn)
-            in_time = await self._words.sleep(BELL, heard)
+            in_time = await self._words.sleep(bell, heard)
 
     async def pause(self, over: Callable[[], bool]) -> None:
         """Sleep until the next ``ring``, unless ``over`` says that it came already. May return early for no reason."""
@@ -211,19 +248,12 @@ class Meeting:
 
     async def ring(self) -> None:
         """Something has changed: who waits is to look at it."""
-        await self._words.add_one(BELL)
-        await self._words.wake(BELL)
+        await self._words.ring(BELL)
 
     async def warn(self) -> None:
         """Somebody has ended: who waits for that one is to find it out."""
         await self._words.store(TROUBLE, 1)
         await self.ring()
-
-    async def _all_came(self, turn: int) -> bool:
-        for at in self._slots:
-            if not reached(await self._words.load(at), turn):
-                return False
-        return True
 
     async def _check(self, turn: int) -> None:
         if await self._words.load(BROKEN):
@@ -239,13 +269,10 @@ class Meeting:
 
     async def all_here(self, turn: int, leave: Callable[[], Awaitable[bool]]) -> bool:
         """The courier waits for all ranks of this host. False: it was told to leave."""
-        while True:
-            heard = await self._words.load(FRONT)
-            if await self._all_came(turn):
-                return True
-            if await leave():
-                return False
-            await self._words.sleep(FRONT, heard)
+        return await self._sleep_until(self._all_came, turn, FRONT, leave)
+
+    async def _all_came(self, turn: int) -> bool:
+        return await self._words.all_reached(self._slots, turn)
 
     async def release(self, turn: int) -> None:
         """All ranks of all hosts have come."""
@@ -259,5 +286,4 @@ class Meeting:
 
     async def ring_front(self) -> None:
         """The courier is to look whether it may leave."""
-        await self._words.add_one(FRONT)
-        await self._words.wake(FRONT)
+        await self._words.ring(FRONT)

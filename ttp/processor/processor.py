@@ -25,6 +25,7 @@ from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.core import rounds_messages as rm
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layouts import in_parts
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
@@ -97,7 +98,7 @@ class Processor:
         put = self._inbox.put
         self.copying, copies_at = self._keep_copies() if buddy and layout.unreplicated() else (None, "")
         greeting = hello(config, env, layout, source, save_dir, version, copies_at)
-        self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic())
+        self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
         self._line = Line(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
         )
@@ -325,8 +326,21 @@ class Processor:
             self._perform(action)
         except Exception as problem:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
-            if isinstance(action, pm.Connect):
-                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
+            self._not_done(action, repr(problem))
+
+    def _not_done(self, action: pm.Action, text: str) -> None:
+        """So that it is tried again, or somebody else does it: a thread that cannot be started does nothing."""
+        match action:
+            case pm.Connect():
+                self._inbox.put(pm.StreamDown(text))
+            case pm.StartSave(order):
+                self._inbox.put(pm.WriteFailed(order.incident, order.generation, text))
+            case pm.StartCommit(order):
+                self._inbox.put(pm.CommitBroken(order.incident, order.generation, text))
+            case pm.StartStandby():
+                self._inbox.put(pm.StandbyStarted(""))
+            case pm.ProbeHost(order):
+                self._inbox.put(pm.HostProbed(order.subject, False, text))
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
@@ -487,7 +501,7 @@ class Processor:
         """What keeps copies, and where it takes those of others (host:port). Training does not depend on it."""
         config, env = self.config, self.env
         try:
-            receiver = Receiver(config.bind, config.token, env.run_id)
+            receiver = Receiver(config, env.run_id)
         except Exception as problem:
             log.error("buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED: %s", problem)
             return None, ""

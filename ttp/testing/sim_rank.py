@@ -64,7 +64,7 @@ class SimRank:
     def __init__(self, world: Simulation, hello: m.Hello, manners: pm.Manners) -> None:
         self.world, self.hello, self.rank, self.host = world, hello, hello.rank, hello.host
         self.name = f"rank {self.rank}#{hello.launch}"
-        self.machine = pm.ProcessorMachine(hello, manners, world.now)
+        self.machine = pm.ProcessorMachine(hello, manners, world.now, world.parts)
         self.trainer = Trainer(self)
         self.saver = Saver(self)
         self.copies = SimCopies(self)

@@ -25,6 +25,7 @@ from ttp.core import processor_machine as pm
 from ttp.core.buddies import keepers
 from ttp.core.controller_events import Accused, ConnectionId, Patience, SaveRequested
 from ttp.core.layout import Rank, Version
+from ttp.core.layouts import in_parts
 from ttp.testing.clock import Clock
 from ttp.testing.invariants import Judge
 from ttp.testing.network import Stream
@@ -139,7 +140,8 @@ class Simulation(Clock):
         self.collectives = Collectives(self)
         self.points: Counter[str] = Counter()
         self._faults = Faults(self, ())
-        self._groups = tuple(m.ShardGroup(s, ranks) for s, ranks in self.layout.groups.items())
+        self.parts = in_parts(self.layout)
+        """What a controller is told of the layout when it asks."""
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
         self.barrier = len(self.layout.groups) > 1 and not scenario.undo
@@ -206,7 +208,6 @@ class Simulation(Clock):
             nonce=f"{launch}.{rank}",
             world_size=self.layout.world_size,
             layout_digest=self.layout.digest,
-            groups=self._groups,
             host=self.scenario.hosts[rank],
             stripes=self.scenario.stripes,
             pid=(launch + 1) * 1_000_000 + rank,

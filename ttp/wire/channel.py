@@ -7,9 +7,9 @@ from typing import Any
 import grpc
 
 from ttp.wire import tls
+from ttp.wire.access import TOKEN_KEY
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
-TOKEN_KEY = "ttp-token"
 MESSAGE_BYTES_MAX = 256 << 20
 """Tables of pieces travel in messages: about 300 bytes per tensor."""
 

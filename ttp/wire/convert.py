@@ -16,6 +16,7 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from ttp.core import layout_messages as lm
 from ttp.core import messages as m
 from ttp.core import rounds_messages as rm
 from ttp.wire import limits
@@ -170,7 +171,7 @@ def _snake(kind: type) -> str:
 
 
 def _known_fields() -> dict[type, list[tuple[str, Any]]]:
-    values = [m.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
+    values = [lm.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
     kinds = [*REPORTS, *ORDERS, *values]
     fields: dict[type, list[tuple[str, Any]]] = {}

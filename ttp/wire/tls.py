@@ -5,8 +5,8 @@ authority, its key, and that authority. A server takes whoever shows a certifica
 besides that the server's certificate bears the same name as its own (its first DNS name, else its common name):
 addresses of hosts change, the job's name does not.
 
-The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, so
-that a certificate that was renewed is used by the next one.
+The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, on
+both sides, so that a certificate that was renewed is used by the next one.
 """
 
 from __future__ import annotations
@@ -54,13 +54,16 @@ class Identity:
     guard: Guard | None = None
 
 
-def identity() -> Identity | None:
-    """That of this process, as its environment says it; None: connections are not encrypted.
+def identity(config: Config | None = None) -> Identity | None:
+    """That of this process; None: connections are not encrypted.
+
+    Args:
+        config: names the files; None: the environment does.
 
     Raises:
         ConfigError: it cannot be used; the text says what to do.
     """
-    config = Config.from_env()
+    config = config or Config.from_env()
     files = {"TTP_TLS_CERT": config.tls_cert, "TTP_TLS_KEY": config.tls_key, "TTP_TLS_CA": config.tls_ca}
     if not any(files.values()):
         return None
@@ -103,16 +106,50 @@ def open_channel(where: str, options: list[tuple[str, Any]]) -> grpc.Channel:
 def add_port(server: Any, where: str) -> int:
     """Let a gRPC server, of either kind, listen at ``where``; the port, 0 if it cannot be had.
 
+    With TLS the server looks at its files again for every connection, and shows what it finds there: a job may outlive
+    its certificate. What cannot be used is said once, and the last one that could be stays.
+
     Raises:
         ConfigError: see ``identity``.
     """
     import grpc
 
-    mine = identity()
+    config = Config.from_env()
+    mine = identity(config)
     if mine is None:
         return int(server.add_insecure_port(where))
-    credentials = grpc.ssl_server_credentials([(mine.key, mine.certificate)], mine.authority, require_client_auth=True)
+    shown = _Shown(config, mine)
+    credentials = grpc.dynamic_ssl_server_credentials(_as_grpc(mine), shown.again, require_client_authentication=True)
     return int(server.add_secure_port(where, credentials))
+
+
+class _Shown:
+    """What a server shows whoever comes."""
+
+    def __init__(self, config: Config, mine: Identity) -> None:
+        self._config, self._mine, self._problem = config, mine, ""
+
+    def again(self) -> grpc.ServerCertificateConfiguration | None:
+        """What to show from now on; None: what was shown before. Called by gRPC, which no exception may reach."""
+        try:
+            mine = identity(self._config)
+        except Exception as problem:
+            if str(problem) != self._problem:
+                log.error("the certificate that was renewed is not used: %s", problem)
+            self._problem = str(problem)
+            return None
+        self._problem = ""
+        if mine is None or mine == self._mine:
+            return None
+        log.info("a renewed certificate is shown from now on")
+        self._mine = mine
+        return _as_grpc(mine)
+
+
+def _as_grpc(mine: Identity) -> grpc.ServerCertificateConfiguration:
+    import grpc
+
+    return grpc.ssl_server_certificate_configuration([(mine.key, mine.certificate)], mine.authority)
 
 
 def diagnose(address: str, port: int, details: str) -> str | None:

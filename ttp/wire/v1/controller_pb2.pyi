@@ -359,7 +359,6 @@ class Hello(google.protobuf.message.Message):
     NONCE_FIELD_NUMBER: builtins.int
     WORLD_SIZE_FIELD_NUMBER: builtins.int
     LAYOUT_DIGEST_FIELD_NUMBER: builtins.int
-    GROUPS_FIELD_NUMBER: builtins.int
     HOST_FIELD_NUMBER: builtins.int
     PID_FIELD_NUMBER: builtins.int
     LOCAL_RANK_FIELD_NUMBER: builtins.int
@@ -410,8 +409,6 @@ class Hello(google.protobuf.message.Message):
     copies_at: builtins.str
     stripes: builtins.int
     @property
-    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
-    @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
         self,
@@ -426,7 +423,6 @@ class Hello(google.protobuf.message.Message):
         nonce: builtins.str = ...,
         world_size: builtins.int = ...,
         layout_digest: builtins.str = ...,
-        groups: collections.abc.Iterable[global___ShardGroup] | None = ...,
         host: builtins.str = ...,
         pid: builtins.int = ...,
         local_rank: builtins.int = ...,
@@ -448,9 +444,41 @@ class Hello(google.protobuf.message.Message):
         copies_at: builtins.str = ...,
         stripes: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "groups", b"groups", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
+
+@typing.final
+class LayoutPart(google.protobuf.message.Message):
+    """Before or after Welcome, when asked by TellLayout: the layout of that digest in parts, numbered from 0. A group that is
+    too long for one part goes on in the next one, under the same name.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    INDEX_FIELD_NUMBER: builtins.int
+    COUNT_FIELD_NUMBER: builtins.int
+    GROUPS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    digest: builtins.str
+    index: builtins.int
+    count: builtins.int
+    @property
+    def groups(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardGroup]: ...
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        digest: builtins.str = ...,
+        index: builtins.int = ...,
+        count: builtins.int = ...,
+        groups: collections.abc.Iterable[global___ShardGroup] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["count", b"count", "digest", b"digest", "groups", b"groups", "index", b"index", "rank", b"rank"]) -> None: ...
+
+global___LayoutPart = LayoutPart
 
 @typing.final
 class Heartbeat(google.protobuf.message.Message):
@@ -882,6 +910,7 @@ class RankReport(google.protobuf.message.Message):
     HANDLERS_FIELD_NUMBER: builtins.int
     AILING_FIELD_NUMBER: builtins.int
     ACTED_FIELD_NUMBER: builtins.int
+    LAYOUT_PART_FIELD_NUMBER: builtins.int
     @property
     def hello(self) -> global___Hello: ...
     @property
@@ -918,6 +947,8 @@ class RankReport(google.protobuf.message.Message):
     def ailing(self) -> ttp.wire.v1.rounds_pb2.Ailing: ...
     @property
     def acted(self) -> ttp.wire.v1.rounds_pb2.Acted: ...
+    @property
+    def layout_part(self) -> global___LayoutPart: ...
     def __init__(
         self,
         *,
@@ -939,17 +970,39 @@ class RankReport(google.protobuf.message.Message):
         handlers: ttp.wire.v1.rounds_pb2.Handlers | None = ...,
         ailing: ttp.wire.v1.rounds_pb2.Ailing | None = ...,
         acted: ttp.wire.v1.rounds_pb2.Acted | None = ...,
+        layout_part: global___LayoutPart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied", "handlers", "ailing", "acted"] | None: ...
+    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied", "handlers", "ailing", "acted", "layout_part"] | None: ...
 
 global___RankReport = RankReport
 
 @typing.final
-class Welcome(google.protobuf.message.Message):
-    """-------------------------------------------------------------------------------------------------------------- orders"""
+class TellLayout(google.protobuf.message.Message):
+    """-------------------------------------------------------------------------------------------------------------- orders
 
+    Instead of Welcome or Refused at first: the controller does not know the layout that Hello.layout_digest stands for.
+    """
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    DIGEST_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    digest: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        digest: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["digest", b"digest", "rank", b"rank"]) -> None: ...
+
+global___TellLayout = TellLayout
+
+@typing.final
+class Welcome(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
     RANK_FIELD_NUMBER: builtins.int
@@ -1410,6 +1463,7 @@ class ControllerOrder(google.protobuf.message.Message):
     COPY_TO_FIELD_NUMBER: builtins.int
     SETTLED_FIELD_NUMBER: builtins.int
     ACT_FIELD_NUMBER: builtins.int
+    TELL_LAYOUT_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -1444,6 +1498,8 @@ class ControllerOrder(google.protobuf.message.Message):
     def settled(self) -> global___Settled: ...
     @property
     def act(self) -> ttp.wire.v1.rounds_pb2.Act: ...
+    @property
+    def tell_layout(self) -> global___TellLayout: ...
     def __init__(
         self,
         *,
@@ -1464,10 +1520,11 @@ class ControllerOrder(google.protobuf.message.Message):
         copy_to: global___CopyTo | None = ...,
         settled: global___Settled | None = ...,
         act: ttp.wire.v1.rounds_pb2.Act | None = ...,
+        tell_layout: global___TellLayout | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act"] | None: ...
+    def HasField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act", "tell_layout"] | None: ...
 
 global___ControllerOrder = ControllerOrder
 

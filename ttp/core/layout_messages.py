@@ -1,0 +1,44 @@
+"""How a controller learns the layout of a job: it asks one rank, which answers in parts.
+
+A ``Hello`` carries the digest of the layout alone, so that it costs the same for every rank of a world of any size.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.core.layout import Rank, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class ShardGroup:
+    """Ranks that hold a copy of a shard: in a ``LayoutPart`` all of them, or a run of them in ascending order."""
+
+    name: Shard
+    ranks: tuple[Rank, ...]
+
+
+Parts = tuple[tuple[ShardGroup, ...], ...]
+"""All groups of a layout, cut so that each of them fits into a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPart:
+    """Report, the answer to ``TellLayout``: part ``index`` of ``count`` of the layout with this digest.
+
+    Parts are numbered from 0. A group that is too long for one part goes on in the next one, under the same name.
+    """
+
+    rank: Rank
+    digest: str
+    index: int
+    count: int
+    groups: tuple[ShardGroup, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TellLayout:
+    """Order, maybe before ``Welcome``: say what the layout is that has this digest."""
+
+    rank: Rank
+    digest: str

@@ -1,0 +1,77 @@
+"""The job's secret in a file: one that ``TTP_TOKEN_FILE`` names, or one that a launcher leaves for its host."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from ttp.errors import ConfigError
+
+TOKEN_FILE = "token"
+TOKEN_BYTES_MAX = 4096
+
+
+def write_token(run_dir: Path, token: str) -> None:
+    """Leave the job's token (mode 0600) where ``ttp status`` and friends on this host find it.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    path = run_dir / TOKEN_FILE
+    draft = run_dir / f".{TOKEN_FILE}.{os.getpid()}"
+    try:
+        draft.unlink(missing_ok=True)
+        descriptor = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(token + "\n")
+        draft.replace(path)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {path}: {problem}. Set TTP_RUN_DIR to a writable local directory") from None
+
+
+def read_token(run_dir: Path) -> str | None:
+    """The token that ``write_token`` left; None: there is none.
+
+    Raises:
+        ConfigError: the file is not private; the text says what to do.
+    """
+    path = run_dir / TOKEN_FILE
+    return secret_in(path, str(path)) if os.path.lexists(path) else None
+
+
+def secret_in(path: Path, named: str) -> str:
+    """What a secret file says, without the end of the line.
+
+    Args:
+        path: a plain file of this user or of root that nobody else may read.
+        named: what errors call it.
+
+    Raises:
+        ConfigError: it cannot be read, is empty, or is not private; the text says what to do.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(descriptor, "rb") as file:
+            _check_private(os.fstat(descriptor), named)
+            data = file.read(TOKEN_BYTES_MAX + 1)
+    except OSError as problem:
+        raise ConfigError(f"{named} cannot be read: {problem.strerror}") from None
+    if len(data) > TOKEN_BYTES_MAX:
+        raise ConfigError(f"{named} has more than {TOKEN_BYTES_MAX} bytes, and is no token")
+    text = data.decode(errors="replace").strip()
+    if not text:
+        raise ConfigError(f"{named} is empty: `openssl rand -hex 16` makes a token")
+    return text
+
+
+def _check_private(found: os.stat_result, named: str) -> None:
+    if not stat.S_ISREG(found.st_mode):
+        raise ConfigError(f"{named} is no plain file")
+    if found.st_uid not in (0, os.getuid()):
+        raise ConfigError(f"{named} belongs to uid {found.st_uid}, who knows what is in it: use a file of your own")
+    if found.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(
+            f"{named} has mode {stat.S_IMODE(found.st_mode):04o}, and others than its owner may read or write it: "
+            "chmod 600 it (where that cannot be, as in some containers, give the token in TTP_TOKEN)"
+        )

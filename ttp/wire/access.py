@@ -1,0 +1,270 @@
+"""Who may speak to a service of ttp, and where it listens.
+
+Every gRPC server of a job stands behind the same door. A request is served when it carries the job's token and, with
+TLS, comes by a certificate of the job's authority that nobody has revoked. A server without a token listens on
+loopback, and serves processes of its own user and of root: the kernel says whose a connection within one host is.
+``TTP_INSECURE=1`` opens the door to everybody.
+
+A new service: ``grpc.server(..., interceptors=guards(config))`` or ``grpc.aio.server(..., interceptors=
+aio_guards(config))``, then ``tls.add_port(server, target(listening_address(config), port))``. Who calls it adds
+``channel.metadata(config.token)`` to each request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import hmac
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.wire import tls
+
+log = logging.getLogger("ttp.access")
+
+TOKEN_KEY = "ttp-token"
+LOOPBACK = "127.0.0.1"
+EVERYWHERE = "0.0.0.0"
+OPEN_TO_ALL = "/grpc.health.v1.Health/"
+"""Health checks say nothing but that a process lives."""
+NO_TOKEN = (
+    "the request does not carry this job's token: set TTP_TOKEN or TTP_TOKEN_FILE to what the job was started with"
+)
+
+_ESTABLISHED = "01"
+
+
+def is_loopback(address: str) -> bool:
+    """Whether ``address``, a name or a number, can only be reached from this host."""
+    try:
+        found = socket.getaddrinfo(address.strip("[]"), None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return False
+    return bool(found) and all(ipaddress.ip_address(str(where[0]).partition("%")[0]).is_loopback for *_, where in found)
+
+
+def listening_address(config: Config) -> str:
+    """What a service binds to: ``TTP_BIND``, else every address; without a token loopback.
+
+    Raises:
+        ConfigError: ``TTP_BIND`` is an address that others reach, and nothing keeps them out.
+    """
+    if config.token or config.insecure:
+        return config.bind or EVERYWHERE
+    if config.bind and not is_loopback(config.bind):
+        raise ConfigError(
+            f"TTP_BIND={config.bind} is reached from other hosts, and the job has no token: set TTP_TOKEN_FILE (or "
+            "TTP_TOKEN) to the same secret for every process of the job; TTP_INSECURE=1 serves whoever comes"
+        )
+    return config.bind or LOOPBACK
+
+
+@functools.cache
+def warn_if_open(insecure: bool) -> None:
+    """Said once by each process of a job that everybody may speak to."""
+    if insecure:
+        log.warning(
+            "TTP_INSECURE=1 and no token: whoever reaches a port of this job can end it, save it and read what it "
+            "says. Set TTP_TOKEN_FILE instead"
+        )
+
+
+class Door:
+    """Judges requests.
+
+    Args:
+        config: the job's; its token, and whether it is ``insecure``.
+    """
+
+    def __init__(self, config: Config) -> None:
+        mine = tls.identity()
+        self._token = config.token.encode()
+        self._guard = None if mine is None else mine.guard
+        self._asks_kernel = not config.token and not config.insecure
+        self.looks_at_peers = self._guard is not None or self._asks_kernel
+        """Whether ``about_peer`` has anything to say."""
+        warn_if_open(not config.token and config.insecure)
+
+    def about_token(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
+        """Why a request is refused by what it carries; empty: it is not."""
+        given = str(dict(metadata or ()).get(TOKEN_KEY, "")).encode()
+        return "" if not self._token or hmac.compare_digest(given, self._token) else NO_TOKEN
+
+    def about_peer(self, peer: str, auth_context: Mapping[str, list[bytes]]) -> str:
+        """Why a request is refused by where it comes from; empty: it is not. May ask openssl or the kernel.
+
+        Args:
+            peer: as gRPC names it, ``ipv4:127.0.0.1:4711``.
+            auth_context: as gRPC's.
+        """
+        if self._guard is not None and (problem := self._guard.caller_problem(auth_context)):
+            return f"the certificate of this request: {problem}"
+        if self._asks_kernel and owner_of(peer) not in (None, 0, os.getuid()):
+            return (
+                "this job has no token, and the request is of another user than the job's: set TTP_TOKEN or "
+                "TTP_TOKEN_FILE for every process of the job"
+            )
+        return ""
+
+
+UNKNOWN = -1
+"""Nobody's connection: it is gone, or of another network namespace."""
+
+
+def owner_of(peer: str) -> int | None:
+    """User id of the process that has opened a connection from this host; ``UNKNOWN``: there is none such.
+
+    None: this system does not say (``/proc/net`` is missing).
+
+    Args:
+        peer: as gRPC names it.
+    """
+    kind, _, where = peer.partition(":")
+    host, _, port = where.rpartition(":")
+    try:
+        address = ipaddress.ip_address(host.strip("[]").replace("%5B", "").replace("%5D", ""))
+        if address.version == 6 and address.ipv4_mapped is not None:
+            address = address.ipv4_mapped
+        tables = {name: _connections(f"/proc/net/{name}") for name in ("tcp", "tcp6")}
+    except ValueError:
+        return UNKNOWN
+    if all(lines is None for lines in tables.values()):
+        return None
+    if kind not in ("ipv4", "ipv6") or not address.is_loopback:
+        return UNKNOWN
+    for lines in tables.values():
+        for fields in lines or ():
+            local, state, owner, inode = fields[1], fields[3], fields[7], fields[9]
+            if state == _ESTABLISHED and inode != "0" and local in _as_in_proc(address, int(port)):
+                return int(owner)
+    return UNKNOWN
+
+
+def _connections(table: str) -> list[list[str]] | None:
+    try:
+        with Path(table).open() as lines:
+            next(lines)
+            return [line.split() for line in lines]
+    except (OSError, StopIteration):
+        return None
+
+
+def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: int) -> tuple[str, ...]:
+    """An address and port as ``/proc/net/tcp`` and ``tcp6`` write them: words of 32 bits in the host's order."""
+
+    def words(packed: bytes) -> str:
+        numbers = (int.from_bytes(packed[i : i + 4], "big") for i in range(0, len(packed), 4))
+        return "".join(f"{socket.htonl(number):08X}" for number in numbers)
+
+    mapped = [address.packed] if address.version == 6 else [address.packed, b"\0" * 10 + b"\xff\xff" + address.packed]
+    return tuple(f"{words(packed)}:{port:04X}" for packed in mapped)
+
+
+def guards(config: Config) -> list[grpc.ServerInterceptor]:
+    """What stands before the services of a server with threads.
+
+    Raises:
+        ConfigError: TLS is asked for and cannot be had.
+    """
+    return [_Guard(Door(config))]
+
+
+def aio_guards(config: Config) -> list[grpc.aio.ServerInterceptor]:
+    """What stands before the services of a server with an event loop.
+
+    Raises:
+        ConfigError: TLS is asked for and cannot be had.
+    """
+    return [_AioGuard(Door(config))]
+
+
+_MAKERS = {
+    (False, False): (grpc.unary_unary_rpc_method_handler, "unary_unary"),
+    (False, True): (grpc.unary_stream_rpc_method_handler, "unary_stream"),
+    (True, False): (grpc.stream_unary_rpc_method_handler, "stream_unary"),
+    (True, True): (grpc.stream_stream_rpc_method_handler, "stream_stream"),
+}
+
+
+def _like(handler: Any, behaviour: Callable[[Any], Any], *, reads: bool) -> Any:
+    """A handler of the same kind with ``behaviour(inner)``. What a refused request says ``reads`` nobody."""
+    make, name = _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)]
+    deserializer = handler.request_deserializer if reads else None
+    return make(behaviour(getattr(handler, name)), deserializer, handler.response_serializer)
+
+
+class _Guard(grpc.ServerInterceptor):
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    def intercept_service(self, continuation: Callable[[Any], Any], handler_call_details: Any) -> Any:
+        """See grpc."""
+        handler = continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
+            return handler
+        problem = self._door.about_token(handler_call_details.invocation_metadata)
+        if not problem and not self._door.looks_at_peers:
+            return handler
+
+        def behaviour(inner: Any) -> Any:
+            def unary(request: Any, context: Any) -> Any:
+                self._admit(problem, context)
+                return inner(request, context)
+
+            def stream(request: Any, context: Any) -> Iterator[Any]:
+                self._admit(problem, context)
+                yield from inner(request, context)
+
+            return stream if handler.response_streaming else unary
+
+        return _like(handler, behaviour, reads=not problem)
+
+    def _admit(self, problem: str, context: Any) -> None:
+        if problem := problem or self._door.about_peer(context.peer(), context.auth_context()):
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
+
+
+class _AioGuard(grpc.aio.ServerInterceptor):
+    def __init__(self, door: Door) -> None:
+        self._door = door
+
+    async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
+        """See grpc.aio."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
+            return handler
+        problem = self._door.about_token(handler_call_details.invocation_metadata)
+        if not problem and not self._door.looks_at_peers:
+            return handler
+
+        def behaviour(inner: Any) -> Any:
+            async def unary(request: Any, context: Any) -> Any:
+                await self._admit(problem, context)
+                return await inner(request, context)
+
+            async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                await self._admit(problem, context)
+                async with contextlib.aclosing(inner(request, context)) as answers:
+                    async for answer in answers:
+                        yield answer
+
+            return stream if handler.response_streaming else unary
+
+        return _like(handler, behaviour, reads=not problem)
+
+    async def _admit(self, problem: str, context: Any) -> None:
+        if not problem:
+            problem = await asyncio.to_thread(self._door.about_peer, context.peer(), context.auth_context())
+        if problem:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
