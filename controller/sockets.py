@@ -99,4 +99,4 @@ def _age_s(view: socket.socket) -> float:
         view.setsockopt(socket.IPPROTO_TCP, name, 1)
     view.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     *_, data_ms, ack_ms = _INFO.unpack(view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
-    return min(data_ms, ack_ms) / 1e3
+    return float(min(data_ms, ack_ms)) / 1e3

@@ -84,7 +84,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a doubt never ends": (SILENCE, "            self._job.silent -= self._ranks", "            self._ranks"),
     "a controller that was away blames others": (SILENCE, "        if now > due + LATE_S:", "        if False:"),
     "one word ends no doubt": (SILENCE, "        if self._doubted.pop(host, None) is None:", "        if True:"),
-    "the controller's own host is looked at": (SILENCE, "        if host == self._host:", "        if False:"),
+    "the controller's own host is looked at": (SILENCE, "if host == self._host or", "if"),
     "thaw whatever is broken": (
         RESCUE,
         "not (incident.faulty or self._job.broken):\n            self._thaw",

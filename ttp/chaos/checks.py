@@ -266,7 +266,7 @@ def _should_speak(evidence: Evidence) -> bool:
 
 
 def _times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """Milliseconds from the first strike that counts to the incident, the newest version's commit, and training again."""
+    """Milliseconds from the first strike that counts to the incident, the newest version's commit, and training."""
     strikes = [s for s in record.strikes if s.what not in ("cont", "heal", "disk-heal")]
     deadly = [s for s in strikes if s.what in _DEADLY and s.who != "controller"]
     since = min((strike.at_s for strike in deadly or strikes), default=None)

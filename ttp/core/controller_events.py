@@ -32,8 +32,8 @@ class Patience:
     """How long ranks that are suspected to hang have to show that they do not, while nobody trains."""
     hope_s: float = 2.0
     """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
-    quiet_s: float = 1.25
-    """A host from which no rank was heard for so long is looked at: more than a heartbeat."""
+    quiet_s: float | None = 1.25
+    """A host from which no rank was heard for so long is looked at: more than a heartbeat. None: none is."""
     doubt_s: float = 2.0
     """A host from which nothing at all came for so long is in doubt: all others are frozen and saved."""
     doubt_max_s: float = 15.0

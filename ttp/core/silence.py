@@ -27,6 +27,8 @@ from ttp.core.rescue import Rescue
 LOOK_S = 0.25
 """Between two looks at one host."""
 
+NEVER = float("inf")
+
 LATE_S = 0.5
 """A turn that comes so late tells that the controller did not run."""
 
@@ -60,7 +62,7 @@ class Silence:
     def heard(self, rank: Rank, now: float) -> bool:
         """A rank has said something; true when that ends a doubt."""
         host = self._job.members[rank].hello.host
-        if host == self._host:
+        if host == self._host or self._patience.quiet_s is None:
             return False
         ranks = self._ranks.setdefault(host, set())
         ranks.add(rank)
@@ -118,14 +120,19 @@ class Silence:
 
     def deadline(self) -> float | None:
         """When ``check`` has something to do; None: not before somebody says something."""
-        dues = []
-        if self._heard:
-            dues.append(next(iter(self._heard.values())) + self._patience.quiet_s)
+        dues = [self._quiet_at]
         if self._looks:
             dues.append(next(iter(self._looks.values())))
         if self._doubted:
             dues.append(next(iter(self._doubted.values())))
-        return min(dues, default=None)
+        due = min(dues)
+        return due if due < NEVER else None
+
+    @property
+    def _quiet_at(self) -> float:
+        """When the host that was not heard for the longest is to be looked at."""
+        quiet_s = self._patience.quiet_s
+        return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
     def check(self, now: float) -> None:
         """Have a look at whom was not heard for long, and put up with what is a doubt for too long."""
@@ -135,7 +142,7 @@ class Silence:
         if now > due + LATE_S:
             self._was_away(now)
             return
-        while self._heard and now >= next(iter(self._heard.values())) + self._patience.quiet_s:
+        while now >= self._quiet_at:
             self._look(self._heard.popitem(last=False)[0])
         while self._looks and now >= next(iter(self._looks.values())):
             self._look(self._looks.popitem(last=False)[0])
