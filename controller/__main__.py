@@ -18,6 +18,7 @@ from ttp._version import __version__
 from ttp.config import Config
 from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
+from ttp.controller.log_output import written_aside
 from ttp.controller.service import start_server, stop_server
 from ttp.core.controller_events import Patience
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
@@ -66,10 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as problem:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
-    logging.basicConfig(
-        level=config.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s %(message)s", stream=sys.stderr
-    )
-    return asyncio.run(serve(config, args, port))
+    with written_aside(config.log_level.upper()):
+        return asyncio.run(serve(config, args, port))
 
 
 def patience_of(config: Config, args: argparse.Namespace) -> Patience:

@@ -205,7 +205,7 @@ class TorchAdapter:
             self._capture,
             tail=self._tail,
             turns=turns,
-            untouched=None if gathering(self._model) else Untouched(self._given),
+            untouched=None if gathering(self._model) else Untouched(self._given, self._source.on_host),
             fence=self._source.finished,
             version=lambda: processor.gate.version,
             before_gate=before_gate,

@@ -94,7 +94,7 @@ class TorchSource:
         self.begun: Fence = make_fence(self.runtimes, newest=True)
         self.finished: Fence = make_fence(self.runtimes)
         self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
-        self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self._on_host)
+        self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self.on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
         self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
@@ -149,7 +149,8 @@ class TorchSource:
             time.sleep(_LOOK_S)
         return version
 
-    def _on_host(self, tensor: Tensor) -> bool:
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether none of the devices holds it."""
         return holder(self.runtimes, tensor) is None
 
     def _marks(self) -> tuple[int, ...]:
@@ -168,7 +169,7 @@ class TorchSource:
     def _has_state_on_host(self) -> bool:
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
-        return any(map(self._on_host, [*owned, *(v for v in kept if v.dim())]))
+        return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""

@@ -8,7 +8,7 @@ first one, in which layers may still set themselves up, and all of an optimizer 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -29,12 +29,13 @@ class Untouched:
 
     Args:
         optimizers: as the user gave them; their parameters are looked at.
+        on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+    def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
         every = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
         self._parameters = [p for p in every if not is_distributed(p)]
-        small = [p for p in self._parameters if p.device.type == "cpu" and 0 < p.nbytes <= _COPIED_BYTES_MAX]
+        small = [p for p in self._parameters if on_host(p) and 0 < p.nbytes <= _COPIED_BYTES_MAX]
         self._small = sorted(small, key=lambda p: p.nbytes)[:_COPIED]
         self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
         self._steps = 0

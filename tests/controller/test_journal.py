@@ -142,3 +142,28 @@ def test_memory_is_bounded(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> N
             teller.journal.write("", Happening(1, 0.0, 0.0, "answer", str(incident), "{}"))
     assert len(teller.journal._stories) == module.STORIES_MAX
     assert all(len(story.lines) == 10 for story in teller.journal._stories.values())
+
+
+def test_what_has_come_meanwhile_is_one_write(teller: Teller, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is made durable at once if any line of it has to be."""
+    begun, go_on = threading.Event(), threading.Event()
+    appends: list[tuple[int, bool]] = []
+    append = module._append
+
+    def slow(folder: Path, name: str, data: bytes, durable: bool) -> None:
+        appends.append((data.count(b"\n"), durable))
+        begun.set()
+        assert go_on.wait(60)
+        append(folder, name, data, durable)
+
+    monkeypatch.setattr(module, "_append", slow)
+    teller.tell("opened")
+    assert begun.wait(60)
+    for rank in range(1000):
+        teller.tell("answer", rank=rank)
+    teller.tell("committed", version=7)
+    teller.tell("answer", rank=0)
+    go_on.set()
+    teller.finish()
+    assert appends == [(1, False), (1002, True)]
+    assert kinds(teller.save_dir) == teller.told

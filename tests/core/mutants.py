@@ -16,7 +16,7 @@ ROOT = HERE.parent.parent
 
 DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
 RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
-LAYOUTS = "ttp.core.layouts"
+LAYOUTS, GATHERING = "ttp.core.layouts", "ttp.core.gathering"
 PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
 RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
 BUDDIES = "ttp.core.buddies"
@@ -38,9 +38,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "not answer.final",
     ),
     "who stands by for ever waits for a rank for ever": (
-        CONTROLLER,
-        "patient = now < self._gathers_since + self.patience.forming_s",
-        "patient = now < self._gathers_since + self.patience.abandoned_s",
+        GATHERING,
+        "patient = now < self._since + self._patience.forming_s",
+        "patient = now < self._since + self._patience.abandoned_s",
     ),
     "nobody may go back": (INCIDENT, " and not known.has_preimage\n", "\n"),
     "a torn rank is not believed": (INCIDENT, " and answer.phase is not m.Phase.TORN and not known", " and not known"),
@@ -119,7 +119,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if taken.hello.nonce != hello.nonce:\n            if not",
         "if False:\n            if not",
     ),
-    "the dead are not missed": (CONTROLLER, "            if rank not in self.job.members:", "            if False:"),
+    "the dead are not missed": (GATHERING, "if rank not in job.members:", "if False:"),
     "forming jobs have incidents": (CONTROLLER, "elif not self.job.formed:", "elif False:"),
     "old terms are obeyed": (PROCESSOR, "if order.term < self.term or not", "if not"),
     "left-over orders are obeyed": (
@@ -268,6 +268,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "whoever is sent on has nowhere to go": (PROCESSOR, "if code is m.RefusalCode.MOVED:", "if False:"),
     "a new controller takes everybody": (CONTROLLER, "hello.standbys and not hello.takeover:", "False:"),
     "two controllers lead": (CONTROLLER, "hello.takeover and hello.term_seen > self.term and", "False and"),
+    # ranks that come back
+    "gathering ends while ranks still come": (GATHERING, "elif new and job.gather_until is not None:", "elif False:"),
+    "a controller that was late blames the others": (GATHERING, "if now >= due + self._late_s:", "if False:"),
     # layouts
     "a rank that was asked for its layout and died is waited for": (
         LAYOUTS,
@@ -302,17 +305,17 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if False:\n            return False  #",
     ),
     "half of a job that never trained stays alone": (
-        CONTROLLER,
-        "self.job.layout.world_size + self._untrained",
-        "self.job.layout.world_size",
+        GATHERING,
+        "job.layout.world_size + self._untrained",
+        "job.layout.world_size",
     ),
     "the others are looked for once": (
-        CONTROLLER,
-        "now + self.patience.gather_s, False\n            return",
-        "now + self.patience.gather_s, True\n            return",
+        GATHERING,
+        "now + self._patience.gather_s, False\n            return",
+        "now + self._patience.gather_s, True\n            return",
     ),
-    "the others are looked for ever": (CONTROLLER, "self._gathers_since if self._sent_on else now", "now"),
-    "who was sent on once never is again": (CONTROLLER, "self._sent_on &= now <", "self._sent_on &= True or now <"),
+    "the others are looked for ever": (GATHERING, "self._since if self._sent_on else now", "now"),
+    "who was sent on once never is again": (GATHERING, "self._sent_on &= now <", "self._sent_on &= True or now <"),
     "who has sent all on is not needed": (
         CONTROLLER,
         "        self._quiet_since = now\n        self._forget",

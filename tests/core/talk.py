@@ -105,7 +105,13 @@ class Talk:
         return self.event(StreamEnded(ConnectionId(self.streams[rank])))
 
     def after(self, seconds: float) -> str:
-        self.now += seconds
+        end = self.now + seconds
+        while self.machine.job.gather_until is not None and (due := self.machine.deadline()) and due < end:
+            self.now = max(self.now, due)
+            if (said := self.event(Tick())) and said != "":
+                self.now = end
+                return said
+        self.now = end
         return self.event(Tick())
 
     def fault(self, rank: int, kind: m.FaultKind = m.FaultKind.EXCEPTION, subject: int | None = None) -> str:

@@ -246,6 +246,16 @@ def test_orders_of_an_older_term_are_ignored() -> None:
     assert rank.machine.incident == "a"
 
 
+def test_incidents_that_are_over_are_forgotten_but_for_the_last() -> None:
+    """A job may live for a year, and be saved on request every minute."""
+    rank = Rank1()
+    for number in range(3 * pm.OVER_MAX):
+        assert rank.freeze(f"i{number}") == FROZEN
+        rank.thaw(f"i{number}")
+    assert len(rank.machine._over) == pm.OVER_MAX
+    assert rank.freeze(f"i{3 * pm.OVER_MAX - 2}") == "", "it is late"
+
+
 def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
     rank = Rank1()
     rank.freeze(snapshot=True)

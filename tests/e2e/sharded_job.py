@@ -55,13 +55,14 @@ class WatchedMeeting(Meeting):
 
     fault: Halfway | None = None
 
-    async def come(self, turn: int) -> None:
+    async def come(self, turn: int) -> bool:
         """See ``Meeting``."""
         await super().come(turn)
         injector.at("barrier")
         self.fault = Halfway.now()
         if self.fault is not None:
             self.fault.come()
+        return False  # ``over`` says when it is
 
     async def over(self, turn: int) -> bool:
         """See ``Meeting``."""

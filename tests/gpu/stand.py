@@ -92,6 +92,10 @@ class Stand:
         """What a case runs in."""
         return self.made_up.watched() if self.made_up is not None else contextlib.nullcontext()
 
+    def may_hang(self) -> contextlib.AbstractContextManager[None]:
+        """What a thread runs in that may wait for the device while it hangs."""
+        return self.made_up.device.may_hang() if self.made_up is not None else contextlib.nullcontext()
+
     def no_memory(self) -> contextlib.AbstractContextManager[None]:
         """Inside nothing may be allocated on the device; of a real one ``memory.full`` has taken all."""
         return self.made_up.sealed() if self.made_up is not None else contextlib.nullcontext()
@@ -145,7 +149,8 @@ class Stand:
 class Thread:
     """A training thread, which may hang: makes these calls one after the other."""
 
-    def __init__(self, calls: Sequence[Callable[[], None]]) -> None:
+    def __init__(self, stand: Stand, calls: Sequence[Callable[[], None]]) -> None:
+        self._stand = stand
         self._moved = time.monotonic()
         self._problem: BaseException | None = None
         self._calls = calls
@@ -169,9 +174,10 @@ class Thread:
 
     def _run(self) -> None:
         try:
-            for call in self._calls:
-                call()
-                self._moved = time.monotonic()
+            with self._stand.may_hang():
+                for call in self._calls:
+                    call()
+                    self._moved = time.monotonic()
         except BaseException as problem:
             self._problem = problem
 

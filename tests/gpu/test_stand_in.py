@@ -23,14 +23,17 @@ ON_THE_HOST = [
 ]
 MADE_UP = [
     *("ahead:host_ahead" + json.dumps({"optimizer": kind}) for kind in ("adam-foreach", "nadam", "sgd")),
+    'ahead:host_ahead{"scaled": true, "lead": 2}',
+    'ahead:host_ahead{"optimizer": "adam-fused", "scaled": true, "lead": 1}',
     "copies:every_form",
     "copies:first_look",
     'steady:no_synchronisation{"kind": "statistics"}',
+    'steady:no_synchronisation{"kind": "accumulation"}',
+    'steady:no_synchronisation{"kind": "scaled"}',
     "steady:pages",
     "memory:full",
 ]
-"""Those whose streams, events and copies are enough to tell. Collectives, graphs and forks are not made up, nor are
-tensors that torch itself makes on the device (the counters of fused optimizers, the numbers of a scaler)."""
+"""Those whose streams, events and copies are enough to tell. Collectives, graphs and forks are not made up."""
 
 
 @pytest.mark.parametrize(

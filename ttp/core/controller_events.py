@@ -21,7 +21,8 @@ class Patience:
     grace_s: float = 1.0
     rescue_s: float = 360.0
     gather_s: float = 3.0
-    """After a takeover: how long ranks have to say hello again. After two thirds of it a minority is sent on."""
+    """After a takeover: who has not said hello when no other rank has for so long is lost. After two thirds of it a
+    minority is sent on."""
     silent_s: float = 3.0
     """A rank that said nothing for so long before its stream ended is on a host that may be cut off, not dead."""
     partition_s: float = 10.0

@@ -33,8 +33,7 @@ to it that there are controllers to take over, ``layouts`` asks what the digest 
 passes pages on to other hosts, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
-stand by, unless the rank says that it has come to be taken over. A controller that only a minority of ranks has come
-to, none of them frozen, sends them on once: the others may be elsewhere, and a healthy job must not be called broken.
+stand by, unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ from ttp.core.controller_events import (
     StreamEnded,
     Tick,
 )
+from ttp.core.gathering import Gathering
 from ttp.core.hangs import HangWatch
 from ttp.core.incident import Incident, Stage
 from ttp.core.layout import Rank, Version, compact_ranks
@@ -109,8 +109,7 @@ class ControllerMachine:
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
-        self._sent_on = self._counted = False
-        self._gathers_since = now
+        self._gathering = Gathering(self.job, self._rescue, patience, self._abdicate, now)
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
@@ -165,8 +164,7 @@ class ControllerMachine:
             yield self.finished_at + self.patience.linger_s
         if not self.job.live:
             yield self._quiet_since + self.patience.abandoned_s
-        if self.job.gather_until is not None:
-            yield self.job.gather_until if self._counted else self._mostly_gathered
+        yield from self._gathering.deadlines()
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
         quiet = self._silence.deadline()
@@ -282,15 +280,9 @@ class ControllerMachine:
         self._buddies.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
-        if self.job.complete:
-            self.job.gather_until, self._sent_on = None, False
-            if first:
-                self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
-        elif first and hello.resume and self.job.gather_until is None:
-            self.job.gather_until = now + self.patience.gather_s  # this controller is new, the job is not
-            self._sent_on &= now < self._gathers_since + 2 * self.patience.forming_s  # else it was in another life
-            self._gathers_since = self._gathers_since if self._sent_on else now
-            self._counted = self._sent_on
+        self._gathering.joined(new=first, resumes=hello.resume, now=now)
+        if self.job.complete and first:
+            self._outbox.record("formed", world_size=hello.world_size, incarnation=self.job.incarnation)
         self._joined(hello, now)
 
     def _joined(self, hello: m.Hello, now: float) -> None:
@@ -554,52 +546,9 @@ class ControllerMachine:
             if now < since + self.patience.grace_s:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
-        if self.job.gather_until is not None and not self._counted and now >= self._mostly_gathered:
-            self._count_ranks(now)
-        if self.job.gather_until is not None and now >= self.job.gather_until:
-            self._gathered(now)
+        self._gathering.expire(now)
         self._silence.check(now)
         self._rescue.expire(now)
-
-    def _gathered(self, now: float) -> None:
-        """Who has not come back to this new controller is lost.
-
-        In a job that never trained it may not have begun, so it is waited for longer, and looked for elsewhere now and
-        then; but not for ever: then only a restart brings them together.
-        """
-        assert self.job.layout is not None
-        patient = now < self._gathers_since + self.patience.forming_s
-        if self.incident is None and self._untrained and self.job.live and patient:
-            self.job.gather_until, self._counted = now + self.patience.gather_s, False
-            return
-        self.job.gather_until, self._sent_on = None, False
-        for rank in range(self.job.layout.world_size):
-            if rank not in self.job.members:
-                text = f"rank {rank} did not come back to the new controller"
-                self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
-
-    @property
-    def _untrained(self) -> bool:
-        return all(mb.version <= self.base_version and not mb.done for mb in self.job.members.values())
-
-    @property
-    def _mostly_gathered(self) -> float:
-        """When a minority is sent on: ranks may see the loss of their controller that far apart, and others wait on."""
-        assert self.job.gather_until is not None
-        return self.job.gather_until - self.patience.gather_s / 3
-
-    def _count_ranks(self, now: float) -> None:
-        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these.
-
-        So may half of them, in a job that never trained: nothing is lost when they are looked for.
-        """
-        assert self.job.layout is not None
-        self._counted = True
-        few = 2 * len(self.job.live) < self.job.layout.world_size + self._untrained
-        choice = any(mb.hello.standbys for mb in self.job.members.values())
-        if self.incident is None and few and choice:
-            self._sent_on = True
-            self._abdicate(now)
 
     # ------------------------------------------------------------------------------------------------------------ end
 

@@ -20,6 +20,7 @@ An order that comes twice, because the stream broke after it, is carried out onc
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -134,6 +135,9 @@ __all__ = [
     "WriteFailed",
 ]
 
+OVER_MAX = 64
+"""Incidents that were thawed last: a freeze for one of them that is still on its way is late."""
+
 
 @dataclass(frozen=True, slots=True)
 class Manners:
@@ -180,7 +184,7 @@ class ProcessorMachine:
         self._beat_at = now
         self._down_since: float | None = now
         self._frozen_since = 0.0
-        self._over: set[tuple[int, str]] = set()
+        self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
         self._broken: Raised | None = None
@@ -362,7 +366,7 @@ class ProcessorMachine:
             case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:
                 self._freeze(order, now)
             case m.Thaw(_, term, incident, _) if incident == self.incident:
-                self._over.add((term, incident))
+                self._over.append((term, incident))
                 self._thaw()
             case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self.generation:
                 self._start(order, now)

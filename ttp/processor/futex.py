@@ -155,9 +155,8 @@ class Mapping:
 
     def _prepare(self, libc: Any, operation: int, offset: int, *kind: float) -> Callable[..., int]:
         """The call of the kernel without its last arguments; kept, because making them takes longer than the call."""
-        where = ctypes.c_void_p(self.address + offset)
-        call = partial(libc.syscall, ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation))
-        self._calls[(operation, offset, *kind)] = call
+        key, where = (operation, offset, *kind), ctypes.c_void_p(self.address + offset)
+        call = self._calls[key] = partial(libc.syscall, ctypes.c_long(_numbers().futex), where, ctypes.c_int(operation))
         return call
 
     def close(self) -> None:

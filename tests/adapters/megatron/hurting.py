@@ -170,12 +170,13 @@ def _watch_barrier(hurt: Hurt) -> None:
     class WatchedMeeting(Meeting):
         halfway: Halfway | None = None
 
-        async def come(self, turn: int) -> None:
+        async def come(self, turn: int) -> bool:
             await super().come(turn)
             hurt.at("barrier")
             self.halfway = Halfway(hurt) if hurt.due("halfway") else None
             if self.halfway is not None:
                 self.halfway.come()
+            return False  # ``over`` says when it is
 
         async def over(self, turn: int) -> bool:
             over = await super().over(turn)

@@ -4,7 +4,9 @@ Work runs in the order of its stream and, between streams, in the order that hur
 asks an event, and then one kind of stream runs as far as it can before the other (``order``). A stream may hang for
 ever while others go on. What is copied to the host is garbage until the copy has run; what an operation allocates is
 garbage until the operation has run. An operation of torch on device memory is work of the stream that is current in its
-thread, whoever writes it: ``contiguous()`` and ``clone()`` allocate, ``item()`` waits.
+thread, whoever writes it: ``contiguous()`` and ``clone()`` allocate, ``item()`` and ``equal()`` wait. What it takes
+from the host, a single number, is taken when it is queued. What it writes to is memory of the device, whoever made it:
+torch makes counters and found infinities there by itself.
 
 What may not happen is a *sin*. It is raised, and kept in ``FakeDevice.sins`` in case somebody swallows it:
 
@@ -100,6 +102,7 @@ class FakeDevice:
         self._loaded: set[Any] = set()
         self._sealed = False
         self._patient: set[int] = set()
+        self._may_hang: set[int] = set()
         self._lock = threading.RLock()
         self._here = threading.local()
 
@@ -142,6 +145,15 @@ class FakeDevice:
             yield
         finally:
             self._patient.discard(threading.get_ident())
+
+    @contextlib.contextmanager
+    def may_hang(self) -> Iterator[None]:
+        """This thread is a program's: if it waits for what hangs, it hangs until ``release``."""
+        self._may_hang.add(threading.get_ident())
+        try:
+            yield
+        finally:
+            self._may_hang.discard(threading.get_ident())
 
     # ------------------------------------------------------------------------------------------------- for the runtime
 
@@ -222,10 +234,24 @@ class FakeDevice:
         self._load(func, args)
         if func in (_copy, _foreach_copy):
             return self._copied(func, args, kwargs)
-        if any(a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments):
+        written = [leaf for leaf in tree_leaves(_written(func, args, kwargs)) if isinstance(leaf, Tensor)]
+        for leaf in written:
+            self.put(leaf)
+        result = args[0] if func._schema.returns else None
+        args, kwargs = self._taken(args, kwargs)
+        if written:
             self._queue(lambda: func(*args, **kwargs))
-            return args[0] if func._schema.returns else None
+            return result
+        if not any("Tensor" in str(returned.type) for returned in func._schema.returns):
+            self._wait(func)
+            return func(*args, **kwargs)
         return self._computed(func, args, kwargs)
+
+    def _taken(self, args: Any, kwargs: Any) -> Any:
+        """What is on the host, as it is now."""
+        flat, form = tree_flatten((args, kwargs))
+        with _disable_current_modes():
+            return tree_unflatten([t.clone() if isinstance(t, Tensor) and not self.has(t) else t for t in flat], form)
 
     def _copied(self, func: Any, args: Any, kwargs: Any) -> Any:
         to, source = (args[0], args[1]) if func is _foreach_copy else ([args[0]], [args[1]])
@@ -285,8 +311,18 @@ class FakeDevice:
             self.sin(f"{what} waits for the device")
         stream = self.current
         self.pump()
+        while stream.queue and threading.get_ident() in self._may_hang:
+            time.sleep(0.0002)
+            self.pump()
         if stream.queue:
             self.sin(f"{what} waits for ever")
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What of its arguments an operation writes to."""
+    schema = func._schema.arguments
+    named = [(a, args[n] if n < len(args) else kwargs.get(a.name)) for n, a in enumerate(schema)]
+    return [value for a, value in named if a.alias_info is not None and a.alias_info.is_write]
 
 
 class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has no types here

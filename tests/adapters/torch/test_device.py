@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -195,6 +196,39 @@ class TestHostCopier:
         launch_once(device, device.device.put(torch.zeros(256, dtype=torch.uint8)), torch.zeros(0, dtype=torch.uint8))
         with Watching(device.device), pytest.raises(Sin, match="first time"):
             there.contiguous()
+
+    def test_the_stand_in_takes_numbers_of_the_host_when_it_is_asked(self, device: Any) -> None:
+        """A loss scale on the host may change while what it scales is queued; what an operation writes is there."""
+        there, scale, found = device.device.put(torch.ones(3)), torch.tensor(8.0), torch.zeros(1)
+        with Watching(device.device):
+            scaled = there * scale
+            scale.fill_(16.0)
+            torch._amp_foreach_non_finite_check_and_unscale_([scaled], found, torch.tensor(0.5))
+            assert device.device.has(found)
+            assert torch.equal(scaled, there * 4) and found.item() == 0
+        assert device.device.waits[threading.get_ident()] == 2
+
+    def test_a_program_that_waits_for_what_hangs_goes_on_when_it_is_released(self, device: Any) -> None:
+        there = device.device.put(torch.ones(1))
+        with Watching(device.device):
+            there += 1
+        device.device.hang()
+        with Watching(device.device):
+            there += 1
+        seen: list[float] = []
+
+        def read() -> None:
+            with Watching(device.device), device.device.may_hang():
+                seen.append(there.item())
+
+        reading = threading.Thread(target=read, daemon=True)
+        reading.start()
+        while not device.device.waits:
+            assert reading.is_alive()
+        assert not seen
+        device.device.release()
+        reading.join(60.0)
+        assert seen == [3.0]
 
 
 class Page:

@@ -30,7 +30,7 @@ def host_ahead(
 
         training.gradient()
         spin = stand.spin()
-        training_thread = Thread([training.update, *[training.step] * lead])
+        training_thread = Thread(stand, [training.update, *[training.step] * lead])
         try:
             stuck = training_thread.wait_stuck()
             stand.numbers["host at"] = training.steps

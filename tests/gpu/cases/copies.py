@@ -61,7 +61,7 @@ def every_form(stand: Stand, two_devices: bool = False) -> None:
         wanted = training.state()
         spin = stand.spin()
         try:
-            queued = Thread([training.step] if stand.hangs else [])
+            queued = Thread(stand, [training.step] if stand.hangs else [])
             queued.wait_stuck()
             version, checkpoint = stand.save()
         finally:

@@ -22,7 +22,7 @@ def full(stand: Stand) -> None:
         before = _allocations(stand)
         spin = stand.spin()
         try:
-            queued = Thread([training.step] if stand.hangs else [])
+            queued = Thread(stand, [training.step] if stand.hangs else [])
             queued.wait_stuck()
             with stand.no_memory():
                 version, checkpoint = stand.save()

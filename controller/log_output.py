@@ -1,0 +1,57 @@
+"""The controller's log, written by a thread of its own: a disk that hangs below it must not hang the rescue."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging.handlers import QueueHandler, QueueListener
+from typing import TextIO
+
+LINES_MAX = 20_000
+"""Lines that wait to be written; those that come then are lost, and how many is said."""
+FLUSH_S = 2.0
+"""How long the end of the process waits for the lines that still wait."""
+FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
+
+
+class _Lossy(QueueHandler):
+    """Puts lines into a bounded queue and never waits."""
+
+    lost = 0
+
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except queue.Full:
+            self.lost += 1
+            return
+        if self.lost:
+            record.msg = f"{record.msg} ({self.lost} lines before this one were lost: the log is written too slowly)"
+            self.lost = 0
+
+
+@contextmanager
+def written_aside(level: str, stream: TextIO | None = None) -> Iterator[None]:
+    """Log to ``stream`` (standard error) from another thread; nothing changes in a process that logs already."""
+    root = logging.getLogger()
+    if root.handlers:
+        yield
+        return
+    output = logging.StreamHandler(stream or sys.stderr)
+    output.setFormatter(logging.Formatter(FORMAT))
+    handler = _Lossy(queue.Queue(LINES_MAX))
+    listener = QueueListener(handler.queue, output)
+    root.setLevel(level)
+    root.addHandler(handler)
+    listener.start()
+    try:
+        yield
+    finally:
+        root.removeHandler(handler)
+        end = threading.Thread(target=listener.stop, daemon=True)
+        end.start()
+        end.join(FLUSH_S)

@@ -1,0 +1,79 @@
+"""The log of a controller never keeps it waiting."""
+
+from __future__ import annotations
+
+import io
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from ttp.controller import log_output
+from ttp.controller.log_output import written_aside
+
+log = logging.getLogger("ttp.controller")
+
+
+class Hanging(io.StringIO):
+    """A disk that takes nothing until it is let go."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.begun, self.go_on = threading.Event(), threading.Event()
+
+    def write(self, text: str) -> int:
+        self.begun.set()
+        assert self.go_on.wait(60)
+        return super().write(text)
+
+
+@contextmanager
+def controller_logs_to(stream: io.StringIO) -> Iterator[None]:
+    """As in a process that has just begun; pytest has handlers of its own."""
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.handlers[:] = []
+    try:
+        with written_aside("INFO", stream):
+            yield
+        assert not root.handlers
+    finally:
+        root.handlers[:] = handlers
+        root.setLevel(level)
+
+
+def test_lines_are_written_before_the_end() -> None:
+    stream = io.StringIO()
+    with controller_logs_to(stream):
+        for number in range(100):
+            log.info("line %s", number)
+        log.debug("not this one")
+    lines = stream.getvalue().splitlines()
+    assert [line.split(" INFO ttp.controller ")[1] for line in lines] == [f"line {n}" for n in range(100)]
+
+
+def test_a_disk_that_hangs_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lines wait for it, a bounded number; how many were lost is said."""
+    monkeypatch.setattr(log_output, "LINES_MAX", 10)
+    stream = Hanging()
+    with controller_logs_to(stream):
+        log.info("line")
+        assert stream.begun.wait(60)
+        for _ in range(25):
+            log.info("line")
+        stream.go_on.set()
+        while "lines before" not in stream.getvalue():
+            log.info("at last")
+    assert stream.getvalue().count("INFO ttp.controller line\n") == 11
+
+
+def test_the_end_does_not_wait_for_it_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_output, "FLUSH_S", 0.01)
+    stream = Hanging()
+    with controller_logs_to(stream):
+        log.info("line")
+        assert stream.begun.wait(60)
+    assert stream.getvalue() == ""
+    stream.go_on.set()
