@@ -111,7 +111,7 @@ def _token_in(path: str) -> str:
     """Read once: a file that is removed when the job has begun is not missed."""
     named = f"TTP_TOKEN_FILE={path!r:.200}"
     try:
-        return _token(secret_in(Path(path), named))
+        return _token(secret_in(Path(path).expanduser(), named))
     except ValueError as problem:
         raise ConfigError(f"{named} holds no token: {problem}") from None
 

@@ -16,6 +16,7 @@ from types import FrameType
 from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import Job, parse, with_names
@@ -95,6 +96,7 @@ class MindSporeLaunch:
 
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""
+        config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)
         host = Host(config, config.resolved_run_dir())
         signals = _Signals()
         job = self._job
