@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from ttp.controller.connection import Connection
 from ttp.controller.journal import Journal
+from ttp.controller.sockets import Sockets
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
@@ -85,6 +86,7 @@ class Driver:
         self._connections: dict[ce.ConnectionId, Connection] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
+        self._sockets = Sockets()
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
@@ -94,9 +96,9 @@ class Driver:
 
     # --------------------------------------------------------------------------------------------------------- inwards
 
-    def connect(self, cancel: Callable[[], object]) -> Connection:
-        """A stream was opened; ``cancel`` ends it."""
-        connection = Connection(ce.ConnectionId(next(self._ids)), cancel)
+    def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
+        """A stream was opened by ``peer``, as gRPC names it; ``cancel`` ends it."""
+        connection = Connection(ce.ConnectionId(next(self._ids)), cancel, peer)
         self._connections[connection.id] = connection
         if self.closed:
             connection.end()
@@ -202,6 +204,9 @@ class Driver:
                     self._calls.put_nowait(call)
             case ce.AnswerNotice(_, problem):
                 self._problem = problem
+            case ce.LookAt(host, connections):
+                peers = (self._connections[c].peer for c in connections if c in self._connections)
+                asyncio.get_running_loop().call_soon(self.feed, ce.LookedAt(host, self._sockets.silent_s(peers)))
             case ce.Stop(reason):
                 log.info("stopping: %s", reason)
                 self.stopped.set()

@@ -54,7 +54,7 @@ class ControllerService(rpc.ControllerServicer):
         """See the proto. Reports come in as bytes, see ``RawReports``."""
         task = asyncio.current_task()
         assert task is not None
-        connection = self._driver.connect(task.cancel)
+        connection = self._driver.connect(task.cancel, context.peer())
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
             await context.send_initial_metadata(())
