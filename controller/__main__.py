@@ -88,7 +88,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> Patience:
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """The life of a controller."""
     run_dir = args.run_dir or config.resolved_run_dir()
-    journal = Journal(run_dir)
+    journal = Journal(run_dir, (config.save_dir, config.fallback_dir))
     driver = Driver(patience_of(config, args), journal, config.host or socket.gethostname(), port)
     try:
         bind = listening_address(config)

@@ -5,6 +5,8 @@ Theory of operation
 Each directory has a thread of its own, so that a slow or hanging disk delays one copy of the story and never the
 rescue. Storage that fails is often why there is a story, so it is kept in memory until it is safe somewhere:
 
+- Only directories are written to that the controller was told when it was started, or that a process of this host has
+  named in the run directory: ranks speak to it from other hosts, and one of them may have gone mad.
 - When a line is refused, the whole story goes to ``run_dir`` too. The refused lines are tried again with the next one.
 - When the incident moves to the fallback directory, so does its story, from the beginning.
 - When the controller ends and a directory still hangs, what it has not taken goes to ``run_dir``.
@@ -19,11 +21,12 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ttp.launch.run_dir import journals_allowed
 from ttp.store.durable import make_directory, naming, sync_directory
 from ttp.store.mounts import Mounts
 
@@ -39,6 +42,10 @@ REFUSED_MAX = 16 << 20
 """Characters that are tried again."""
 STORIES_MAX = 8
 """Incidents whose story is kept."""
+NOT_TOLD = (
+    "no process of this host has said that the job saves there: where the controller has no rank beside it, start it "
+    "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
+)
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
 
 
@@ -55,10 +62,12 @@ class Journal:
 
     Args:
         run_dir: on a local disk; takes what save_dir does not.
+        told: directories that it may write below, whatever ``journals_allowed`` says.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, told: Iterable[str | None] = ()) -> None:
         self._run_dir = run_dir
+        self._told = frozenset({str(run_dir), *filter(None, told)})
         self._stories: dict[str, _Story] = {}
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # nobody holds it while a disk is asked
@@ -113,8 +122,12 @@ class Journal:
 
     def _writer(self, place: Path) -> _Writer:
         if place not in self._writers or self._writers[place].ended:
-            self._writers[place] = _Writer(place, self._refused)
+            self._writers[place] = _Writer(place, self._refused, self._may_write_to)
         return self._writers[place]
+
+    def _may_write_to(self, place: Path) -> bool:
+        """Whether somebody else than the job's ranks, wherever they are, has named it. Reads a file of ``run_dir``."""
+        return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
 
     def _refused(self, incident: str) -> None:
         with self._lock:
@@ -133,11 +146,12 @@ class _Writer:
     Args:
         place: save_dir, the fallback directory or the run directory.
         refused: called with an incident when its lines could not be written; they are tried again with the next one.
+        may_write_to: asked before it writes.
     """
 
-    def __init__(self, place: Path, refused: Callable[[str], None]) -> None:
+    def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
         self.ended = self._last = False
-        self._place, self._refused = place, refused
+        self._place, self._refused, self._may_write_to = place, refused, may_write_to
         self._inbox: queue.SimpleQueue[tuple[str, str, bool] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
@@ -169,6 +183,8 @@ class _Writer:
                 text = refused.pop(incident, "") + "".join(lines)
                 try:
                     mounts.check(self._place)
+                    if not self._may_write_to(self._place):
+                        raise PermissionError(NOT_TOLD)
                     _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
                 except (OSError, ValueError) as problem:  # ValueError: no path that can be
                     level = logging.DEBUG if incident in warned else logging.WARNING

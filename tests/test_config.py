@@ -57,6 +57,13 @@ def test_hangs_are_looked_for_or_not(text: str, seconds: float | None) -> None:
     assert Config.from_env({"TTP_HANG_S": text}).hang_s == seconds
 
 
+@pytest.mark.parametrize(("watchdog", "seconds"), [("0", None), ("1", 60.0), ("2", 60.0), ("", 60.0)])
+def test_ascends_watchdog_says_it_too_where_nobody_says_it_to_ttp(watchdog: str, seconds: float | None) -> None:
+    told = {"HCCL_ASYNC_ERROR_HANDLING": watchdog}
+    assert Config.from_env(told).hang_s == seconds
+    assert Config.from_env(told | {"TTP_HANG_S": "30"}).hang_s == 30
+
+
 @pytest.mark.parametrize(("text", "stacks"), [("on", True), ("1", True), ("off", False), ("0", False), ("", True)])
 def test_a_switch(text: str, stacks: bool) -> None:
     assert Config.from_env({"TTP_STACKS": text}).stacks is stacks

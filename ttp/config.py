@@ -22,6 +22,8 @@ DIGEST_MODES = ("sample", "all", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
+HCCL_WATCHDOG = "HCCL_ASYNC_ERROR_HANDLING"
+"""Of Ascend's collectives: 1 has a hang noticed, 0 has not."""
 NAMES_OF_MINDIO = frozenset({
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS", "TTP_ADDR", "TTP_FRAMEWORK_TYPE",
     "TTP_LOG_LEVEL", "TTP_LOG_MODE", "TTP_LOG_PATH", "TTP_LOG_STDOUT", "TTP_NORMAL_ACTION_TIME_LIMIT",
@@ -109,7 +111,7 @@ def _token_in(path: str) -> str:
     """Read once: a file that is removed when the job has begun is not missed."""
     named = f"TTP_TOKEN_FILE={path!r:.200}"
     try:
-        return _token(secret_in(Path(path), named))
+        return _token(secret_in(Path(path).expanduser(), named))
     except ValueError as problem:
         raise ConfigError(f"{named} holds no token: {problem}") from None
 
@@ -166,7 +168,10 @@ class Config:
     """Time between two reports of progress. Costs one message of 40 bytes per rank."""
 
     hang_s: float | None = _setting("TTP_HANG_S", _seconds_or_off, 60.0)
-    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never."""
+    """A job in which nothing moves for so long may hang; for longer where its own steps take longer. None: never.
+
+    Where it is not set, ``HCCL_ASYNC_ERROR_HANDLING=0`` says never, as it does to Ascend's own watchdog.
+    """
 
     stacks: bool = _setting("TTP_STACKS", _switch, True)
     """Whether ranks answer a real-time signal with where their threads are, so that a hang can be explained."""
@@ -270,6 +275,8 @@ class Config:
             except ValueError as problem:
                 shown = "" if name == "TTP_TOKEN" else f"={environ[name]!r:.200}"  # a secret is not shown
                 raise ConfigError(f"{name}{shown} is not valid: {problem!s:.200}") from None
+        if environ.get(HCCL_WATCHDOG, "").strip() == "0":
+            values.setdefault("hang_s", None)
         if not values.get("token") and "token_file" in values:
             values["token"] = _token_in(values["token_file"])
         return cls(**values)

@@ -21,6 +21,7 @@ from ttp.core.layout import Rank
 from ttp.core.replica_lists import check_set
 from ttp.core.rounds_messages import ReplicaSet
 from ttp.errors import TtpError, UsageError
+from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ def ttp_start_controller(bind_ip: str | None, port: int) -> int:
     try:
         config = Config.from_env()
         address = bind_ip or os.environ.get("XDL_IP") or os.environ.get("MASTER_ADDR") or "127.0.0.1"
+        config, address = admitted(config, address)
         ensure_controller(
             address, port, run_dir=config.resolved_run_dir(), token=config.token, bind=config.bind, patience_s=START_S
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
 import os
 import sys
@@ -19,6 +20,7 @@ from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
+from ttp.launch.run_dir import allow_journal
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
 
@@ -115,10 +117,18 @@ class Session:
         *,
         buddy: bool = False,
     ) -> Processor:
-        """Join the job as ``env.rank``. ``prepare`` gets the processor before the controller can reach it."""
+        """Join the job as ``env.rank``. ``prepare`` gets the processor before the controller can reach it.
+
+        Raises:
+            ConfigError: the job has several hosts and no token; or the run directory is not this user's.
+        """
+        from ttp.launch.admission import admitted, spans_hosts
         from ttp.processor.processor import Processor
         from ttp.processor.signals import Preemption
 
+        self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
+        env = dataclasses.replace(env, master_addr=address)
+        allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
         processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
         if prepare is not None:
             prepare(processor)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ from ttp.core.messages import Candidate, RestoreView
 from ttp.errors import UsageError
 from ttp.launch.standby import own_address
 from ttp.store.manifest import Manifest
+from ttp.store.names import parse_checkpoint_name
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -37,6 +39,12 @@ LEFT = (
     "their parameters differ from those of this one from now on; that is compared when a checkpoint is made"
 )
 
+NEWER = (
+    "%s holds step %d, and this training begins with step %d: what it saves counts as older, and is not restored. "
+    "Resume with ttp.adapters.mindspore.restore(); or, after load_checkpoint by hand, say where it is: "
+    "dataset.set_init_step(), or TrainFaultTolerance(initial_step=). To begin anew, take another directory"
+)
+
 
 class MindSporeAdapter:
     """See ``ttp.session.Adapter``.
@@ -46,6 +54,7 @@ class MindSporeAdapter:
         optimizer: wrapped.
         replicas: see ``layout_of``.
         strategy: see ``layout_of``.
+        compiled: see ``layout_of``.
 
     Raises:
         UsageError: the optimizer is not wrapped.
@@ -59,6 +68,7 @@ class MindSporeAdapter:
         *,
         replicas: Groups | None = None,
         strategy: str | Path | None = None,
+        compiled: Mapping[str, Any] | None = None,
     ) -> None:
         if not isinstance(optimizer, OptTTPWrapper):
             raise UsageError(
@@ -66,7 +76,7 @@ class MindSporeAdapter:
                 "optimizer = ttp.adapters.mindspore.OptTTPWrapper(optimizer) before it is given to Model"
             )
         self.network, self.optimizer = network, optimizer
-        self._replicas, self._strategy = replicas, strategy
+        self._replicas, self._strategy, self._compiled = replicas, strategy, compiled
         parameters = {id(p): p for cell in (network, optimizer) for p in cell.get_parameters()}
         self._parameters = list(parameters.values())
         self._memory = Memory(self._parameters)
@@ -83,6 +93,7 @@ class MindSporeAdapter:
         self._updated = False
         self.position = Position()
         """Where in the data the last finished version was finished, or where the running step will be."""
+        self._begins_with: Version | None = None
 
     @property
     def source(self) -> MindSporeSource:
@@ -96,7 +107,8 @@ class MindSporeAdapter:
             ConfigError: they cannot be told, or the job has none; the text says what to change.
         """
         check_world(world_size)
-        found = layout_of(self.network, self._parameters, world_size, replicas=self._replicas, strategy=self._strategy)
+        known = self._compiled or getattr(self.network, "parameter_layout_dict", None)
+        found = layout_of(known, self._parameters, world_size, replicas=self._replicas, strategy=self._strategy)
         log.info("replica groups: %s", dict(found.groups))
         return found
 
@@ -108,6 +120,8 @@ class MindSporeAdapter:
     def attach(self, processor: Processor) -> None:
         """Report updates to ``processor`` from now on."""
         self._processor = processor
+        if self._begins_with is not None:  # restored before ttp was switched on
+            processor.set_base_version(self._begins_with)
         self._source.connect(processor)
         self.optimizer.reporter = self
         self._capture.read_stream()
@@ -122,7 +136,47 @@ class MindSporeAdapter:
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None
+        if self._processor is not None:
+            self.optimizer.ttp_reached = self._processor.gate.version
         self.optimizer.reporter = self._processor = None
+        self._begins_with = None
+
+    # ----------------------------------------------------------------------------------- what training begins with
+
+    @property
+    def begun(self) -> bool:
+        """Whether somebody has said which version training begins with."""
+        return self._begins_with is not None
+
+    def begin(self, version: Version, position: Position) -> None:
+        """Training goes on from ``version``, whoever has loaded it. Training thread, and not while a graph runs."""
+        self._begins_with, self.position = version, position
+        processor = self._processor
+        if processor is None:
+            return
+        if processor.gate.version != version:
+            processor.set_base_version(version)
+        self._capture.read_stream()
+        self._capture.capture(version, position, final=True)
+
+    def begin_by_hand(self, position: Position, said: int, made: int = 0) -> None:
+        """Training begins, and ``restore`` has loaded nothing: the program itself may have.
+
+        The version is what the optimizer has counted, if its state was loaded; else what somebody ``said``. It never
+        falls behind what this process has reached before, so that what it saves next is never taken for older.
+
+        Args:
+            position: in the data, now.
+            said: steps made before, by the program's word; 0: it said nothing.
+            made: updates that this training has made before the job was joined, at most.
+        """
+        counted = int(self.version)
+        before = max(counted - made, 0)
+        reached = int(self.optimizer.ttp_reached)
+        version = Version(max(before or said, reached) + counted - before)
+        self.begin(version, position)
+        if self._processor is not None and self._processor.env.rank == 0:
+            _warn_of_newer(self._processor.save_dir, version)
 
     def step_done(self) -> None:
         """A version is finished with the optimizer's last write; ``ttp.step_done`` changes nothing here."""
@@ -202,6 +256,7 @@ class MindSporeAdapter:
             log.warning("restored version %s, but %s", manifest.version, note)
         self.position = position_of(checkpoint, manifest)
         self._memory.look()
+        self._begins_with = Version(manifest.version)
         if self._preimage is not None:
             self._preimage.forget()
         if protected:
@@ -226,9 +281,19 @@ class MindSporeAdapter:
             raise UsageError("ckpt_load_fn() returns (parameters, remove_redundancy), with step_num among the former")
         ms.load_param_into_net(self.network, values, strict_load=True)
         read = {name: int(values[name].asnumpy()) if name in values else 0 for name in ("epoch_num", "step_num")}
-        self.position = Position(read["epoch_num"], read["step_num"], _number(values.get("batch_num")))
         self._memory.look()
+        if self._preimage is not None:
+            self._preimage.forget()
+        self.begin(self.version, Position(read["epoch_num"], read["step_num"], _number(values.get("batch_num"))))
         return self.version
+
+
+def _warn_of_newer(save_dir: Path, version: Version) -> None:
+    """What is saved under a lower number than what is there counts as older: nobody would restore it."""
+    with contextlib.suppress(OSError):
+        newest = max((parse_checkpoint_name(path.name) or 0 for path in save_dir.iterdir()), default=0)
+        if newest > version:
+            log.warning(NEWER, save_dir, newest, version)
 
 
 def _number(value: Any) -> int:

@@ -14,12 +14,14 @@ from mindspore.train import Callback
 
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.constraints import check_sink, parallel_mode
+from ttp.adapters.mindspore.constraints import SLICING, check_sink, parallel_mode
+from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join, meet_at
 from ttp.adapters.mindspore.layouts import Groups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.adapters.mindspore.source import SaveFunction
 from ttp.adapters.mindspore.switch import require_switched_on
+from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.errors import ConfigError, UsageError
 
 DEFAULT_PORT = 30051
@@ -33,7 +35,7 @@ class Protection(Callback):
 
     Args:
         ckpt_save_path: directory of checkpoints, seen by all hosts.
-        initial_step: steps made before this ``Model.train``, where ``restore`` does not tell.
+        initial_step: steps made before this ``Model.train``, where neither ``restore`` nor what was loaded tells.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
     """
@@ -47,12 +49,14 @@ class Protection(Callback):
         strategy: str | Path | None = None,
     ) -> None:
         super().__init__()
+        tell_launcher_of_mistakes()
         require_switched_on()
         self._save_path, self._initial_step = ckpt_save_path, initial_step
         self._replicas, self._strategy = replicas, strategy
         self._save_fn: SaveFunction | None = None
         self._adapter: MindSporeAdapter | None = None
         self._base = 0
+        self._counts = False  # whether ``_base`` is that of this training
         self._late = False
         self._pauses = contextlib.ExitStack()
 
@@ -63,11 +67,14 @@ class Protection(Callback):
             ConfigError: the job does not fulfil one; the text says what to change.
             UsageError: the optimizer is not wrapped.
         """
+        tell_launcher_of_mistakes()
         cb_params = run_context.original_args()
         check_sink(_sink_size(cb_params))
+        self._counts = False
         self._meet()
-        late = parallel_mode() in ("semi_auto_parallel", "auto_parallel") and not (self._replicas or self._strategy)
-        self._late = late and not getattr(cb_params.train_network, "parameter_layout_dict", None)
+        told = self._replicas or self._strategy or session.current().adapter is not None
+        self._late = parallel_mode() in SLICING and not told
+        self._late = self._late and not getattr(cb_params.train_network, "parameter_layout_dict", None)
         if not self._late:
             self._join(cb_params)
 
@@ -80,12 +87,28 @@ class Protection(Callback):
             cb_params.train_network, optimizer, self._save_path, replicas=self._replicas, strategy=self._strategy
         )
         adapter.source.save_fn, adapter.source.cb_params = self._save_fn, cb_params
-        self._base = max(self._initial_step, adapter.position.step) - cb_params.cur_step_num
+
+    def _begin(self, adapter: MindSporeAdapter, cb_params: Any, made: int = 0) -> None:
+        """Say which version training begins with; ``made`` steps are made already. In the first step, not before:
+        only there MindSpore tells the epoch.
+        """
+        size = cb_params.train_dataset.get_dataset_size()
+        start = adapter.position.step
+        if not adapter.begun:
+            epoch = cb_params.batch_num if cb_params.get("dataset_sink_mode", False) else size
+            start = _init_step(cb_params.train_dataset) or (cb_params.cur_epoch_num - 1) * epoch or self._initial_step
+        self._base, self._counts = start + 1 - cb_params.cur_step_num, True
+        if not adapter.begun:
+            position = _place(start + made, size)
+            adapter.begin_by_hand(position, self._initial_step or start, made)
 
     def on_train_step_begin(self, run_context: Any) -> None:
         """Say where in the data the step is."""
         if self._adapter is not None:
-            self._adapter.step_begins(self._position(run_context.original_args()))
+            cb_params = run_context.original_args()
+            if not self._counts:
+                self._begin(self._adapter, cb_params)
+            self._adapter.step_begins(self._position(cb_params))
 
     def on_train_step_end(self, run_context: Any) -> None:
         """Say that the step is over."""
@@ -95,9 +118,8 @@ class Protection(Callback):
             self._late = False
             cb_params = run_context.original_args()
             self._join(cb_params)
-            if self._adapter is not None and (processor := session.current().processor) is not None:
-                self._adapter.position = self._position(cb_params)
-                processor.set_base_version(self._adapter.version)
+            if self._adapter is not None:
+                self._begin(self._adapter, cb_params, made=1)
 
     def on_eval_begin(self, run_context: Any) -> None:
         """Nobody hangs who evaluates."""
@@ -135,8 +157,7 @@ class Protection(Callback):
             session.reset()
 
     def _position(self, cb_params: Any) -> Position:
-        size = cb_params.train_dataset.get_dataset_size()
-        return Position(cb_params.cur_epoch_num, self._base + cb_params.cur_step_num, size)
+        return _place(self._base + cb_params.cur_step_num, cb_params.train_dataset.get_dataset_size())
 
 
 class TFTRegister(Protection):
@@ -150,14 +171,16 @@ class TFTRegister(Protection):
     Args:
         ctrl_rank_id: worker on whose host the controller runs.
         ctrl_ip: address of that host.
-        ctrl_port: where the controller listens. ``TTP_PORT``, which ``ttp run`` sets, overrides it.
+        ctrl_port: where the controller listens. Where ``TTP_PORT`` is set, as ``ttp run`` does, the launcher has the
+            controller on host 0, and all three are not asked.
         ckpt_save_path: directory of checkpoints, seen by all hosts. ``TTP_SAVE_DIR`` overrides it.
         replicas: which ranks hold the same slices, one list per slice: for ``layerwise_parallel`` parameters.
         strategy: file of ``strategy_ckpt_config``, for semi-automatic and automatic parallelism; of a pipeline the
             directory with those of all stages.
 
     Raises:
-        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, or an argument is none.
+        ConfigError: ``MS_ENABLE_TFT`` or ``MINDIO_FOR_MINDSPORE`` is missing, or an argument is none; or
+            ``ctrl_rank_id`` runs on another host than ``ctrl_ip``, or is no rank of the job.
     """
 
     def __init__(
@@ -177,11 +200,11 @@ class TFTRegister(Protection):
             raise ConfigError(f"ctrl_ip={ctrl_ip!r} is no address: give that of the host of rank {ctrl_rank_id}")
         if isinstance(ctrl_port, bool) or not isinstance(ctrl_port, int) or not PORT_MIN <= ctrl_port <= PORT_MAX:
             raise ConfigError(f"ctrl_port={ctrl_port!r} is no port: give a free one from {PORT_MIN} to {PORT_MAX}")
-        self._address, self._port = ctrl_ip.strip(), ctrl_port
+        self._rank, self._address, self._port = ctrl_rank_id, ctrl_ip.strip(), ctrl_port
         self._meet()
 
     def _meet(self) -> None:
-        meet_at(self._address, self._port)
+        meet_at(self._address, self._port, self._rank)
 
 
 class TrainFaultTolerance(Protection):
@@ -228,8 +251,17 @@ class TrainFaultTolerance(Protection):
         self._save_fn, self.ckpt_load_fn = ckpt_save_fn, ckpt_load_fn
         self._meet()
 
+    @classmethod
+    def get_optimizer_wrapper(cls, origin_opt_cls: Any) -> Any:
+        """For ``TrainFaultTolerance.get_optimizer_wrapper(nn.SGD)(parameters, 1e-2)``: that optimizer, wrapped."""
+
+        def wrapped(*arguments: Any, **named: Any) -> OptTTPWrapper:
+            return OptTTPWrapper(origin_opt_cls(*arguments, **named))
+
+        return wrapped
+
     def _meet(self) -> None:
-        meet_at(os.environ.get("MS_TFT_IP", "127.0.0.1"), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))
+        meet_at(os.environ.get("MS_TFT_IP", ""), _port(os.environ.get("MS_TFT_PORT", str(DEFAULT_PORT))))
 
 
 def _port(text: str) -> int:
@@ -248,6 +280,16 @@ def _optimizer_of(cb_params: Any) -> Any:
             "can be protected"
         )
     return optimizer
+
+
+def _place(step: int, size: int) -> Position:
+    """After ``step`` steps of epochs of ``size``. ``Model.train`` counts epochs from its own beginning, or sinks."""
+    return Position((step - 1) // size + 1 if step else 0, step, size)
+
+
+def _init_step(dataset: Any) -> int:
+    """Where in the data training begins, as ``set_init_step`` was told."""
+    return int(dataset.get_init_step() or 0) if hasattr(dataset, "get_init_step") else 0
 
 
 def _sink_size(cb_params: Any) -> int | None:

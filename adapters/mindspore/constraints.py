@@ -10,6 +10,9 @@ from mindspore.communication import GlobalComm, get_group_size
 
 from ttp.errors import ConfigError
 
+SLICING = ("semi_auto_parallel", "auto_parallel")
+"""Modes in which compiling the network cuts its parameters into slices."""
+
 SHARD_SIZE = 2
 """``optimizer_weight_shard_size`` with which optimizer states keep replicas."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,20 +12,50 @@ from typing import Any
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.layouts import Groups
-from ttp.errors import UsageError
+from ttp.errors import ConfigError, UsageError
+from ttp.launch.presence import is_local
+from ttp.launch.rank_names import in_torchruns_names
 
 log = logging.getLogger("ttp.adapters.mindspore")
 
 
-def meet_at(address: str, port: int) -> None:
-    """Where the controller listens, as the program says it. What the launcher has said (``TTP_PORT``) stays."""
+def meet_at(address: str, port: int, rank: int | None = None) -> None:
+    """Where the controller listens, as the program says it. What the launcher has said (``TTP_PORT``) stays.
+
+    Args:
+        address: of its host; empty: the program does not say.
+        port: of the controller.
+        rank: a worker on that host; None: the program does not say.
+
+    Raises:
+        ConfigError: ``rank`` is on another host, or there is no such one.
+    """
     current = session.current()
     if current.config.port is None:
+        if rank is not None:
+            _check_home(rank, address)
         current.config = replace(current.config, port=port)
         session.configure_logging(current.config)
-        os.environ.setdefault("MASTER_ADDR", address)
+        if address:  # any worker of that host starts the controller, and finds it there
+            os.environ["MASTER_ADDR"] = address
+        else:
+            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     elif current.config.port != port:
         log.info("the controller listens on port %d (TTP_PORT), not on %d", current.config.port, port)
+
+
+def _check_home(rank: int, address: str) -> None:
+    try:
+        told = in_torchruns_names(os.environ)
+    except ConfigError:  # whoever needs to know its rank will say so
+        return
+    if told.get("WORLD_SIZE", "").isdecimal() and rank >= int(told["WORLD_SIZE"]):
+        raise ConfigError(f"ctrl_rank_id={rank} is no rank: the job has {told['WORLD_SIZE']} workers, counted from 0")
+    if told.get("RANK") == str(rank) and not is_local(address):
+        raise ConfigError(
+            f"ctrl_rank_id={rank} is this worker, and ctrl_ip={address!r:.100} is no address of this host: the "
+            "controller would run nowhere. Give the address of the host of that rank"
+        )
 
 
 def join(
@@ -34,6 +65,7 @@ def join(
     *,
     replicas: Groups | None = None,
     strategy: str | Path | None = None,
+    compiled: Mapping[str, Any] | None = None,
 ) -> MindSporeAdapter:
     """The adapter of this process, made and registered on the first call; joins the job where ttp is switched on.
 
@@ -44,7 +76,7 @@ def join(
     current = session.current()
     known = current.adapter
     if known is None:
-        adapter = MindSporeAdapter(network, optimizer, replicas=replicas, strategy=strategy)
+        adapter = MindSporeAdapter(network, optimizer, replicas=replicas, strategy=strategy, compiled=compiled)
         api.register(adapter, save_dir)
         return adapter
     if not isinstance(known, MindSporeAdapter) or known.optimizer is not optimizer:

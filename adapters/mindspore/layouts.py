@@ -24,13 +24,18 @@ Groups = Sequence[Sequence[int]]
 
 
 def layout_of(
-    network: Any, parameters: Iterable[Any], world_size: int, *, replicas: Groups | None, strategy: str | Path | None
+    known: Mapping[str, Any] | None,
+    parameters: Iterable[Any],
+    world_size: int,
+    *,
+    replicas: Groups | None,
+    strategy: str | Path | None,
 ) -> Layout:
     """The replica groups of a job.
 
     Args:
-        network: the training network; after its compilation it knows its ``parameter_layout_dict``.
-        parameters: of it.
+        known: the ``parameter_layout_dict`` of the training network, which it has when it is compiled.
+        parameters: of the network.
         world_size: ranks of the job.
         replicas: as the user says them; None: found.
         strategy: a strategy file (``strategy_ckpt_config``), or a directory of those of all stages, where the network
@@ -58,7 +63,6 @@ def layout_of(
         )
     if strategy is not None:
         return of_strategy(Path(strategy), world_size)
-    known = getattr(network, "parameter_layout_dict", None)
     if not known:
         raise ConfigError(
             f"parallel_mode is {mode}, and the network is not compiled yet: give TFTRegister(..., strategy=FILE), the "

@@ -7,6 +7,7 @@ from typing import Any
 
 import mindspore as ms
 
+from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
 from ttp.adapters.mindspore.local_state import LocalCapture, Position, decode
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
@@ -89,7 +90,17 @@ def _check_fits(memory: Memory, values: dict[str, Any], file: Path) -> None:
     for name, held in memory.held.items():
         found = values[name]
         if (str(found.dtype), tuple(found.shape)) != (held.dtype, held.shape):
+            if parallel_mode() in SLICING and _is_slice(tuple(found.shape), held.shape):
+                raise CheckpointError(
+                    f"{file} has a slice of {name}, {list(found.shape)}, and this network has all of it, "
+                    f"{list(held.shape)}: it is not compiled yet. Call model.infer_train_layout(dataset), or "
+                    "network.compile(*inputs), before restore()"
+                )
             raise CheckpointError(
                 f"{file} belongs to another network: {name} is {found.dtype}{list(found.shape)} there and "
                 f"{held.dtype}{list(held.shape)} here"
             )
+
+
+def _is_slice(part: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    return len(part) == len(whole) and all(p and not w % p for p, w in zip(part, whole, strict=True))

@@ -30,7 +30,7 @@ def get_ckpt_path_with_strategy(cur_ckpt_path: str, cur_strategy_path: str) -> s
         CheckpointError: the strategy file cannot be read.
     """
     rank = RankEnv.from_env().rank
-    if f"rank_{rank}" in cur_ckpt_path and Path(cur_ckpt_path).is_file():
+    if f"rank_{rank}" in _RANK.findall(cur_ckpt_path) and Path(cur_ckpt_path).is_file():
         return cur_ckpt_path
     stages = read_stages(Path(cur_strategy_path))
     if len(stages) == 1:  # as MindSpore does: the file is taken for that of the rank's own stage

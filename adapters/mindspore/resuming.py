@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ttp import session
+from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
+from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join
 from ttp.adapters.mindspore.layouts import Groups
 from ttp.adapters.mindspore.local_state import Position
+from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.mindspore")
 
@@ -51,7 +54,8 @@ def restore(
 
     Args:
         model: a ``mindspore.Model`` with a wrapped optimizer.
-        dataset: what will be given to ``Model.train``; the same pipeline and seed as before.
+        dataset: what will be given to ``Model.train``; the same pipeline and seed as before. In semi-automatic and
+            automatic parallelism the network is compiled with it, by ``model.infer_train_layout``, if it is not yet.
         ckpt_save_path: as given to ``TFTRegister``. ``TTP_SAVE_DIR`` overrides it.
         replicas: see ``TFTRegister``.
         strategy: see ``TFTRegister``.
@@ -63,15 +67,17 @@ def restore(
         UsageError: the optimizer is not wrapped.
         ConfigError: the job cannot be protected; the text says what to change.
     """
-    adapter = join(model.train_network, optimizer_of(model), ckpt_save_path, replicas=replicas, strategy=strategy)
-    current = session.current()
-    if ckpt_load_fn is not None:
-        loaded = adapter.loaded_by(ckpt_load_fn)
-        if current.processor is not None:
-            current.processor.set_base_version(loaded)
-        version = int(loaded)
-    else:
-        version = current.restore()
+    tell_launcher_of_mistakes()
+    compiled = _compiled(model, dataset)
+    adapter = join(
+        model.train_network,
+        optimizer_of(model),
+        ckpt_save_path,
+        replicas=replicas,
+        strategy=strategy,
+        compiled=compiled,
+    )
+    version = session.current().restore() if ckpt_load_fn is None else int(adapter.loaded_by(ckpt_load_fn))
     if not version:
         return Resumed(0, 0, 0)
     size = dataset.get_dataset_size() if dataset is not None else 0
@@ -86,6 +92,30 @@ def restore(
 def optimizer_of(model: Any) -> Any:
     """The optimizer of a ``Model``; of its network, where that is a training step of its own."""
     return model._optimizer or getattr(model._network, "optimizer", None)
+
+
+def _compiled(model: Any, dataset: Any) -> Mapping[str, Any] | None:
+    """How parameters are cut, by name; None where none is. Before it is compiled a network has them whole.
+
+    Raises:
+        ConfigError: the network is not compiled, and cannot be compiled here.
+    """
+    if parallel_mode() not in SLICING:
+        return None
+    known: Mapping[str, Any] | None = getattr(model.train_network, "parameter_layout_dict", None)
+    if known:
+        return known
+    todo = (
+        f"parallel_mode is {parallel_mode()}: what is restored are slices, and only a compiled network has them. Call "
+        "model.infer_train_layout(dataset), or model.build(dataset), with the arguments of Model.train before restore()"
+    )
+    if dataset is None:
+        raise ConfigError(f"{todo}; or give restore() the dataset")
+    try:
+        found: Mapping[str, Any] = model.infer_train_layout(dataset)
+    except (RuntimeError, ValueError, TypeError) as problem:
+        raise ConfigError(f"{todo}. MindSpore could not do it now: {problem}") from problem
+    return found
 
 
 def _here(saved: Position, size: int) -> Position:

@@ -27,6 +27,7 @@ import numpy as np
 from mindspore import Tensor, context, nn, ops
 
 from ttp.adapters.mindspore.constraints import check_optimizer_parallel
+from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.switch import may_be_protected
 from ttp.errors import UsageError
 
@@ -62,10 +63,12 @@ class OptTTPWrapper(nn.Optimizer):
 
     Raises:
         UsageError: ``opt`` is no ``nn.Optimizer``, or is wrapped already.
-        ConfigError: its state has no replicas (optimizer parallelism without ``optimizer_weight_shard_size`` 2).
+        ConfigError: ttp is on, and the state has no replicas (optimizer parallelism without
+            ``optimizer_weight_shard_size`` 2).
     """
 
     def __init__(self, opt: nn.Optimizer, undo: str | None = None) -> None:
+        tell_launcher_of_mistakes()
         if not isinstance(opt, nn.Optimizer):
             raise UsageError(
                 f"OptTTPWrapper() wraps a mindspore.nn.Optimizer, and got a {type(opt).__module__}."
@@ -73,7 +76,9 @@ class OptTTPWrapper(nn.Optimizer):
             )
         if isinstance(opt, OptTTPWrapper):
             raise UsageError("this optimizer is wrapped already: wrap it once")
-        check_optimizer_parallel()
+        reports = may_be_protected()
+        if reports:
+            check_optimizer_parallel()
         # Optimizer.__init__ would make a second global_step and a second learning rate.
         nn.Cell.__init__(self, auto_prefix=False)
         self.opt, self.undo = opt, undo
@@ -81,7 +86,9 @@ class OptTTPWrapper(nn.Optimizer):
             if hasattr(opt, name):
                 setattr(self, name, getattr(opt, name))
         self.reporter: Reporter | None = None
-        self.ttp_reports = may_be_protected()
+        self.ttp_reports = reports
+        self.ttp_reached = 0
+        """The version at which a training of this process has ended; a later one goes on from there."""
         self.ttp_by_python = context.get_context("mode") == context.PYNATIVE_MODE
         self.ttp_one = Tensor([1], ms.float32)
         self.ttp_depend = ops.Depend()

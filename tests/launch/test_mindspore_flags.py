@@ -95,6 +95,61 @@ def test_a_rank_table_tells_sizes_places_and_addresses(script: str, table: Path)
         assert worker_environ(found, ("10.255.255.1", 8118), 3, "id", 0)["RANK_TABLE_FILE"] == str(table)
 
 
+def write_table(path: Path, hosts: dict[str, list[tuple[int, int]]]) -> str:
+    """A rank table; of each host its ``(device, rank)``."""
+    servers = [
+        {"server_id": host, "device": [{"device_id": str(d), "rank_id": str(r)} for d, r in pairs]}
+        for host, pairs in hosts.items()
+    ]
+    path.write_text(json.dumps({"version": "1.0", "server_list": servers, "status": "completed"}))
+    return str(path)
+
+
+def devices_of(found: Job) -> dict[int, tuple[str, str]]:
+    """By rank: the device and the place among the workers of the host, as the worker is told."""
+    told = {rank: worker_environ(found, ("10.0.0.1", 8118), rank, "id", 0) for rank in found.ranks}
+    return {rank: (env["DEVICE_ID"], env["LOCAL_RANK"]) for rank, env in told.items()}
+
+
+def test_devices_of_a_rank_table_keep_their_numbers(script: str, tmp_path: Path) -> None:
+    """Half of a host of eight cards: devices 4 to 7 are not 0 to 3, which belong to another job."""
+    path = write_table(tmp_path / "table.json", {"127.0.0.1": [(4 + n, n) for n in range(4)]})
+    found = job(script, f"--rank-table-file={path}")
+    assert devices_of(found) == {0: ("4", "0"), 1: ("5", "1"), 2: ("6", "2"), 3: ("7", "3")}
+
+
+@pytest.mark.parametrize(("node", "expected"), [(0, {0: "2", 2: "0"}), (1, {1: "3", 3: "1"})])
+def test_interleaved_ranks_run_where_the_table_says(
+    script: str, tmp_path: Path, node: int, expected: dict[int, str]
+) -> None:
+    hosts = {"10.255.255.1": [(0, 2), (2, 0)], "10.255.255.2": [(1, 3), (3, 1)]}
+    found = job(script, f"--rank-table-file={write_table(tmp_path / 't.json', hosts)}", f"--node-rank={node}")
+    assert {rank: device for rank, (device, _) in devices_of(found).items()} == expected
+    assert [local for _, (_, local) in sorted(devices_of(found).items())] == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("hosts", "flags", "text"),
+    [
+        ({"10.0.0.1": [(0, 0), (1, 1), (2, 2)], "10.0.0.2": [(0, 3)]}, [], "different numbers of devices"),
+        ({"127.0.0.1": [(0, 0), (1, 1)]}, ["--nproc-per-node=1", "--node-rank=0"], "has 2 devices for 127.0.0.1"),
+    ],
+)
+def test_a_rank_table_that_cannot_be_followed(
+    script: str, tmp_path: Path, hosts: dict[str, list[tuple[int, int]]], flags: list[str], text: str
+) -> None:
+    with pytest.raises(ConfigError, match=text):
+        job(script, f"--rank-table-file={write_table(tmp_path / 't.json', hosts)}", *flags)
+
+
+@pytest.mark.parametrize("flag", ["--node_rank=-1", "--node-rank=-1"])
+def test_msruns_default_place_is_none_on_several_hosts(script: str, table: Path, flag: str) -> None:
+    """It would be host 0 everywhere: two schedulers, and every rank twice."""
+    with pytest.raises(ConfigError, match="--node-rank is needed"):
+        job(script, "--worker-num=4", "--local-worker-num=2", "--master-addr=h", flag)
+    assert list(job(script, f"--rank-table-file={table}", flag).ranks) == [2, 3]
+
+
 @pytest.mark.parametrize(
     ("flags", "text"),
     [

@@ -133,10 +133,12 @@ def test_plugin_runs_a_controller_too(start: Start, environ: dict[str, str], tmp
     assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "torchrun's own default is 1"
     assert env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4711", "what the user sets stays"
     assert env["TTP_RUN_DIR"] == str(tmp_path / "run")
-    assert probe(env["MASTER_ADDR"], unused_port, "") == "controller"
+    assert probe(env["MASTER_ADDR"], unused_port, env["TTP_TOKEN"]) == "controller"
+    assert (tmp_path / "run" / "token").read_text().strip() == env["TTP_TOKEN"]
     (job.out / "go").touch()
     assert job.finish() == 0
     assert controllers(tmp_path / "run") == []
+    assert not (tmp_path / "run" / "token").exists()
 
 
 @pytest.mark.parametrize(

@@ -35,8 +35,8 @@ Token = Annotated[
     str | None,
     typer.Option(
         "--token",
-        help="Secret of the job. Default: TTP_TOKEN, else what `ttp run` left on this host. "
-        "Prefer the variable: arguments are visible to everybody.",
+        help="Secret of the job. Default: TTP_TOKEN, TTP_TOKEN_FILE, else what the launcher left on this host. "
+        "Prefer these: arguments are visible to everybody.",
     ),
 ]
 
@@ -70,7 +70,20 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
     chosen = address or os.environ.get("MASTER_ADDR") or LOCAL
     found = port or config.port or _only_local_job(chosen)
     secret = token if token is not None else config.token or _left_behind(dataclasses.replace(config, port=found))
+    if not secret:
+        chosen = _on_this_host(config, chosen, found)
     return Where(chosen, found, secret)
+
+
+def _on_this_host(config: Config, address: str, port: int) -> str:
+    """Where the controller of a job without a token is: on loopback, whatever the host is called."""
+    from ttp.launch.admission import admitted
+    from ttp.launch.presence import listens
+
+    if not listens(address, port, 1.0):
+        with contextlib.suppress(ConfigError):
+            return admitted(config, address)[1]
+    return address
 
 
 def _left_behind(config: Config) -> str:
@@ -152,11 +165,17 @@ def connected(where: Where) -> Iterator[Client]:
 
 
 def _about_refusal(where: Where, details: str) -> str:
-    if "certificate" in details:
+    if "certificate" in details or "another user" in details:
         return f"the controller at {where} refuses this process: {details}"
+    if not where.token and "TTP_TOKEN" in details:
+        return (
+            f"the controller at {where} asks for the job's token, and there is none in TTP_TOKEN_FILE or TTP_TOKEN, "
+            "nor in the run directory of this host: set one of them as the job has it, set TTP_RUN_DIR to the job's, "
+            "or run this as the job's user on one of its hosts"
+        )
     return (
-        f"the controller at {where} belongs to a job with another secret: set TTP_TOKEN (or --token) to the job's, or "
-        "run this as the job's user on its first host"
+        f"the controller at {where} belongs to a job with another secret: set TTP_TOKEN_FILE or TTP_TOKEN to the "
+        "job's, or run this as the job's user on one of its hosts"
     )
 
 

@@ -8,6 +8,7 @@ would have without us.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Callable, Mapping
 from subprocess import Popen
@@ -20,6 +21,7 @@ from ttp.errors import EXIT_BAD_CONFIG
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.shared_token import SharedToken
 
 logger = logging.getLogger("ttp.launch")
 
@@ -29,13 +31,14 @@ class TtpAgent(LocalElasticAgent):
 
     Args:
         host: what ttp does on this host.
+        token: the job's, which nodes agree on when they have met.
         args: as ``LocalElasticAgent``.
         kwargs: as ``LocalElasticAgent``.
     """
 
-    def __init__(self, *args: Any, host: Host, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, host: Host, token: SharedToken, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._host = host
+        self._host, self._token = host, token
         give_fresh_stores(self._worker_group.spec)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
@@ -44,6 +47,8 @@ class TtpAgent(LocalElasticAgent):
             return super().run(*args, **kwargs)
         finally:
             self._fail_open(lambda: self._host.close(several_nodes=(self._worker_group.group_world_size or 1) > 1))
+            if self._token.made_here:
+                self._fail_open(self._host.forget_token)
 
     def exit_codes(self) -> list[int]:
         """How the workers of the last attempt ended, negative for a signal."""
@@ -51,6 +56,9 @@ class TtpAgent(LocalElasticAgent):
         return [code for code in codes if code is not None]
 
     def _start_workers(self, worker_group: Any) -> Any:
+        job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)
+        self._host.use(job)
+        os.environ["TTP_TOKEN"] = job.token  # of the workers, too
         self._host.before_workers(worker_group.master_addr, first_node=worker_group.group_rank == 0)
         ids = super()._start_workers(worker_group)
         self._fail_open(lambda: self._host.watch(self._workers()))

@@ -44,6 +44,11 @@ class ControllerKeeper:
         self._over = threading.Event()
         self._job_over = False  # it ended by itself, with code 0: not replaced until workers start again
 
+    def use(self, config: Config) -> None:
+        """Start controllers with these settings from now on."""
+        with self._lock:
+            self._config = config
+
     def start(self, address: str) -> None:
         """Have a controller serving at ``address``, from now until ``stop``. Call it before each start of workers.
 

@@ -55,6 +55,7 @@ def start_controller(
     owner_pid: int | None = None,
     abandoned_s: float | None = None,
     orphan_s: float | None = None,
+    save_dir: str = "",
 ) -> subprocess.Popen[bytes]:
     """Start ``python -m ttp.controller`` in its own session, logging to ``run_dir/controller.log``. Does not wait.
 
@@ -66,6 +67,7 @@ def start_controller(
         owner_pid: a process whose end makes the controller superfluous.
         abandoned_s: seconds without any rank after which it ends.
         orphan_s: seconds without owner and ranks after which it ends.
+        save_dir: where it may write the story of incidents; empty: where processes of this host say.
 
     Raises:
         ConfigError: the log cannot be written or the interpreter not be started.
@@ -87,7 +89,7 @@ def start_controller(
                 stdout=log,
                 stderr=log,
                 start_new_session=True,
-                env={**os.environ, "TTP_TOKEN": token},
+                env={**os.environ, "TTP_TOKEN": token, **({"TTP_SAVE_DIR": save_dir} if save_dir else {})},
             )
         finally:
             os.close(log)

@@ -21,6 +21,7 @@ from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
 from ttp.launch.leases import Leases
 from ttp.launch.presence import job_is_busy
 from ttp.launch.sentinel_watch import SentinelWatch
+from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.processor.lookout import REASON
 
@@ -53,6 +54,21 @@ class Host:
         self._reporter: FaultReporter | None = None
         self._address = ""
         self._leases.sweep()
+
+    def use(self, config: Config) -> None:
+        """Settings that the launchers of the job have agreed on, from now on; its token is left for this host's users.
+
+        Raises:
+            ConfigError: the token cannot be written.
+        """
+        if config.token and config.token != self._config.token:
+            write_token(self._run_dir, config.token)
+        self._config = config
+        self._keeper.use(config)
+
+    def forget_token(self) -> None:
+        """The job is over, and its token was made for it alone."""
+        (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
     def before_workers(self, address: str, first_node: bool) -> None:
         """Call before each start of workers; ``address`` is the job's MASTER_ADDR.

@@ -12,6 +12,7 @@ from ttp.config import Config
 from ttp.launch import nccl
 from ttp.launch.host import Host
 from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.shared_token import SharedToken
 
 logger = logging.getLogger("ttp.launch")
 
@@ -38,7 +39,7 @@ def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None
     os.environ.update(nccl.settings(os.environ, config))
 
     def make(*args: Any, **kwargs: Any) -> TtpAgent:
-        agent = TtpAgent(*args, host=Host(config, run_dir), **kwargs)
+        agent = TtpAgent(*args, host=Host(config, run_dir), token=SharedToken(config), **kwargs)
         made(agent)
         return agent
 

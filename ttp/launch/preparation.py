@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import logging
 import os
-import secrets
 import shutil
 import sys
 from collections.abc import Collection, Iterator
@@ -15,6 +14,7 @@ from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import prepare_run_dir
+from ttp.launch.shared_token import new_token
 from ttp.launch.token_file import TOKEN_FILE, write_token
 
 EXIT_FAILED = 1
@@ -73,8 +73,8 @@ def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
 
 
 def _settle(config: Config, several_nodes: bool) -> Config:
-    if not config.token and not several_nodes:
-        config = dataclasses.replace(config, token=secrets.token_hex(16))
+    if not config.token and not config.insecure and not several_nodes:
+        config = dataclasses.replace(config, token=new_token())
     run_dir = prepare_run_dir(config.resolved_run_dir())
     if config.token:
         write_token(run_dir, config.token)

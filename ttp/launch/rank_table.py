@@ -40,6 +40,11 @@ class RankTable:
         return sum(len(server.ranks) for server in self.servers)
 
     @property
+    def in_order(self) -> tuple[Server, ...]:
+        """The hosts as launchers count them: that of rank 0 first."""
+        return tuple(sorted(self.servers, key=lambda server: min(server.ranks)))
+
+    @property
     def master(self) -> str:
         """Address of the host of rank 0."""
         return self.server_of(0).address

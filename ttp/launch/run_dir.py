@@ -8,6 +8,8 @@ from pathlib import Path
 
 from ttp.errors import ConfigError
 
+JOURNALS_FILE = "journals"
+
 
 def make_private(path: Path) -> None:
     """Create ``path`` and what is missing above it, readable by its owner alone.
@@ -44,6 +46,46 @@ def prepare_run_dir(path: Path) -> Path:
         raise ConfigError(f"the run directory {path} belongs to uid {found.st_uid}. Set TTP_RUN_DIR to one of yours")
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(f"others may write to the run directory {path}: chmod 700 it, or set TTP_RUN_DIR")
+    if _is_shared(path.parent.parent) and above.st_uid not in (0, os.getuid()):
+        raise ConfigError(
+            f"uid {above.st_uid} may replace the run directory, as {path.parent} is theirs. Set TTP_RUN_DIR"
+        )
     if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
         raise ConfigError(f"anybody may replace the run directory, as {path.parent} is open to all. Set TTP_RUN_DIR")
     return path
+
+
+def _is_shared(path: Path) -> bool:
+    """Whether anybody may make directories there."""
+    return bool(path.stat().st_mode & stat.S_IWOTH)
+
+
+def allow_journal(run_dir: Path, *directories: Path | None) -> None:
+    """Let this host's controller write the story of incidents below these, as a process that may write there says.
+
+    The controller hears of directories from whoever speaks to it, hosts away; it writes only where it was told to when
+    it was started, or where a process with this host's run directory, which is its user's alone, has said so.
+
+    Raises:
+        ConfigError: see ``prepare_run_dir``; or it cannot be written to.
+    """
+    path = prepare_run_dir(run_dir) / JOURNALS_FILE
+    known = journals_allowed(run_dir)
+    new = [str(directory) for directory in directories if directory is not None and str(directory) not in known]
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            os.write(handle, "".join(f"{directory}\0" for directory in new).encode())
+        finally:
+            os.close(handle)
+    except OSError as problem:
+        raise ConfigError(f"cannot write {path}: {problem}. Set TTP_RUN_DIR to a writable local directory") from None
+
+
+def journals_allowed(run_dir: Path) -> frozenset[str]:
+    """The directories that ``allow_journal`` was told; none where it was not."""
+    try:
+        text = (run_dir / JOURNALS_FILE).read_text()
+    except (OSError, UnicodeDecodeError):
+        return frozenset()
+    return frozenset(filter(None, text.split("\0")))

@@ -52,7 +52,7 @@ def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool
     return True, f"{address} answers on port {port}"
 
 
-def start_standby(config: Config, run_dir: Path, address: str) -> str:
+def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) -> str:
     """Start a controller on this host that waits to be spoken to; returns ``host:port``.
 
     Raises:
@@ -72,6 +72,7 @@ def start_standby(config: Config, run_dir: Path, address: str) -> str:
         owner_pid=os.getpid(),
         abandoned_s=KEPT_S,
         orphan_s=ORPHAN_S,
+        save_dir=save_dir,
     )
     if not wait_until_serving(address, port, config.token, START_S):
         stop_controller(child)

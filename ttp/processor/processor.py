@@ -465,7 +465,8 @@ class Processor:
 
     def _start_standby(self) -> None:
         try:
-            address = start_standby(self.config, self.run_dir, own_address(self.config, self.env.master_addr))
+            here = own_address(self.config, self.env.master_addr)
+            address = start_standby(self.config, self.run_dir, here, str(self.save_dir))
         except Exception as problem:
             log.warning("no controller can stand by on this host: %s", problem)
             address = ""

@@ -46,6 +46,7 @@ class Job:
     arguments: list[str] = field(default_factory=list)
     max_restarts: int = 1
     script: Path = HERE / "mnist_job.py"
+    flags: list[str] = field(default_factory=list)
     env: dict[str, str] = field(default_factory=dict)
     later: list[list[Kill]] = field(default_factory=list)
     output: str = ""
@@ -55,7 +56,7 @@ class Job:
         """Until the job is over. Nothing is left running."""
         self.directory.mkdir(parents=True, exist_ok=True)
         command = [str(TTP), "run", "--mindspore", "--nproc-per-node", str(self.workers)]
-        command += ["--max-restarts", str(self.max_restarts), str(self.script), *self.arguments]
+        command += ["--max-restarts", str(self.max_restarts), *self.flags, str(self.script), *self.arguments]
         log = self.directory / "out.log"
         with log.open("w") as out:
             process = subprocess.Popen(

@@ -82,13 +82,13 @@ def test_a_compiled_network_knows_its_layout(monkeypatch: pytest.MonkeyPatch) ->
             "l3.w": [[2, 4], [-1, -1], [64, 16], 0, True, ""],
         }
     )
-    groups = layouts.layout_of(network, [], 8, replicas=None, strategy=None).groups
+    groups = layouts.layout_of(network.parameter_layout_dict, [], 8, replicas=None, strategy=None).groups
     assert dict(groups) == {f"slice_{r}": (r, r + 4) for r in range(4)}
     with pytest.raises(ConfigError, match=r"says nothing of rank 8: .* one stage of a pipeline"):
-        layouts.layout_of(network, [], 16, replicas=None, strategy=None)
+        layouts.layout_of(network.parameter_layout_dict, [], 16, replicas=None, strategy=None)
     network.parameter_layout_dict = None
     with pytest.raises(ConfigError, match=r"the network is not compiled yet: give TFTRegister\(..., strategy=FILE\)"):
-        layouts.layout_of(network, [], 8, replicas=None, strategy=None)
+        layouts.layout_of(network.parameter_layout_dict, [], 8, replicas=None, strategy=None)
 
 
 def test_a_strategy_file_is_a_layout_and_a_directory_is_that_of_a_pipeline(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -331,6 +331,19 @@ def test_the_path_of_a_replica(job: Path, strategy: Path, monkeypatch: pytest.Mo
         get_ckpt_path_with_strategy(own, str(strategy))
 
 
+def test_a_number_that_begins_with_that_of_the_rank_is_another_one(
+    tmp_path: Path, strategy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``rank_10`` is not ``rank_1``; its file has other slices."""
+    monkeypatch.setattr(os, "environ", {"RANK": "1", "WORLD_SIZE": "8", "MASTER_ADDR": "h"})
+    for rank in (5, 10):
+        path = tmp_path / "many" / f"rank_{rank}" / f"ttp_rank_{rank}-1_2.ckpt"
+        path.parent.mkdir(parents=True)
+        path.touch()
+    found = get_ckpt_path_with_strategy(str(path), str(strategy))
+    assert found == str(tmp_path / "many" / "rank_5" / "ttp_rank_5-1_2.ckpt")
+
+
 @pytest.mark.parametrize("rank", [0, 3, 5, 9, 14])
 def test_the_same_path_as_mindspore(rank: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the rank and the strategy, also in later stages of a pipeline."""

@@ -148,6 +148,7 @@ def test_single_steps_are_taken() -> None:
         constraints.check_sink(size)
 
 
+@pytest.mark.usefixtures("on")
 def test_optimizer_parallelism_without_replicas_is_refused() -> None:
     ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
     try:
@@ -155,6 +156,17 @@ def test_optimizer_parallelism_without_replicas_is_refused() -> None:
             OptTTPWrapper(optimizer())
         ms.set_auto_parallel_context(parallel_optimizer_config={"optimizer_weight_shard_size": 2})
         OptTTPWrapper(optimizer())
+    finally:
+        ms.reset_auto_parallel_context()
+
+
+def test_switched_off_the_wrapper_checks_no_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The program trains as it would without ttp, optimizer parallelism without replicas and all."""
+    for name in ("MS_ENABLE_TFT", "TTP_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    ms.set_auto_parallel_context(parallel_mode="semi_auto_parallel", enable_parallel_optimizer=True)
+    try:
+        assert not OptTTPWrapper(optimizer()).ttp_reports
     finally:
         ms.reset_auto_parallel_context()
 

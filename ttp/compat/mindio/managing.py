@@ -15,6 +15,7 @@ from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
 from ttp.handlers import Manager
+from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.run_dir import prepare_run_dir
 
@@ -73,7 +74,7 @@ def start(address: str, port: int, enable_tls: bool, tls_info: str, decrypt: Cal
     port = job_port(port)
     run_dir = prepare_run_dir(tls_settings.run_dir_of(port))
     tls_settings.use(enable_tls, tls_info, run_dir, decrypt)
-    config = replace(Config.from_env(), port=port)
+    config, address = admitted(replace(Config.from_env(), port=port), address)
     ensure_controller(address, port, run_dir=run_dir, token=config.token, bind=config.bind, patience_s=START_S)
     HERE.place = address, config
     HERE.begin()

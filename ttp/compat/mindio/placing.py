@@ -91,6 +91,11 @@ def stand_in() -> None:
     importlib.import_module(NAME)
 
 
+def ours_counts(said: str) -> bool:
+    """Whether ``mindio_ttp`` is ours where ``TTP_MINDIO`` is ``said``: the vendor's goes first, unless it is forced."""
+    return said == MINDIO_FORCE or find_original() is None
+
+
 def find_original() -> ModuleSpec | None:
     """The package of the vendor, if it is installed."""
     return PathFinder.find_spec(NAME, _elsewhere())

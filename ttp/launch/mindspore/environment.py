@@ -77,13 +77,13 @@ def scheduler_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
 
 def worker_environ(job: Job, scheduler: tuple[str, int], rank: int, run_id: str, launch: int) -> dict[str, str]:
     """What the worker ``rank`` has besides, in MindSpore's names and in torchrun's."""
-    local_rank = rank - job.first_rank
+    local_rank = job.ranks.index(rank)
     return {
         **common_environ(job, scheduler),
         "MS_ROLE": "MS_WORKER",
         "MS_NODE_ID": str(rank),
         "RANK_ID": str(rank),
-        "DEVICE_ID": str(local_rank),
+        "DEVICE_ID": str(job.devices[local_rank]),
         "RANK": str(rank),
         "LOCAL_RANK": str(local_rank),
         "WORLD_SIZE": str(job.world_size),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +37,8 @@ class Job:
 
     Args:
         world_size: workers on all hosts.
-        first_rank: rank of the first worker of this host.
-        local_size: workers of this host.
+        ranks: global ranks of this host, growing.
+        devices: what each of them is to use; of a rank table, or counted from 0.
         node_rank: which host this is; the scheduler and the controller run on host 0.
         master_addr: of host 0.
         master_port: of the scheduler; None: a free one, new for each start.
@@ -50,8 +51,8 @@ class Job:
     """
 
     world_size: int
-    first_rank: int
-    local_size: int
+    ranks: tuple[int, ...]
+    devices: tuple[int, ...]
     node_rank: int
     master_addr: str
     master_port: int | None
@@ -68,9 +69,9 @@ class Job:
         return self.local_size < self.world_size
 
     @property
-    def ranks(self) -> range:
-        """Global ranks of this host."""
-        return range(self.first_rank, self.first_rank + self.local_size)
+    def local_size(self) -> int:
+        """Workers of this host."""
+        return len(self.ranks)
 
 
 def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
@@ -88,10 +89,11 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
     several = local < world
     _check_place(node_rank, local, world)
     node_rank = node_rank if several and node_rank is not None else 0
+    ranks, devices = _workers(table, node_rank, local)
     return Job(
         world_size=world,
-        first_rank=node_rank * local,
-        local_size=local,
+        ranks=ranks,
+        devices=devices,
         node_rank=node_rank,
         master_addr=_address(given.master_addr, table, several),
         master_port=given.master_port or (MASTER_PORT if several else None),
@@ -112,11 +114,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--local-worker-num", "--local_worker_num", type=_count, metavar="N", help="workers on this host; equal on all")
     add("--nproc-per-node", "--nproc_per_node", type=_count, metavar="N", help="the same, as torchrun calls it")
     add("--nnodes", type=_count, metavar="N", help="hosts, where --worker-num is not given [1]")
-    add("--node-rank", "--node_rank", type=_node, metavar="I", help="which host this is, from 0; needed with several")
+    add("--node-rank", "--node_rank", type=_node, metavar="I", help="which host this is, from 0; needed with several "
+        "(msrun's -1, MindSpore's choice, is as good as none)")  # fmt: skip
     add("--master-addr", "--master_addr", metavar="HOST", help="host 0 [127.0.0.1, or as the rank table says]")
     add("--master-port", "--master_port", type=_port, metavar="P", help=f"of the scheduler [free; {MASTER_PORT}]")
     add("--cluster-time-out", "--cluster_time_out", type=int, default=600, metavar="S", help="seconds to meet in [600]")
-    add("--max-restarts", "--max_restarts", type=_node, default=0, metavar="N", help="starts after the first [0]")
+    add("--max-restarts", "--max_restarts", type=_restarts, default=0, metavar="N", help="starts after the first [0]")
     add("--log-dir", "--log_dir", metavar="DIR", help="worker_RANK.log and scheduler.log go there [the terminal]")
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
@@ -133,11 +136,16 @@ def _count(text: str) -> int:
     return value
 
 
-def _node(text: str) -> int:
+def _node(text: str) -> int | None:
+    """None: nobody says, as with msrun's default of -1, where MindSpore would choose."""
+    return None if text.strip() == "-1" else _restarts(text)
+
+
+def _restarts(text: str) -> int:
     value = int(text)
-    if not -1 <= value <= WORLD_SIZE_MAX:
+    if not 0 <= value <= WORLD_SIZE_MAX:
         raise argparse.ArgumentTypeError(f"a number from 0 on is wanted, not {text}")
-    return max(value, 0)
+    return value
 
 
 def _port(text: str) -> int:
@@ -151,9 +159,26 @@ def _place(table: RankTable | None) -> int | None:
     """Which host this is, where the rank table lists one address of this machine."""
     if table is None:
         return None
-    servers = sorted(table.servers, key=lambda server: min(server.ranks))
-    mine = [place for place, server in enumerate(servers) if is_local(server.address)]
+    mine = [place for place, server in enumerate(table.in_order) if is_local(server.address)]
     return mine[0] if len(mine) == 1 else None
+
+
+def _workers(table: RankTable | None, node_rank: int, local: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Ranks of this host and their devices: as the rank table has them, else one after the other.
+
+    Raises:
+        ConfigError: the table has another number of devices for this host.
+    """
+    if table is None:
+        return tuple(range(node_rank * local, (node_rank + 1) * local)), tuple(range(local))
+    server = table.in_order[node_rank]
+    if len(server.ranks) != local:
+        raise ConfigError(
+            f"{local} workers on this host, but the rank table has {len(server.ranks)} devices for {server.address}: "
+            "leave --local-worker-num and --nproc-per-node out"
+        )
+    workers = sorted(zip(server.ranks, server.devices, strict=True))
+    return tuple(rank for rank, _ in workers), tuple(device for _, device in workers)
 
 
 def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | None) -> tuple[int, int]:
@@ -163,9 +188,10 @@ def _sizes(given: argparse.Namespace, table: RankTable | None, node_rank: int | 
         raise ConfigError("--local-worker-num and --nproc-per-node mean the same: give one of them")
     local = local or given.nproc_per_node
     if table is not None:
-        servers = sorted(table.servers, key=lambda server: min(server.ranks))
         world = world or table.world_size
-        local = local or len(servers[min(node_rank or 0, len(servers) - 1)].ranks)
+        local = local or len(table.in_order[min(node_rank or 0, len(table.servers) - 1)].ranks)
+        if len({len(server.ranks) for server in table.servers}) > 1:
+            raise ConfigError("the rank table's hosts have different numbers of devices: the number has to be the same")
         if world != table.world_size:
             raise ConfigError(f"--worker-num {world}, but the rank table has {table.world_size} devices")
     if nodes is not None and world is not None:
@@ -200,9 +226,28 @@ def _address(given: str | None, table: RankTable | None, several: bool) -> str:
     return table.master
 
 
-def _command(script: str, arguments: list[str]) -> tuple[str, ...]:
-    import sys
+NAMES = ("-m", "ttp.compat.mindspore")
+"""Runs a program with ttp's classes under the names of MindSpore's."""
 
+
+def with_names(command: tuple[str, ...]) -> tuple[str, ...]:
+    """``command`` with ttp's ``OptTFTWrapper``, ``TFTRegister`` and ``TrainFaultTolerance`` in ``mindspore``.
+
+    Raises:
+        ConfigError: it runs neither a script nor a module.
+    """
+    program, *arguments = command
+    if program == "pytest":
+        return (sys.executable, *NAMES, "-m", *command)
+    flags = 0
+    while flags < len(arguments) and arguments[flags].startswith("-") and arguments[flags] not in ("-m", "-c", "-"):
+        flags += 2 if arguments[flags] in ("-X", "-W") else 1
+    if flags >= len(arguments) or arguments[flags] in ("-c", "-"):
+        raise ConfigError("--mindio of a MindSpore job wants a script, or python -m and a module")
+    return (program, *arguments[:flags], *NAMES, *arguments[flags:])
+
+
+def _command(script: str, arguments: list[str]) -> tuple[str, ...]:
     if script in RUNNERS:
         return (sys.executable if script != "pytest" else script, *arguments)
     if not Path(script).is_file():

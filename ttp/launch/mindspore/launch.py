@@ -10,13 +10,16 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import FrameType
 
+from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.mindspore.environment import patience
-from ttp.launch.mindspore.flags import Job, parse
+from ttp.launch.mindspore.flags import Job, parse, with_names
 from ttp.launch.mindspore.processes import LOOK_S, Processes
 from ttp.launch.ports import hold_port
 from ttp.launch.preparation import verdict
@@ -93,9 +96,13 @@ class MindSporeLaunch:
 
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""
+        config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)
         host = Host(config, config.resolved_run_dir())
         signals = _Signals()
-        starts = _Starts(self._job, config, host, signals)
+        job = self._job
+        if self.mindio or config.mindio:
+            job = replace(job, command=with_names(job.command)) if ours_counts(config.mindio) else job
+        starts = _Starts(job, config, host, signals)
         with signals.raised():
             try:
                 return starts.run()

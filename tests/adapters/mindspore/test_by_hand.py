@@ -1,0 +1,282 @@
+"""Which version a training begins with, whoever has loaded it: what it saves is never taken for older than it is."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mindspore as ms
+import pytest
+from mindspore import nn
+from mindspore.train import Callback
+
+from tests.adapters.mindspore.test_wrapper import STEPS_PER_EPOCH, Net, data
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
+from ttp import session
+from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, resuming
+from ttp.adapters.mindspore.adapter import MindSporeAdapter
+from ttp.core.layout import Rank, Version
+
+pytestmark = pytest.mark.xdist_group("mindspore")
+
+EPOCHS = 3
+STEPS = EPOCHS * STEPS_PER_EPOCH
+LAYOUT = {"l1.w": [[2, 4], [-1, 0], [784, 16], 0, True, ""]}
+
+
+class Processor(StubProcessor):
+    def set_base_version(self, version: Version) -> None:
+        self.gate.set_version(version)
+
+
+class Training:
+    """A model whose callback joins a job without a controller."""
+
+    def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        ms.set_seed(2)
+        self.directory = directory
+        self.optimizer = OptTTPWrapper(nn.Momentum((net := Net()).trainable_params(), 0.05, 0.9))
+        loss = nn.SoftmaxCrossEntropyWithLogits(sparse=True, reduction="mean")
+        self.model = ms.Model(net, loss, self.optimizer)
+        self.joined: list[MindSporeAdapter] = []
+        (directory / "checkpoints").mkdir()
+        for module in (callbacks, resuming):
+            monkeypatch.setattr(module, "join", self.join)
+
+    def join(self, network: Any, optimizer: Any, save_dir: Any, **_: Any) -> MindSporeAdapter:
+        processor: Any = Processor(self.directory / "checkpoints")
+        self.joined.append(adapter := MindSporeAdapter(network, optimizer))
+        adapter.source.on_welcome(Rank(0), INCARNATION, self.directory / f"pages{len(self.joined)}")
+        self.processor = processor
+        adapter.attach(processor)
+        return adapter
+
+    def train(self, callback: Callback, *more: Callback, first: int = 0, epochs: int = EPOCHS, **given: Any) -> None:
+        rows = data(False)
+        if first:
+            rows.set_init_step(first)
+        initial = given.pop("initial_epoch", first // STEPS_PER_EPOCH)
+        self.model.train(epochs, rows, [*more, callback], dataset_sink_mode=False, initial_epoch=initial)
+
+    @property
+    def reached(self) -> tuple[int, int]:
+        """The version at the end, and the step."""
+        return self.processor.gate.version, self.joined[-1].position.step
+
+
+@pytest.fixture(autouse=True)
+def switched_on(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name, value in {"MS_ENABLE_TFT": "{TTP:1}", "MINDIO_FOR_MINDSPORE": "1", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    session.reset()
+    ms.set_context(mode=ms.PYNATIVE_MODE)
+    yield
+    session.reset()
+
+
+@pytest.fixture
+def training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Training:
+    return Training(tmp_path, monkeypatch)
+
+
+def counted(training: Training, updates: int) -> None:
+    """The optimizer's state was loaded, with the updates that it had made."""
+    training.optimizer.global_step.set_data(ms.Tensor([updates], ms.int32))
+
+
+def register(directory: str = "d") -> TFTRegister:
+    return TFTRegister(0, "127.0.0.1", 30051, directory)
+
+
+# ------------------------------------------------------------------------------------------------- by hand, and again
+
+
+def test_the_dataset_knows_where_it_goes_on(training: Training) -> None:
+    """The documentation's own way: only the network is loaded, so the optimizer counts from 0."""
+    training.train(register(), first=6)
+    assert training.reached == (STEPS, STEPS)
+
+
+def test_the_optimizer_knows_how_many_updates_were_made(training: Training) -> None:
+    """One of the six steps was skipped because of an overflow."""
+    counted(training, 5)
+    training.train(register(), first=6)
+    assert training.reached == (STEPS - 1, STEPS)
+
+
+def test_the_program_may_say_it(training: Training) -> None:
+    training.train(TrainFaultTolerance("d", initial_step=1215))
+    assert training.reached == (1215 + STEPS, 1215 + STEPS)
+
+
+def test_the_first_epoch_is_enough(training: Training) -> None:
+    training.train(register(), initial_epoch=1)
+    assert training.reached == (STEPS, STEPS)
+
+
+def test_a_second_training_of_a_process_goes_on_from_the_first(training: Training) -> None:
+    training.train(register(), first=6)
+    training.train(register(), epochs=1)
+    assert len(training.joined) == 2
+    assert training.reached == (STEPS + STEPS_PER_EPOCH, STEPS_PER_EPOCH)  # its data begin anew
+
+
+def test_who_loads_nothing_begins_at_zero(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "ttp"):
+        training.train(register())
+    assert training.reached == (STEPS, STEPS) and "counts as older" not in caplog.text
+
+
+def test_older_than_what_is_there_is_said(training: Training, caplog: pytest.LogCaptureFixture) -> None:
+    (training.directory / "checkpoints" / "tft_saved_checkpoints-step_1215").mkdir()
+    with caplog.at_level(logging.WARNING, "ttp"):
+        training.train(register(), epochs=1)
+    assert "holds step 1215, and this training begins with step 0: what it saves counts as older" in caplog.text
+
+
+def test_who_restores_before_ttp_is_on_is_heard_when_it_is(training: Training) -> None:
+    """``restore`` may come before the callback is made, which says where the controller is."""
+    adapter = MindSporeAdapter(training.model.train_network, training.optimizer)
+    adapter.begin(Version(6), callbacks._place(6, STEPS_PER_EPOCH))
+    processor: Any = Processor(training.directory / "checkpoints")
+    adapter.attach(processor)
+    assert processor.gate.version == 6
+
+
+# ------------------------------------------------------------------------------------------------------- a late join
+
+
+class SaveAfterFirst(Callback):
+    """Saves what has been finished with the first step, as soon as the job is joined."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__()
+        self._training = training
+        self.saved: Path | None = None
+
+    def on_train_step_end(self, run_context: Any) -> None:
+        if self.saved is None:
+            version = self._training.processor.gate.version
+            self.saved = save(self._training.joined[0], self._training.processor, version)
+            self._training.processor.gate.open()
+
+
+@pytest.mark.parametrize(("first", "loaded"), [(0, 0), (6, 6), (6, 0)])
+def test_a_network_that_is_cut_when_it_is_compiled_joins_after_its_first_step(
+    first: int, loaded: int, training: Training, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callback driven as in ``semi_auto_parallel``, which MindSpore does not compile on CPU."""
+    monkeypatch.setattr(callbacks, "parallel_mode", lambda: "semi_auto_parallel")
+    counted(training, loaded)
+    saving = SaveAfterFirst(training)
+    training.model.train(EPOCHS, rows_from(first), [register(), saving], initial_epoch=first // STEPS_PER_EPOCH)
+    assert training.reached == (STEPS, STEPS)
+    assert saving.saved is not None and saving.saved.name == f"tft_saved_checkpoints-step_{first + 1}"
+    epoch, step = divmod(first, STEPS_PER_EPOCH)
+    found = ms.load_checkpoint(str(saving.saved / "rank_0" / f"ttp_rank_0-{epoch + 1}_{step + 1}.ckpt"))
+    assert (int(found["step_num"].asnumpy()), int(found["epoch_num"].asnumpy())) == (first + 1, epoch + 1)
+
+
+def rows_from(first: int) -> Any:
+    rows = data(False)
+    rows.set_init_step(first)
+    return rows
+
+
+def test_a_first_step_that_was_skipped_is_no_update(training: Training, monkeypatch: pytest.MonkeyPatch) -> None:
+    adapter = training.join(training.model.train_network, training.optimizer, "d")
+    adapter.begin_by_hand(callbacks._place(1, STEPS_PER_EPOCH), 0, made=1)
+    assert training.processor.gate.version == 0
+
+
+# ------------------------------------------------------------------------------------------- the program's own loading
+
+
+def test_what_ckpt_load_fn_has_loaded_can_be_saved_at_once(training: Training) -> None:
+    """Its page is there before the first update: somebody may die in it."""
+    state = {p.name: ms.Parameter(p.value(), name=p.name) for p in training.model.train_network.get_parameters()}
+    state["global_step"] = ms.Parameter(ms.Tensor([6], ms.int32), name="global_step")
+    numbers = {"epoch_num": 2, "step_num": 6, "batch_num": STEPS_PER_EPOCH}
+    state |= {name: ms.Parameter(ms.Tensor(value, ms.int32), name=name) for name, value in numbers.items()}
+    resumed = resuming.restore(training.model, rows_from(0), ckpt_load_fn=lambda: (state, False))
+    assert (resumed.version, resumed.step, resumed.initial_epoch) == (6, 6, 1)
+    saved = save(training.joined[0], training.processor, 6)
+    assert (saved / "rank_0" / "ttp_rank_0-2_2.ckpt").exists()
+
+
+# ---------------------------------------------------------------------------------- where the controller is
+
+
+def in_job(monkeypatch: pytest.MonkeyPatch, rank: int, address: str = "pod-0") -> None:
+    told = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": str(rank), "MS_WORKER_NUM": "4", "MASTER_ADDR": address}
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+
+
+def test_the_controller_is_where_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_job(monkeypatch, 3)
+    joining.meet_at("127.0.0.1", 30051, 2)
+    assert session.current().config.port == 30051
+    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    ("rank", "address", "why"),
+    [(4, "127.0.0.1", "the job has 4 workers"), (2, "203.0.113.7", "the controller would run nowhere")],
+)
+def test_a_controller_that_nobody_could_start_is_refused(
+    rank: int, address: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ttp.errors import ConfigError
+
+    in_job(monkeypatch, 2)
+    with pytest.raises(ConfigError, match=why):
+        joining.meet_at(address, 30051, rank)
+
+
+def test_the_launchers_controller_is_taken_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_job(monkeypatch, 2)
+    monkeypatch.setenv("TTP_PORT", "18000")
+    joining.meet_at("203.0.113.7", 30051, 2)
+    assert session.current().config.port == 18000
+    assert os.environ["MASTER_ADDR"] == "pod-0"
+
+
+# ------------------------------------------------------------------------------------------- slices, before compiling
+
+
+class Sliced:
+    """A model of a mode that cuts parameters, as far as ``restore`` looks at it."""
+
+    def __init__(self, compile_it: Callable[[Any], Any], layout: Any = None) -> None:
+        self.train_network = SimpleNamespace(parameter_layout_dict=layout)
+        self.infer_train_layout = compile_it
+
+
+def refuses(_dataset: Any) -> Any:
+    raise RuntimeError("Currently dataset sink mode is not supported when the device target is CPU")
+
+
+def test_a_network_is_compiled_before_slices_are_restored_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ttp.errors import ConfigError
+
+    monkeypatch.setattr(resuming, "parallel_mode", lambda: "semi_auto_parallel")
+    rows = object()
+    given: list[Any] = []
+
+    def compile_it(dataset: Any) -> Any:
+        given.append(dataset)
+        return LAYOUT
+
+    assert resuming._compiled(Sliced(compile_it), rows) == LAYOUT and given == [rows]
+    assert resuming._compiled(Sliced(refuses, LAYOUT), rows) == LAYOUT  # it is compiled already
+    with pytest.raises(ConfigError, match=r"Call model\.infer_train_layout\(dataset\).*sink mode is not supported"):
+        resuming._compiled(Sliced(refuses), rows)
+    with pytest.raises(ConfigError, match=r"or give restore\(\) the dataset"):
+        resuming._compiled(Sliced(compile_it), None)
+    monkeypatch.setattr(resuming, "parallel_mode", lambda: "data_parallel")
+    assert resuming._compiled(Sliced(refuses), rows) is None

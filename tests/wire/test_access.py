@@ -1,0 +1,226 @@
+"""Who is let in: secrets in files, addresses that are bound, users of this host."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.controller.conftest import Controller
+from tests.ports import free_port
+from tests.test_legacy import PROGRAM
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.admission import admitted
+from ttp.launch.run_dir import allow_journal, journals_allowed
+from ttp.wire import access
+from ttp.wire.access import UNKNOWN, Door, listening_address, owner_of
+
+ELSEWHERE = "192.0.2.1"
+"""An address of no machine."""
+STRANGER = 65534
+
+
+# ------------------------------------------------------------------------------------------------------------ the file
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_text("sesame\n")
+    return path
+
+
+def test_a_token_comes_from_its_file_and_the_variable_goes_before_it(secret: Path) -> None:
+    assert Config.from_env({"TTP_TOKEN_FILE": str(secret)}).token == "sesame"
+    assert Config.from_env({"TTP_TOKEN_FILE": str(secret), "TTP_TOKEN": "other"}).token == "other"
+
+
+@pytest.mark.parametrize("mode", [0o604, 0o640, 0o620, 0o666])
+def test_a_file_that_others_may_look_into_is_refused(secret: Path, mode: int) -> None:
+    secret.chmod(mode)
+    with pytest.raises(ConfigError, match=rf"has mode 0{mode:o}, .* chmod 600 it") as refused:
+        Config.from_env({"TTP_TOKEN_FILE": str(secret)})
+    assert "sesame" not in str(refused.value)
+
+
+def test_what_is_no_secret_file_says_so(tmp_path: Path, secret: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe, 0o600)
+    empty = tmp_path / "empty"
+    empty.touch(mode=0o600)
+    two = tmp_path / "two"
+    two.touch(mode=0o600)
+    two.write_text("sesame\nand more\n")
+    for path, why in [
+        (tmp_path / "none", "cannot be read: No such file"),
+        (pipe, "is no plain file"),
+        (empty, "is empty: `openssl rand -hex 16`"),
+        (two, "holds no token: letters, digits"),
+    ]:
+        with pytest.raises(ConfigError, match=why) as refused:
+            Config.from_env({"TTP_TOKEN_FILE": str(path)})
+        assert "sesame" not in str(refused.value)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
+def test_a_file_of_somebody_else_is_refused(secret: Path) -> None:
+    os.chown(secret, STRANGER, -1)
+    with pytest.raises(ConfigError, match=f"belongs to uid {STRANGER}"):
+        Config.from_env({"TTP_TOKEN_FILE": str(secret)})
+
+
+# --------------------------------------------------------------------------------------------------------- the address
+
+
+def test_without_a_token_only_loopback_is_bound() -> None:
+    assert listening_address(Config()) == "127.0.0.1"
+    assert listening_address(Config(bind="127.0.0.2")) == "127.0.0.2"
+    assert listening_address(Config(token="t")) == listening_address(Config(insecure=True)) == "0.0.0.0"
+    assert listening_address(Config(token="t", bind="10.0.0.7")) == "10.0.0.7"
+    for bind in ("0.0.0.0", "::", ELSEWHERE):
+        with pytest.raises(ConfigError, match="the job has no token: set TTP_TOKEN_FILE"):
+            listening_address(Config(bind=bind))
+
+
+def test_a_job_without_a_token_is_admitted_on_one_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert admitted(Config(), "127.0.0.1", several=True) == (Config(bind="127.0.0.1"), "127.0.0.1")
+    assert admitted(Config(), "localhost")[1] == "localhost"
+    for address in (ELSEWHERE, "no.such.host.invalid"):
+        with pytest.raises(ConfigError, match=r"not on one host alone .* TTP_TOKEN_FILE .* TTP_INSECURE=1"):
+            admitted(Config(), address)
+        assert admitted(Config(token="t"), address) == (Config(token="t"), address)
+        assert admitted(Config(insecure=True), address)[1] == address
+    monkeypatch.setattr("ttp.launch.admission.is_local", lambda address: True)
+    assert admitted(Config(), ELSEWHERE) == (Config(bind="127.0.0.1"), "127.0.0.1"), "another name of this host"
+    with pytest.raises(ConfigError, match="not on one host alone"):
+        admitted(Config(), ELSEWHERE, several=True)
+
+
+TORCH = """
+import torch, ttp
+
+@ttp.ttp_to_persist
+def train():
+    model = torch.nn.Linear(2, 2)
+    ttp.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model=model, save_dir="checkpoints")
+    raise AssertionError("it may train")
+
+train()
+"""
+
+
+def _rank(tmp_path: Path, program: str = PROGRAM, **env: str) -> subprocess.CompletedProcess[str]:
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "MASTER_", "RANK", "WORLD", "LOCAL_"))}
+    env = {"TTP_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1", "TTP_RUN_DIR": str(tmp_path / "run"), **env}
+    command = [sys.executable, "-c", program, str(tmp_path)]
+    return subprocess.run(
+        command, env={**clean, **env}, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path
+    )
+
+
+def test_a_program_of_one_host_needs_nothing_and_one_of_several_is_told_what(tmp_path: Path) -> None:
+    done = _rank(tmp_path, MASTER_ADDR="127.0.0.1")
+    assert done.returncode == 75, done.stderr
+    refused = _rank(tmp_path, TORCH, MASTER_ADDR=ELSEWHERE)
+    assert refused.returncode == 64 and "has no token that keeps strangers out" in refused.stderr, refused.stderr
+    assert "it may train" not in refused.stderr
+    loud = _rank(tmp_path, MASTER_ADDR="127.0.0.1", TTP_INSECURE="1")
+    assert loud.returncode == 75 and loud.stderr.count("TTP_INSECURE=1 and no token") == 1
+    assert "TTP_INSECURE=1 and no token" in (tmp_path / "run" / "controller.log").read_text()
+
+
+# ------------------------------------------------------------------------------------------------------------ the user
+
+
+@pytest.fixture
+def connection() -> Iterator[tuple[socket.socket, str]]:
+    """One within this host that stays open, and what gRPC calls whoever has opened it."""
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as opened:
+        accepted, peer = server.accept()
+        with accepted:
+            yield opened, f"ipv4:{peer[0]}:{peer[1]}"
+
+
+def test_the_kernel_says_whose_a_connection_is(connection: tuple[socket.socket, str]) -> None:
+    opened, peer = connection
+    assert owner_of(peer) == os.getuid()
+    assert Door(Config()).about_peer(peer, {}) == ""
+    opened.close()  # what is over is nobody's; the kernel says root's
+    assert owner_of(peer) == UNKNOWN
+    assert "of another user" in Door(Config()).about_peer(peer, {})
+    for strange in ("ipv4:192.0.2.1:80", "unix:/tmp/x", "ipv4:nonsense", "", "ipv6:%5B::1%5D:1"):
+        assert owner_of(strange) == UNKNOWN
+    assert Door(Config(token="t")).about_peer("", {}) == Door(Config(insecure=True)).about_peer("", {}) == ""
+
+
+ASK = """
+import os, sys
+import grpc
+from ttp.wire.channel import open_channel, stub
+from ttp.wire.v1 import controller_pb2 as pb
+os.setuid(int(sys.argv[2]))
+try:
+    stub(open_channel("127.0.0.1", int(sys.argv[1]))).SaveNow(pb.SaveNowRequest(), timeout=30)
+except grpc.RpcError as problem:
+    print(problem.code().name, problem.details())
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can be somebody else")
+def test_another_user_of_the_host_is_not_served(tmp_path: Path) -> None:
+    controller = Controller(tmp_path)
+    try:
+        command = [sys.executable, "-c", ASK, str(controller.port)]
+        said = subprocess.run([*command, str(STRANGER)], capture_output=True, text=True, timeout=120, check=True).stdout
+        assert said.startswith("UNAUTHENTICATED") and "of another user" in said
+        own = subprocess.run([*command, str(os.getuid())], capture_output=True, text=True, timeout=120, check=True)
+        assert "UNAUTHENTICATED" not in own.stdout
+        assert controller.status().stage == "waiting"
+    finally:
+        controller.close()
+
+
+def test_ipv6_is_looked_up_too() -> None:
+    try:
+        server = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    with server, socket.create_connection(server.getsockname()[:2]) as opened:
+        host, port = opened.getsockname()[:2]
+        assert owner_of(f"ipv6:%5B{host}%5D:{port}") == os.getuid()
+        assert owner_of(f"ipv6:[{host}]:{port}") == os.getuid()
+
+
+def test_where_the_kernel_says_nothing_the_loopback_is_all_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(access, "_connections", lambda table: None)
+    assert owner_of("ipv4:127.0.0.1:1") is None and Door(Config()).about_peer("ipv4:127.0.0.1:1", {}) == ""
+
+
+# --------------------------------------------------------------------------------------------------------- directories
+
+
+def test_a_directory_of_incidents_is_named_by_who_may_write_the_run_directory(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert journals_allowed(run_dir) == frozenset()
+    allow_journal(run_dir, Path("/checkpoints"), None)
+    allow_journal(run_dir, Path("/checkpoints"), Path("/other"))
+    assert journals_allowed(run_dir) == {"/checkpoints", "/other"}
+    assert (run_dir / "journals").read_bytes().count(b"/checkpoints") == 1
+    run_dir.chmod(0o777)
+    with pytest.raises(ConfigError, match="others may write to the run directory"):
+        allow_journal(run_dir, Path("/elsewhere"))
+
+
+def test_a_service_does_not_listen_where_it_may_not(tmp_path: Path) -> None:
+    refused = Controller(tmp_path, "--bind", "0.0.0.0", wait=False)
+    assert refused.process.wait(60) == 64 and "the job has no token" in refused.output()
+    refused.close()
+    with pytest.raises(OSError, match="refused"):
+        socket.create_connection(("127.0.0.1", refused.port), 5)

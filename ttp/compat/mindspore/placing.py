@@ -1,0 +1,68 @@
+"""Puts names of ours into MindSpore's modules, without importing MindSpore before the program does."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+NAME = "mindspore"
+PLACES = {
+    "OptTFTWrapper": ("mindspore.nn", "mindspore.nn.optim"),
+    "TFTRegister": ("mindspore.train", "mindspore.train.callback"),
+    "TrainFaultTolerance": ("mindspore", "mindspore.train", "mindspore.train.callback"),
+}
+"""Where programs import each name from."""
+
+
+def put_into_place() -> None:
+    """Now, where MindSpore is imported already; else as soon as it is. A second time nothing happens."""
+    if NAME in sys.modules:
+        put_names()
+    elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def put_names() -> None:
+    """Into the modules as they are."""
+    ours = importlib.import_module("ttp.adapters.mindspore")
+    for name, places in PLACES.items():
+        for place in places:
+            setattr(importlib.import_module(place), name, getattr(ours, name))
+
+
+class _Finder(MetaPathFinder):
+    """Finds MindSpore where everybody does, and has the names put when it has been imported."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        """See importlib."""
+        if fullname != NAME:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Then(spec.loader)
+        return spec
+
+
+class _Then(Loader):
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        """See importlib."""
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """See importlib. Whoever asks the module later finds the loader that it would have had."""
+        module.__loader__ = self._loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self._loader
+        self._loader.exec_module(module)
+        put_names()

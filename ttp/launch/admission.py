@@ -1,0 +1,65 @@
+"""Whether a job may run as it is: with a token anywhere, without one on the loopback of one host."""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+from collections.abc import Mapping
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+from ttp.launch.presence import is_local
+from ttp.launch.rank_names import in_torchruns_names
+
+GIVE_A_TOKEN = (
+    "Give every process of the job the same secret: `(umask 077; openssl rand -hex 16 > FILE)` makes one, "
+    "TTP_TOKEN_FILE names the file (TTP_TOKEN is the secret itself). For torch jobs `ttp run`, and torchrun where ttp "
+    "is installed, make one by themselves. TTP_INSECURE=1 goes without, and serves whoever comes"
+)
+
+
+def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Config, str]:
+    """Settings and the controller's address as a process of the job is to use them.
+
+    Without a token all is on loopback: where ``address`` is another name of this host, 127.0.0.1 is used in its place.
+
+    Args:
+        config: as the environment gave it.
+        address: MASTER_ADDR.
+        several: other hosts take part.
+
+    Raises:
+        ConfigError: the job has several hosts and no token; the text says what to do.
+    """
+    from ttp.wire.access import is_loopback, listening_address, warn_if_open
+
+    if config.token:
+        return config, address
+    if config.insecure:
+        warn_if_open(config.insecure)
+        return config, address
+    bind = listening_address(config)
+    if not is_loopback(address) and (several or not is_local(address)):
+        raise ConfigError(
+            f"this job is not on one host alone (its first rank is at {address}), and has no token that keeps "
+            f"strangers out. {GIVE_A_TOKEN}"
+        )
+    reached = address if _numbers(bind) & _numbers(address) else bind
+    return dataclasses.replace(config, bind=bind), reached
+
+
+def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
+    """Whether a launcher has told this rank that others than it has started here take part."""
+    try:
+        told = in_torchruns_names(environ)
+    except ConfigError:
+        return False
+    here = told.get("LOCAL_WORLD_SIZE") or told.get("OMPI_COMM_WORLD_LOCAL_SIZE") or ""
+    return here.isdecimal() and 0 < int(here) < world_size
+
+
+def _numbers(address: str) -> set[str]:
+    try:
+        return {str(where[0]) for *_, where in socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)}
+    except (OSError, UnicodeError):
+        return set()

@@ -1,0 +1,82 @@
+"""The job's token, made on the first node and handed to the others through their rendezvous.
+
+Launchers meet in a key-value store before they start workers. The first node leaves the token there; a node that was
+given one (``TTP_TOKEN_FILE``, ``TTP_TOKEN``) keeps it. What a user has given is not put into the store: the store asks
+nobody who they are, and its users are told so in docs/security.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from datetime import timedelta
+from typing import Any
+
+from ttp.config import Config
+from ttp.errors import ConfigError
+
+KEY = "ttp/token"
+MADE = "made:"
+GIVEN = "given"
+INSECURE = "insecure"
+WAIT_S = 60.0
+"""The first node's launcher writes it as soon as the nodes have met."""
+
+
+def new_token() -> str:
+    """A secret that nobody guesses."""
+    return secrets.token_hex(16)
+
+
+class SharedToken:
+    """What the nodes of a job agree on.
+
+    Args:
+        config: as it was given to this node.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self._config = config
+        self._given = INSECURE if not config.token and config.insecure else GIVEN if config.token else ""
+
+    @property
+    def made_here(self) -> bool:
+        """Whether the token is the launchers' own and not the user's."""
+        return not self._given
+
+    def agree(self, store: Any, *, first: bool) -> Config:
+        """The settings with the job's token; call it on all nodes whenever they have met.
+
+        Args:
+            store: torch's, common to the launchers.
+            first: whether this is the first node.
+
+        Raises:
+            ConfigError: the first node has a token that it was given, and this one has none.
+        """
+        if first:
+            if not self._given and not self._config.token:
+                self._config = dataclasses.replace(self._config, token=new_token())
+            store.set(KEY, self._given or MADE + self._config.token)
+        elif not self._given:
+            self._config = dataclasses.replace(self._config, token=self._hear(store))
+        return self._config
+
+    @staticmethod
+    def _hear(store: Any) -> str:
+        try:
+            store.wait([KEY], timedelta(seconds=WAIT_S))
+        except Exception as problem:  # torch's own kinds
+            raise ConfigError(
+                f"the first node has not handed over the job's token within {WAIT_S:g} s: is it started with this "
+                "version of ttp, too? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"
+            ) from problem
+        said = store.get(KEY).decode()
+        if said == INSECURE:
+            raise ConfigError("TTP_INSECURE=1 is set on the first node and not on this one: set it on all, or on none")
+        if not said.startswith(MADE):
+            raise ConfigError(
+                "the first node was given a token, and this one was not: set TTP_TOKEN_FILE (or TTP_TOKEN) on every "
+                "node"
+            )
+        return said.removeprefix(MADE)
