@@ -69,6 +69,7 @@ class RelayLink:
         self._orders: list[tuple[LineId, m.Order | None]] = []
         self._wake = asyncio.Event()
         self._over = False
+        log.info("a relay has opened a stream")
 
     # --------------------------------------------------------------------------------------------------------- inwards
 
