@@ -338,8 +338,21 @@ class Processor:
             self._perform(action)
         except Exception as problem:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
-            if isinstance(action, pm.Connect):
-                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
+            self._not_done(action, repr(problem))
+
+    def _not_done(self, action: pm.Action, text: str) -> None:
+        """So that it is tried again, or somebody else does it: a thread that cannot be started does nothing."""
+        match action:
+            case pm.Connect():
+                self._inbox.put(pm.StreamDown(text))
+            case pm.StartSave(order):
+                self._inbox.put(pm.WriteFailed(order.incident, order.generation, text))
+            case pm.StartCommit(order):
+                self._inbox.put(pm.CommitBroken(order.incident, order.generation, text))
+            case pm.StartStandby():
+                self._inbox.put(pm.StandbyStarted(""))
+            case pm.ProbeHost(order):
+                self._inbox.put(pm.HostProbed(order.subject, False, text))
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
