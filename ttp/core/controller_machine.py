@@ -28,9 +28,9 @@ Cost: constant time per event, O(world size) per stage of an incident.
 
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
-``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
-``layouts`` asks what the digest of a layout stands for, ``mirrors`` says which pages other hosts keep, ``buddies`` says
-where copies of shards go. This file ties them to events.
+``silence`` doubts hosts from which nothing comes, ``witnesses`` asks a second host about a silent one, ``standby`` sees
+to it that there are controllers to take over, ``layouts`` asks what the digest of a layout stands for, ``mirrors`` says
+which pages other hosts keep, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
@@ -50,11 +50,15 @@ from ttp.core.controller_events import (
     AnswerNotice,
     ConnectionId,
     Event,
+    LauncherSaid,
+    LookedAt,
     ManagerCame,
     ManagerLeft,
     Noticed,
     Patience,
+    RankWasWrong,
     Received,
+    Remembered,
     SaveRequested,
     Stop,
     StreamEnded,
@@ -63,6 +67,7 @@ from ttp.core.controller_events import (
 from ttp.core.gathering import Gathering
 from ttp.core.hangs import HangWatch
 from ttp.core.incident import Incident, Stage
+from ttp.core.job_verdict import Verdict
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.layout_messages import LayoutPart
 from ttp.core.layouts import Layouts
@@ -71,8 +76,10 @@ from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
 from ttp.core.rescue import OUTSIDER, Rescue
 from ttp.core.restoring import Restoring
+from ttp.core.silence import Silence
 from ttp.core.standby import Standby
 from ttp.core.witnesses import Witnesses
+from ttp.errors import EXIT_BAD_CONFIG
 
 STACKS_MAX = 8
 """Suspects whose stacks are asked for."""
@@ -103,6 +110,7 @@ class ControllerMachine:
         self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
         self._restoring = Restoring(self.job, self._outbox)
         self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
+        self._silence = Silence(self.job, self._outbox, self._rescue, patience, host)
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
@@ -120,8 +128,8 @@ class ControllerMachine:
                 for waited_on, hello in self._layouts.told(connection, part, now):
                     self._hello(waited_on, hello, now)
             case Received(connection, m.Heartbeat() as beat):
-                self._heartbeat(connection, beat, now)
-                return self._outbox.take()  # nothing can follow from it
+                if not self._heartbeat(connection, beat, now):
+                    return self._outbox.take()  # nothing can follow from it
             case Received(connection, report):
                 self._report(connection, report, now)
             case StreamEnded(connection):
@@ -130,6 +138,8 @@ class ControllerMachine:
                 self._accused(event, now)
             case SaveRequested():
                 self._rescue.request(event, now)
+            case LauncherSaid() | RankWasWrong() | Remembered():
+                self._about_the_end(event)
             case ManagerCame(wait_s):
                 self._rescue.mending.manager_came(wait_s)
             case ManagerLeft():
@@ -137,6 +147,8 @@ class ControllerMachine:
             case Noticed(request, notice):
                 problem = self._rescue.mending.notice(notice, incident=self.incident is not None)
                 self._outbox.add(AnswerNotice(request, problem))
+            case LookedAt():
+                self._silence.looked(event, now)
             case Tick():
                 self._look_for_hangs(now)
         frozen = self.incident is not None
@@ -162,6 +174,9 @@ class ControllerMachine:
         yield from self._gathering.deadlines()
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
+        quiet = self._silence.deadline()
+        if quiet is not None:
+            yield quiet
         if self.incident is None and self.stage == "training":
             due = self._hangs.deadline()
             if due is not None:
@@ -219,6 +234,17 @@ class ControllerMachine:
         return self._rescue.saving.last_commit
 
     @property
+    def verdict(self) -> Verdict:
+        """One exit code for the whole job, as far as it is known."""
+        return self._rescue.verdict.now
+
+    @property
+    def unheard_hosts(self) -> list[str]:
+        """Hosts whose ranks have left in good order, and whose launcher has not asked for the verdict."""
+        left = {mb.hello.host for mb in self.job.members.values() if mb.left}
+        return sorted(left - self._rescue.verdict.asked)
+
+    @property
     def save_dir(self) -> str:
         """Where the job saves, as its ranks say."""
         return self.job.save_dir
@@ -261,10 +287,13 @@ class ControllerMachine:
             self._forget(hello.rank)
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self.job.members
+        if known is not None and known.hello.host != hello.host:
+            self._silence.lost(hello.rank)  # on the host that it was on
         self.job.join(connection, hello, now)
         self._outbox.send(connection, m.Welcome(hello.rank, self.term, self.job.incarnation, hello.ttp_version))
         if first:  # one that comes back has not moved
             self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
+        self._silence.heard(hello.rank, now)
         self._standby.joined(hello.rank)
         self._buddies.joined(hello.rank)
         self._mirrors.joined(hello.rank)
@@ -314,6 +343,7 @@ class ControllerMachine:
         self._mirrors.reset()
         self._buddies.reset()
         self._rescue.mending.reset()
+        self._silence.reset()
         self.finished_at = None
 
     def _new_incarnation(self, hello: m.Hello, now: float) -> None:
@@ -326,6 +356,8 @@ class ControllerMachine:
         self.job.start_incarnation(hello)
         self._forget_incarnation()
         self._hangs.reset(now)
+        if not hello.resume:
+            self._rescue.verdict.launch_begins(same_job=same_job)
         self._rescue.base_version, self._rescue.saving.last_commit = hello.base_version, None
         self._outbox.record(
             "incarnation",
@@ -333,6 +365,7 @@ class ControllerMachine:
             run_id=hello.run_id,
             world_size=hello.world_size,
             save_dir=hello.save_dir,
+            resumed=hello.resume,
             groups={
                 shard: compact_ranks(ranks) for shard, ranks in self.job.layouts[hello.layout_digest].groups.items()
             },
@@ -343,6 +376,7 @@ class ControllerMachine:
         for rank in sorted(self.job.by_connection.get(connection, set())):
             member = self.job.members[rank]
             self._rescue.lost(rank)
+            self._silence.lost(rank)
             if member.left:
                 self.job.detach(rank)
             elif not self.job.formed:
@@ -391,6 +425,21 @@ class ControllerMachine:
         incident = self.incident.id if self.incident is not None else ""
         self._outbox.send_to(witness, m.TakeStack(witness, self.term, incident, subject, hello.pid))
 
+    def _about_the_end(self, event: LauncherSaid | RankWasWrong | Remembered) -> None:
+        verdict = self._rescue.verdict
+        before = verdict.now
+        match event:
+            case LauncherSaid(_, True, _):
+                verdict.starts()
+            case LauncherSaid(host, False, code):
+                verdict.asks(host, code)
+            case RankWasWrong(text):
+                verdict.is_wrong(text)
+            case Remembered(fruitless, progress):
+                verdict.remember(fruitless, progress)
+        if verdict.now.code == EXIT_BAD_CONFIG != before.code:
+            self._outbox.record("wrong", text=verdict.now.text)
+
     def _accused(self, event: Accused, now: float) -> None:
         for index, rank in enumerate(event.ranks):
             member = self.job.members.get(rank)
@@ -415,6 +464,7 @@ class ControllerMachine:
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
         self._outbox.send_to(rank, refused)  # should it be alive after all
         self._rescue.lost(rank)
+        self._silence.lost(rank)
         self.job.lose(rank, now)
         self.job.fence(rank, text)
         self._hangs.forget(rank)
@@ -426,16 +476,19 @@ class ControllerMachine:
         member = self.job.members.get(rank)
         return member if member is not None and member.connection == connection else None
 
-    def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> None:
+    def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> bool:
+        """Whether anything may follow from it."""
         member = self._member(connection, beat.rank)
-        if member is not None:
-            self._formed_by(member.version, beat.version)
-            member.last_seen, member.version, member.phase = now, beat.version, beat.phase
-            member.mark, member.activity = beat.mark, beat.activity
-            self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
-            self._rescue.mending.moved(beat.version)
-            if self.incident is not None:
-                self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
+        if member is None:
+            return False
+        self._formed_by(member.version, beat.version)
+        member.last_seen, member.version, member.phase = now, beat.version, beat.phase
+        member.mark, member.activity = beat.mark, beat.activity
+        self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
+        self._rescue.mending.moved(beat.version)
+        if self.incident is not None:
+            self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
+        return self._silence.heard(beat.rank, now)
 
     def _formed_by(self, known: Version, version: Version) -> None:
         """An update needs every rank: those that have not said hello exist too, and train without protection.
@@ -456,6 +509,7 @@ class ControllerMachine:
         if member is None:
             return  # said before hello, or by somebody who was replaced
         member.last_seen = now
+        self._silence.heard(report.rank, now)
         match report:
             case m.Fault():
                 self._fault_reported(report, now)
@@ -528,6 +582,7 @@ class ControllerMachine:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
         self._gathering.expire(now)
+        self._silence.check(now)
         self._rescue.expire(now)
 
     # ------------------------------------------------------------------------------------------------------------ end
@@ -539,6 +594,7 @@ class ControllerMachine:
         if len(self.job.done) < len(self.job.members):
             return
         self.finished_at, self.job.ended = now, True
+        self._rescue.verdict.finished()
         for rank in self.job.members:
             self._finish(rank)
         self._outbox.record("finished", version=max(mb.version for mb in self.job.members.values()))

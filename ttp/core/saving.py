@@ -314,7 +314,7 @@ class Saving:
         """All is durable and nobody is left to commit it, now or later."""
         return (
             incident.stage is Stage.SAVING
-            and not (incident.pending or incident.dropped or incident.waiting or self._job.suspects)
+            and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
             and not any(incident.can_commit(r) for r in incident.answers)
         )
 

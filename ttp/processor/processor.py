@@ -154,7 +154,10 @@ class Processor:
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
             self._started = True
-            log.error("%s: training begins UNPROTECTED, ttp keeps trying", self._unjoined())
+            log.error(
+                "%s: training begins UNPROTECTED (restore() waits as long again, then refuses); ttp keeps trying",
+                self._unjoined(),
+            )
         if self._problem is not None:
             self._leases.disarm(os.getpid())
             raise self._problem
@@ -193,6 +196,11 @@ class Processor:
         self.gate.end_update(version)
         if self.copying is not None:
             self.copying.updated(version)
+
+    def tidy_after(self, checkpoint: Path) -> None:
+        """This checkpoint has been restored, after all of its digests were found right: older ones may go."""
+        if self.env.rank == 0:
+            self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
 
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
@@ -330,8 +338,21 @@ class Processor:
             self._perform(action)
         except Exception as problem:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
-            if isinstance(action, pm.Connect):
-                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
+            self._not_done(action, repr(problem))
+
+    def _not_done(self, action: pm.Action, text: str) -> None:
+        """So that it is tried again, or somebody else does it: a thread that cannot be started does nothing."""
+        match action:
+            case pm.Connect():
+                self._inbox.put(pm.StreamDown(text))
+            case pm.StartSave(order):
+                self._inbox.put(pm.WriteFailed(order.incident, order.generation, text))
+            case pm.StartCommit(order):
+                self._inbox.put(pm.CommitBroken(order.incident, order.generation, text))
+            case pm.StartStandby():
+                self._inbox.put(pm.StandbyStarted(""))
+            case pm.ProbeHost(order):
+                self._inbox.put(pm.HostProbed(order.subject, False, text))
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
@@ -374,6 +395,8 @@ class Processor:
                 self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
             case pm.DropLease():
                 self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
+            case pm.NoteRing():
+                self._lease_writer.submit(lambda: self._line.note(action, self._machine.incarnation))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case pm.Rejected(code, text):
