@@ -129,7 +129,7 @@ class MindSporeAdapter:
         if len(set(processor.layout.groups.values())) > 1 and self._preimage is None:
             env = processor.env
             host = own_address(processor.config, env.master_addr)
-            self._barrier = UpdateBarrier(env.rank, env.world_size, host, processor, gather)
+            self._barrier = UpdateBarrier(env.rank, env.world_size, host, processor, gather, processor.config)
 
     def detach(self) -> None:
         """Report nothing any more."""

@@ -5,28 +5,38 @@ whose gradients those of another never get; then no version is whole in every sl
 barrier every rank holds its final gradients.
 
 A collective of MindSpore cannot be left once it hangs, and whoever hangs there with its gradients can neither make the
-update (redo) nor say that it could. So ranks meet over sockets of their own, and look at the gate while they wait: who
+update (redo) nor say that it could. So ranks meet over streams of their own, and look at the gate while they wait: who
 is frozen stands at the gate there, and may be told to make the update without the others. Who hears that a peer is gone
 reports it and does the same.
 
 The meeting is a dissemination barrier: in round k a rank tells the one 2^k behind it, and hears from the one 2^k before
-it. Whoever has heard in every round knows that all have come; that takes log2(ranks) messages of eight bytes from each.
+it. Whoever has heard in every round knows that all have come; that takes log2(ranks) small messages from each.
+
+The streams are gRPC's, behind the same door as every service of the job (``ttp.wire.access``). Besides, who comes has
+to say what the called rank has told the others in this launch: a rank of an older one is sent away.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import queue
 import secrets
-import select
-import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
+import grpc
+
+from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
 from ttp.processor.gate import Gate
+from ttp.wire import access, tls
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
+from ttp.wire.v1 import barrier_pb2 as pb
+from ttp.wire.v1 import barrier_pb2_grpc as rpc
 
 LOOK_MS = 1
 """Between two looks at the gate while nothing is heard."""
@@ -34,14 +44,12 @@ FREEZE_S = 30.0
 """How long a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
 CONNECT_S = 120.0
 """How long ranks that have told their addresses may take to connect."""
-
-HELLO_S = 10.0
-"""How long whoever has connected may take to say who it is; strangers may say nothing, and others wait behind them."""
+SPARE_THREADS = 8
+"""For those that come and are sent away."""
+GONE = "a rank is gone"
 
 _RECORD = struct.Struct("!64sH16s")
 """Host, port, and what is to be said there."""
-_HELLO = struct.Struct("!16sI")
-_COUNT = struct.Struct("!Q")
 
 Gather = Callable[[bytes], Sequence[bytes]]
 """What every rank gives, in the order of the ranks; all of them call it at the same time."""
@@ -65,33 +73,34 @@ class UpdateBarrier:
         host: address of this host for the others.
         processor: of this rank.
         gather: see ``Gather``.
+        config: where this rank listens, and what it asks whoever calls.
 
     Raises:
         ConfigError: the ranks cannot reach each other; the text says what to look at.
     """
 
-    def __init__(self, rank: int, world_size: int, host: str, processor: Frozen, gather: Gather) -> None:
+    def __init__(
+        self, rank: int, world_size: int, host: str, processor: Frozen, gather: Gather, config: Config
+    ) -> None:
         if not host or len(host.encode()) > 64:
             raise ConfigError(f"this host does not know its own address ({host!r:.80}): set TTP_ADDRESS")
         self._rank, self._processor = rank, processor
         self._count = self._told = 0
-        self._to: list[socket.socket] = []
-        self._from: list[socket.socket] = []
         strides = [1 << place for place in range((world_size - 1).bit_length())]
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.create_server(("", 0), family=family, backlog=len(strides) + 8) as listening:
-            secret = secrets.token_bytes(16)
-            mine = _RECORD.pack(host.encode(), listening.getsockname()[1], secret)
+        behind = [(rank + stride) % world_size for stride in strides]
+        before = [(rank - stride) % world_size for stride in strides]
+        self._to: list[_Told] = []
+        self._from = _Heard(before, config)
+        try:
+            mine = _RECORD.pack(host.encode(), self._from.port, self._from.secret)
             told = [_RECORD.unpack(record) for record in gather(mine)]
-            behind = [(rank + stride) % world_size for stride in strides]
-            before = [(rank - stride) % world_size for stride in strides]
-            try:
-                for peer in behind:
-                    self._to.append(self._connect(peer, *told[peer]))
-                self._from += self._accept(listening, secret, before)
-            except BaseException:
-                self.close()
-                raise
+            deadline = time.monotonic() + CONNECT_S
+            for peer in behind:
+                self._to.append(_Told(rank, peer, *told[peer], config, deadline))
+            self._wait_for_all(before, behind, deadline)
+        except BaseException:
+            self.close()
+            raise
 
     def wait(self) -> None:
         """Return when every rank holds its final gradients, or this one is to make the update without them.
@@ -113,14 +122,15 @@ class UpdateBarrier:
 
     def close(self) -> None:
         """Who comes to the barrier later finds it broken."""
-        for connection in (*self._to, *self._from):
-            connection.close()
+        for told in self._to:
+            told.close()
+        self._from.close()
 
     # --------------------------------------------------------------------------------------------------- the meeting
 
     def _meet(self, gate: Gate) -> bool:
         """Whether all have come; False: this rank is to go on without them."""
-        for source in self._from:
+        for source in self._from.sources.values():
             self._tell()
             if not self._hears(source, gate):
                 return False
@@ -128,24 +138,23 @@ class UpdateBarrier:
 
     def _tell(self) -> None:
         self._told += 1
-        self._to[self._told - 1].sendall(_COUNT.pack(self._count))
+        self._to[self._told - 1].say(self._count)
 
     def _leave(self) -> None:
         """The update is made without the others; should training go on after all, they are to make it too."""
         while self._told < len(self._to):
-            with suppress(OSError):
+            with suppress(EOFError):
                 self._tell()
 
-    def _hears(self, source: socket.socket, gate: Gate) -> bool:
+    def _hears(self, source: _Source, gate: Gate) -> bool:
         """Whether the peer has come; False: this rank is to go on without it."""
-        waiting = select.poll()
-        waiting.register(source, select.POLLIN)
         count = 0
         while count < self._count:  # what was sent to this rank when it had left is of the past
-            while not waiting.poll(LOOK_MS):
+            try:
+                count = source.next(LOOK_MS / 1000)
+            except queue.Empty:
                 if gate.closed and gate.stand_aside():
                     return False
-            (count,) = _COUNT.unpack(_read(source, _COUNT.size))
         if count > self._count:
             raise EOFError(f"rank {self._rank} is at its update {self._count}, and a peer at {count}")
         return True
@@ -160,55 +169,133 @@ class UpdateBarrier:
 
     # ------------------------------------------------------------------------------------------------- at the beginning
 
-    def _connect(self, peer: int, host: bytes, port: int, secret: bytes) -> socket.socket:
-        where = host.rstrip(b"\0").decode(), port
-        try:
-            connection = socket.create_connection(where, CONNECT_S)
-        except OSError as problem:
-            raise ConfigError(
-                f"rank {self._rank} cannot reach rank {peer} at {where[0]} port {port} for the barrier before each "
-                f"update ({problem}): open the ports between the hosts, set TTP_ADDRESS, or wrap the optimizer with "
-                'undo="preimage", which needs no barrier'
-            ) from problem
-        connection.settimeout(None)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        with suppress(OSError):  # then the peer misses this rank and says so
-            connection.sendall(_HELLO.pack(secret, self._rank))
-        return connection
-
-    def _accept(self, listening: socket.socket, secret: bytes, peers: Sequence[int]) -> list[socket.socket]:
-        """A connection from each of ``peers``, in their order. Strangers are sent away."""
-        found: dict[int, socket.socket] = {}
-        deadline = time.monotonic() + CONNECT_S
-        while missing := sorted(set(peers) - found.keys()):
-            try:
-                listening.settimeout(max(0.001, deadline - time.monotonic()))
-                connection, _ = listening.accept()
-            except TimeoutError:
-                for connection in found.values():
-                    connection.close()
+    def _wait_for_all(self, before: Sequence[int], behind: Sequence[int], deadline: float) -> None:
+        """Until each peer has come here, and none has sent this rank away."""
+        while missing := [peer for peer in before if not self._from.sources[peer].here]:
+            for peer, told in zip(behind, self._to, strict=True):
+                if told.problem:
+                    raise ConfigError(f"rank {peer} does not let rank {self._rank} into the barrier: {told.problem}")
+            if time.monotonic() >= deadline:
                 raise ConfigError(
                     f"rank {missing[0]} did not connect to rank {self._rank} within {CONNECT_S:g} s for the barrier "
                     "before each update: open the ports between the hosts, or set TTP_ADDRESS"
-                ) from None
-            try:
-                connection.settimeout(min(HELLO_S, max(0.001, deadline - time.monotonic())))
-                said, rank = _HELLO.unpack(_read(connection, _HELLO.size))
-                connection.settimeout(None)
-            except (OSError, EOFError):
-                said, rank = b"", -1
-            if secrets.compare_digest(said, secret) and rank in missing:
-                found[rank] = connection
-            else:
-                connection.close()
-        return [found[peer] for peer in peers]
+                )
+            time.sleep(LOOK_MS / 1000)
 
 
-def _read(connection: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = connection.recv(size - len(data))
-        if not more:
-            raise EOFError("a rank is gone")
-        data += more
-    return data
+class _Told:
+    """A rank that this one tells when it has come.
+
+    Raises:
+        ConfigError: it cannot be reached.
+    """
+
+    def __init__(
+        self, rank: int, peer: int, host: bytes, port: int, secret: bytes, config: Config, deadline: float
+    ) -> None:
+        where = host.rstrip(b"\0").decode()
+        self._outbox: queue.SimpleQueue[pb.Arrival | None] = queue.SimpleQueue()
+        self._outbox.put(pb.Arrival(rank=rank, secret=secret))
+        self._channel = tls.open_channel(target(where, port), CLIENT_OPTIONS)
+        try:
+            grpc.channel_ready_future(self._channel).result(max(0.001, deadline - time.monotonic()))
+        except grpc.FutureTimeoutError:
+            self._channel.close()
+            why = tls.diagnose(where, port, "") or "it does not answer"
+            raise ConfigError(
+                f"rank {rank} cannot reach rank {peer} at {where} port {port} for the barrier before each "
+                f"update ({why}): open the ports between the hosts, set TTP_ADDRESS, or wrap the optimizer with "
+                'undo="preimage", which needs no barrier'
+            ) from None
+        arrivals = iter(self._outbox.get, None)
+        self._call = rpc.BarrierStub(self._channel).Come.future(arrivals, metadata=metadata(config.token))
+
+    @property
+    def problem(self) -> str:
+        """Why the peer hears this rank no more; empty: it does."""
+        if not self._call.done():
+            return ""
+        return (self._call.details() or "") if not self._call.cancelled() else "the barrier was closed"
+
+    def say(self, count: int) -> None:
+        """This rank has come to that update.
+
+        Raises:
+            EOFError: the peer is gone.
+        """
+        if self._call.done():
+            raise EOFError(GONE)
+        self._outbox.put(pb.Arrival(update=count))
+
+    def close(self) -> None:
+        """Say nothing any more."""
+        self._call.cancel()
+        self._outbox.put(None)
+        self._channel.close()
+
+
+class _Source:
+    """What one peer says."""
+
+    def __init__(self) -> None:
+        self.here = False
+        self._counts: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+
+    def put(self, count: int | None) -> None:
+        """It has come to that update; None: it is gone."""
+        self._counts.put(count)
+
+    def next(self, timeout_s: float) -> int:
+        """The update that it has come to next.
+
+        Raises:
+            queue.Empty: nothing was heard in time.
+            EOFError: it is gone.
+        """
+        count = self._counts.get(timeout=timeout_s)
+        if count is None:
+            self._counts.put(None)  # for good
+            raise EOFError(GONE)
+        return count
+
+
+class _Heard(rpc.BarrierServicer):
+    """Those that tell this rank when they have come.
+
+    Raises:
+        ConfigError: it cannot listen.
+    """
+
+    def __init__(self, peers: Sequence[int], config: Config) -> None:
+        self.secret = secrets.token_bytes(16)
+        self.sources = {peer: _Source() for peer in peers}
+        threads = concurrent.futures.ThreadPoolExecutor(len(peers) + SPARE_THREADS, thread_name_prefix="ttp-barrier")
+        self._server = grpc.server(threads, options=SERVER_OPTIONS, interceptors=access.guards(config))
+        rpc.add_BarrierServicer_to_server(self, self._server)
+        bind = access.listening_address(config)
+        try:
+            self.port = tls.add_port(self._server, target(bind, 0))
+        except RuntimeError as problem:
+            raise ConfigError(f"no port can be had at {bind} for the barrier before each update: {problem}") from None
+        self._server.start()
+
+    def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:  # noqa: N802
+        """See the proto."""
+        first = next(request_iterator, pb.Arrival())
+        source = self.sources.get(first.rank)
+        if not secrets.compare_digest(first.secret, self.secret) or source is None or source.here:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "this rank expects somebody else, of this launch")
+            raise AssertionError
+        source.here = True
+        try:
+            for arrival in request_iterator:
+                source.put(arrival.update)
+        except grpc.RpcError:
+            pass  # gone
+        finally:
+            source.put(None)
+        return pb.BarrierOver()
+
+    def close(self) -> None:
+        """Hear nobody any more."""
+        self._server.stop(grace=None)

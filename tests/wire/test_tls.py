@@ -247,3 +247,37 @@ def test_a_controller_with_a_certificate_that_was_revoked_is_not_spoken_to(
     finally:
         controller.close()
     assert done.returncode == 64 and "was revoked (TTP_TLS_CRL)" in done.stderr, done.stderr
+
+
+def _shown(port: int) -> bytes:
+    import socket
+    import ssl
+
+    asking = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
+    asking.set_alpn_protocols(["h2"])
+    with socket.create_connection(("127.0.0.1", port), 30) as plain, asking.wrap_socket(plain) as secure:
+        return secure.getpeercert(binary_form=True) or b""
+
+
+def test_a_controller_shows_a_certificate_that_was_renewed_and_keeps_it_when_the_next_is_spoilt(
+    monkeypatch: pytest.MonkeyPatch, authority: Authority, tmp_path: Path
+) -> None:
+    """Without a restart, and whoever is connected stays so."""
+    settings = authority.sign(file="long-running")
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    controller = Controller(tmp_path, **settings)  # type: ignore[arg-type]
+    try:
+        first = _shown(controller.port)
+        authority.sign(file="long-running")
+        second = _shown(controller.port)
+        assert second != first and _status(controller.port, settings).returncode == 0
+        assert controller.status().stage == "waiting", "a connection of before"
+        Path(settings["TTP_TLS_CERT"]).write_text("no certificate")
+        assert _shown(controller.port) == second
+        assert "the certificate that was renewed is not used" in controller.output()
+        authority.sign(file="long-running")
+        assert _shown(controller.port) not in (first, second)
+    finally:
+        controller.close()

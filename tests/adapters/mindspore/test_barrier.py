@@ -13,11 +13,13 @@ import pytest
 
 from ttp.adapters.mindspore import barrier
 from ttp.adapters.mindspore.barrier import UpdateBarrier
+from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
 from ttp.processor.gate import Gate
 
 DEADLINE_S = 60
+CONFIG = Config(token="the job's")
 
 
 def until(true: Callable[[], bool]) -> None:
@@ -54,7 +56,7 @@ class World:
                 all_told.wait(DEADLINE_S)
                 return [told[number] for number in range(size)]
 
-            return UpdateBarrier(rank, size, "127.0.0.1", self.ranks[rank], gather)
+            return UpdateBarrier(rank, size, "127.0.0.1", self.ranks[rank], gather, CONFIG)
 
         made = [self.pool.submit(make, rank) for rank in range(size)]
         self.barriers = [one.result(DEADLINE_S) for one in made]
@@ -186,55 +188,43 @@ def test_ranks_at_different_updates_do_not_meet() -> None:
     world.close()
 
 
-def test_strangers_are_sent_away() -> None:
+def test_strangers_hold_nobody_up() -> None:
+    strangers: list[socket.socket] = []
+
     def disturb(record: bytes) -> None:
         _, port, _ = barrier._RECORD.unpack(record)
         for said in (b"", b"GET / HTTP/1.1\r\n\r\n" * 2):
-            with socket.create_connection(("127.0.0.1", port)) as stranger:
-                stranger.sendall(said)
+            stranger = socket.create_connection(("127.0.0.1", port))
+            strangers.append(stranger)  # one that says nothing stays
+            stranger.sendall(said)
 
     world = World(3, disturb)
     for done in [world.enter(rank) for rank in range(3)]:
         done.result(DEADLINE_S)
     world.close()
+    for stranger in strangers:
+        stranger.close()
 
 
 def test_ranks_that_cannot_reach_each_other_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(barrier, "CONNECT_S", 0.05)
+    def barrier_of_two(records: Callable[[bytes], list[bytes]], host: str = "127.0.0.1") -> UpdateBarrier:
+        return UpdateBarrier(0, 2, host, Rank(), records, CONFIG)
+
+    monkeypatch.setattr(barrier, "CONNECT_S", 0.5)
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         there = barrier._RECORD.pack(b"127.0.0.1", deaf.getsockname()[1], bytes(16))
-        with pytest.raises(ConfigError, match=r"rank 1 did not connect to rank 0 within .* TTP_ADDRESS"):
-            UpdateBarrier(0, 2, "127.0.0.1", Rank(), lambda mine: [mine, there])
-    with pytest.raises(ConfigError, match=r"rank 0 cannot reach rank 1 at 127.0.0.1 port .* undo=\"preimage\""):
-        UpdateBarrier(0, 2, "127.0.0.1", Rank(), lambda mine: [mine, there])
+        with pytest.raises(ConfigError, match=r"rank 0 cannot reach rank 1 at 127.0.0.1 port .* undo=\"preimage\""):
+            barrier_of_two(lambda mine: [mine, there])
     with pytest.raises(ConfigError, match=r"does not know its own address .* TTP_ADDRESS"):
-        UpdateBarrier(0, 2, "", Rank(), lambda mine: [mine, there])
-
-
-def test_a_stranger_that_says_nothing_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the time to connect it takes a part only; here it is the first that comes to rank 0."""
-    monkeypatch.setattr(barrier, "HELLO_S", 0.1)
-    meeting, records = threading.Barrier(2), dict[int, bytes]()
-    strangers: list[socket.socket] = []
-
-    def joins(rank: int) -> UpdateBarrier:
-        def gather(record: bytes) -> list[bytes]:
-            records[rank] = record
-            if rank == 0:
-                host, port, _ = barrier._RECORD.unpack(record)
-                strangers.append(socket.create_connection((host.rstrip(b"\0").decode(), port), DEADLINE_S))
-            meeting.wait(DEADLINE_S)
-            return [records[each] for each in range(2)]
-
-        return UpdateBarrier(rank, 2, "127.0.0.1", Rank(), gather)
-
-    monkeypatch.setattr(barrier, "CONNECT_S", 10 * DEADLINE_S)
-    with ThreadPoolExecutor(2) as pool:
-        futures = [pool.submit(joins, rank) for rank in range(2)]
-        try:
-            made = [future.result(DEADLINE_S) for future in futures]
-        finally:
-            for stranger in strangers:
-                stranger.close()
-    for each in made:
-        each.close()
+        barrier_of_two(lambda mine: [mine, mine], host="")
+    other = barrier._Heard([0], CONFIG)
+    try:
+        there = barrier._RECORD.pack(b"127.0.0.1", other.port, other.secret)
+        with pytest.raises(ConfigError, match=r"rank 1 did not connect to rank 0 within .* TTP_ADDRESS"):
+            barrier_of_two(lambda mine: [mine, there])
+        monkeypatch.setattr(barrier, "CONNECT_S", DEADLINE_S)
+        older = barrier._RECORD.pack(b"127.0.0.1", other.port, bytes(16))
+        with pytest.raises(ConfigError, match=r"rank 1 does not let rank 0 into the barrier: .* of this launch"):
+            barrier_of_two(lambda mine: [mine, older])
+    finally:
+        other.close()

@@ -1,0 +1,288 @@
+"""Every RPC of every service of ttp: whom it serves, and what a message of an older launch of the job does there.
+
+The RPCs come from the protos: a new one fails here until it is in the tables below.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+import ttp.wire.v1
+from tests.controller.conftest import Controller
+from ttp.adapters.mindspore.barrier import _Heard
+from ttp.config import Config
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.processor.copies import CopyStore
+from ttp.processor.copy_wire import Receiver
+from ttp.wire.channel import metadata, open_channel
+from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2
+from ttp.wire.v1 import barrier_pb2_grpc as barrier_rpc
+from ttp.wire.v1 import buddy_pb2_grpc as buddy_rpc
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import rounds_pb2_grpc as rounds_rpc
+
+TOKEN = "0123456789abcdef0123456789abcdef"
+STRANGERS = {
+    "no token": "",
+    "a wrong token": "wrong",
+    "the token of another job": "fedcba9876543210fedcba9876543210",
+    "a part of the token": TOKEN[:-1],
+    "more than the token": TOKEN + "0",
+}
+CONFIG = Config(token=TOKEN)
+WAIT_S = 60.0
+
+
+# -------------------------------------------------------------------------------------------------------- the services
+
+
+@dataclass
+class Served:
+    """A service that runs: its channel, and whatever else its test needs."""
+
+    channel: grpc.Channel
+    what: Any = None
+
+
+@contextmanager
+def of_controller(folder: Path) -> Iterator[Served]:
+    controller = Controller(folder, token=TOKEN)
+    try:
+        yield Served(controller.channel, controller)
+    finally:
+        controller.close()
+
+
+@contextmanager
+def of_buddy(folder: Path) -> Iterator[Served]:
+    receiver = Receiver(CONFIG, "job")
+    receiver.rank, receiver.store = Rank(1), CopyStore(folder / "copies", 3)
+    with open_channel("127.0.0.1", receiver.port) as channel:
+        try:
+            yield Served(channel, receiver)
+        finally:
+            receiver.close()
+
+
+@contextmanager
+def of_barrier(folder: Path) -> Iterator[Served]:
+    heard = _Heard([0], CONFIG)
+    with open_channel("127.0.0.1", heard.port) as channel:
+        try:
+            yield Served(channel, heard)
+        finally:
+            heard.close()
+
+
+SERVICES: dict[str, Callable[[Path], Any]] = {
+    "ttp.wire.v1.Controller": of_controller,
+    "ttp.wire.v1.Manager": of_controller,
+    "ttp.wire.v1.Buddy": of_buddy,
+    "ttp.wire.v1.Barrier": of_barrier,
+}
+
+
+def rpcs() -> dict[str, Any]:
+    """Every method of the protos by its name on the wire, with its descriptor."""
+    found = {}
+    for module in pkgutil.iter_modules(ttp.wire.v1.__path__):
+        if module.name.endswith("_pb2"):
+            file = importlib.import_module(f"ttp.wire.v1.{module.name}").DESCRIPTOR
+            for service in file.services_by_name.values():
+                for method in service.methods:
+                    found[f"/{service.full_name}/{method.name}"] = method
+    return found
+
+
+RPCS = rpcs()
+KINDS = {
+    (False, False): "unary_unary",
+    (False, True): "unary_stream",
+    (True, False): "stream_unary",
+    (True, True): "stream_stream",
+}
+
+
+def streams(method: Any) -> tuple[bool, bool]:
+    """Whether requests and responses are streams. Of the proto: older protobufs have no attribute for it."""
+    from google.protobuf import descriptor_pb2
+
+    proto = descriptor_pb2.MethodDescriptorProto()
+    method.CopyToProto(proto)
+    return proto.client_streaming, proto.server_streaming
+
+
+def call(channel: grpc.Channel, name: str, token: str, data: bytes = b"") -> tuple[grpc.StatusCode, str]:
+    """How an RPC with one message ends; OK as soon as it answers."""
+    asks, answers = streams(RPCS[name])
+    made = getattr(channel, KINDS[asks, answers])(name)
+    given = {"metadata": metadata(token), "timeout": 5.0 if token == TOKEN else WAIT_S}
+    try:
+        said = made(iter([data]) if asks else data, **given)
+        if answers:
+            next(said, None)
+    except grpc.RpcError as problem:
+        return problem.code(), problem.details() or ""  # type: ignore[attr-defined]
+    return grpc.StatusCode.OK, ""
+
+
+@pytest.fixture(scope="module", params=SERVICES)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Served]]:
+    with SERVICES[request.param](tmp_path_factory.mktemp("service")) as running:
+        yield request.param, running
+
+
+def test_every_service_is_here() -> None:
+    assert {name.split("/")[1] for name in RPCS} == set(SERVICES)
+    assert set(RPCS) == set(REPLAYS), "what does a message of an older launch do there?"
+
+
+def test_nobody_is_served_without_the_token_of_the_job(served: tuple[str, Served]) -> None:
+    service, running = served
+    names = [name for name in RPCS if name.split("/")[1] == service]
+    for name in names:
+        for who, token in STRANGERS.items():
+            code, details = call(running.channel, name, token)
+            assert code is grpc.StatusCode.UNAUTHENTICATED, f"{name} serves {who}: {code} {details}"
+            assert TOKEN not in details and "TTP_TOKEN" in details
+        code, details = call(running.channel, name, TOKEN)
+        assert code is not grpc.StatusCode.UNAUTHENTICATED, f"{name} does not serve the job: {details}"
+
+
+def test_a_server_has_no_service_that_is_not_here(served: tuple[str, Served]) -> None:
+    """Beside health, which says nothing, and reflection, which asks for the token."""
+    service, running = served
+    if SERVICES[service] is not of_controller:
+        return  # they have one service, and no reflection
+    ask: Any = reflection_pb2_grpc.ServerReflectionStub
+    stub = ask(running.channel)
+    request = reflection_pb2.ServerReflectionRequest(list_services="")
+    with pytest.raises(grpc.RpcError) as refused:
+        next(stub.ServerReflectionInfo(iter([request]), timeout=WAIT_S))
+    assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+    answer = next(stub.ServerReflectionInfo(iter([request]), timeout=WAIT_S, metadata=metadata(TOKEN)))
+    names = {entry.name for entry in answer.list_services_response.service}
+    assert names - set(SERVICES) == {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+
+
+# ------------------------------------------------------------------------------------------ messages of an older launch
+
+
+@pytest.fixture
+def second_launch(tmp_path: Path) -> Iterator[Any]:
+    """A job in its second launch, with the token that all its launches have."""
+    with of_controller(tmp_path) as running:
+        controller: Controller = running.what
+        ranks = [controller.rank(number, launch=1, nonce=f"new-{number}", pid=2000 + number) for number in range(2)]
+        for rank in ranks:
+            rank.expect(m.Welcome)
+        yield SimpleNamespace(controller=controller, ranks=ranks, metadata=metadata(TOKEN), folder=tmp_path)
+
+
+def unchanged(job: Any, act: Callable[[], Any]) -> Any:
+    """What ``act`` returns; the job is as it was before."""
+    before = job.controller.status()
+    returned = act()
+    after = job.controller.status()
+    for status in (before, after):
+        status.uptime_s = status.last_incident.opened_unix_s = 0
+        for rank in status.ranks:
+            rank.silent_s = 0
+    assert before == after
+    return returned
+
+
+def attach(job: Any) -> None:
+    old = job.controller.rank(0, launch=0, nonce="old", pid=1000)
+    order = unchanged(job, lambda: old.expect(m.Refused))
+    assert order.code in (m.RefusalCode.FENCED, m.RefusalCode.OTHER_JOB, m.RefusalCode.RANK_TAKEN), order
+
+
+def report_fault(job: Any) -> None:
+    """It names the process that has ended, and that is none of this launch."""
+    request = pb.ReportFaultRequest(ranks=[0], pids=[1000], reason="signal 9", kind=pb.FAULT_KIND_EXITED)
+    unchanged(job, lambda: job.controller.stub.ReportFault(request, metadata=job.metadata, timeout=WAIT_S))
+
+
+def reads_only(job: Any) -> None:
+    """It has no launch, and changes nothing."""
+    unchanged(job, job.controller.status)
+
+
+def watch(job: Any) -> None:
+    """As ``reads_only``."""
+    request = pb.WatchEventsRequest(replay=10)
+    unchanged(job, lambda: next(job.controller.stub.WatchEvents(request, metadata=job.metadata, timeout=WAIT_S)))
+
+
+def save_now(job: Any) -> None:
+    """It has no launch: what is saved is the newest step of this one, or nothing, and training goes on."""
+    answer = job.controller.stub.SaveNow(pb.SaveNowRequest(), metadata=job.metadata, timeout=WAIT_S)
+    assert not answer.saved and job.controller.status().incarnation
+
+
+def attend(job: Any) -> None:
+    """It has no launch: a manager attends to whatever runs; the job is not changed by it."""
+    stub = rounds_rpc.ManagerStub(job.controller.channel)
+    call = unchanged(job, lambda: stub.Attend(rounds_pb2.AttendRequest(wait_s=1), metadata=job.metadata))
+    call.cancel()
+
+
+def notify(job: Any) -> None:
+    """An answer to a question that nobody asks now."""
+    stub = rounds_rpc.ManagerStub(job.controller.channel)
+    notice = rounds_pb2.Notice(what="strategy", strategy="dump")
+    answer = unchanged(job, lambda: stub.Notify(notice, metadata=job.metadata, timeout=WAIT_S))
+    assert not answer.accepted and answer.text
+
+
+def store(job: Any) -> None:
+    with of_buddy(job.folder) as running:
+        begin = buddy_pb2.StoreBegin(of=0, version=10, incarnation=2, run_id="job", size=1)
+        stub = buddy_rpc.BuddyStub(running.channel)
+        for old in (begin, buddy_pb2.StoreBegin(of=0, version=10, incarnation=3, run_id="another", size=1)):
+            with pytest.raises(grpc.RpcError, match="another job or another launch") as refused:
+                stub.Store(iter([buddy_pb2.StoreRequest(begin=old)]), metadata=job.metadata, timeout=WAIT_S)
+            assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert not list((job.folder / "copies").rglob("*.*"))
+
+
+def come(job: Any) -> None:
+    with of_barrier(job.folder) as running:
+        stub = barrier_rpc.BarrierStub(running.channel)
+        for secret in (bytes(16), b""):
+            old = [barrier_pb2.Arrival(rank=0, secret=secret), barrier_pb2.Arrival(update=1)]
+            with pytest.raises(grpc.RpcError, match="of this launch") as refused:
+                stub.Come(iter(old), metadata=job.metadata, timeout=WAIT_S)
+            assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
+        assert not running.what.sources[0].here
+
+
+REPLAYS: dict[str, Callable[[Any], None]] = {
+    "/ttp.wire.v1.Controller/Attach": attach,
+    "/ttp.wire.v1.Controller/GetStatus": reads_only,
+    "/ttp.wire.v1.Controller/WatchEvents": watch,
+    "/ttp.wire.v1.Controller/ReportFault": report_fault,
+    "/ttp.wire.v1.Controller/SaveNow": save_now,
+    "/ttp.wire.v1.Manager/Attend": attend,
+    "/ttp.wire.v1.Manager/Notify": notify,
+    "/ttp.wire.v1.Buddy/Store": store,
+    "/ttp.wire.v1.Barrier/Come": come,
+}
+
+
+def test_a_message_of_an_older_launch_changes_nothing(second_launch: Any) -> None:
+    for replay in REPLAYS.values():
+        replay(second_launch)
