@@ -134,7 +134,7 @@ def call(channel: grpc.Channel, name: str, token: str, data: bytes = b"") -> tup
         if answers:
             next(said, None)
     except grpc.RpcError as problem:
-        return problem.code(), problem.details() or ""  # type: ignore[attr-defined]
+        return problem.code(), problem.details() or ""
     return grpc.StatusCode.OK, ""
 
 
