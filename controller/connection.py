@@ -1,10 +1,11 @@
-"""One stream of a rank or a relay, as far as the controller writes to it."""
+"""One stream of a rank, as far as the controller writes to it."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 from collections.abc import Callable
+from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId
@@ -16,16 +17,32 @@ PAGES_MAX = 4
 """Pages of one rank that wait: a reader that is slow keeps the newest ones."""
 
 
+class Peer(Protocol):
+    """A stream of its own, or a line of a relay, as the driver sees it."""
+
+    id: ConnectionId
+    peer: str
+    """Address of the other end, as gRPC names it."""
+    closing: bool
+
+    def put(self, order: m.Order) -> bool:
+        """Queue an order; false: nobody reads them."""
+
+    def end(self) -> None:
+        """Nothing follows on what is queued."""
+
+
 class Connection:
     """Orders on their way to one stream. Nothing here waits, and nothing grows without bound.
 
     Args:
         id: never used twice.
         cancel: ends the stream even if its peer does not read.
+        peer: address of the other end, as gRPC names it.
     """
 
-    def __init__(self, id: ConnectionId, cancel: Callable[[], object]) -> None:
-        self.id = id
+    def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
+        self.id, self.peer = id, peer
         self.closing = False
         """What comes in is not looked at any more."""
         self._cancel = cancel
