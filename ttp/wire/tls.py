@@ -130,7 +130,10 @@ class _Shown:
         self._config, self._mine, self._problem = config, mine, ""
 
     def again(self) -> Any:
-        """What to show from now on, as gRPC takes it; None: what was shown before. Called by gRPC, which no exception may reach."""
+        """What to show from now on, as gRPC takes it; None: what was shown before.
+
+        Called by gRPC, which no exception may reach.
+        """
         try:
             mine = identity(self._config)
         except Exception as problem:
