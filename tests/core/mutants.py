@@ -257,7 +257,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "incident.able(buddy) else copies.get(rank)",
         "incident.able(buddy) else None",
     ),
-    "pages of another incarnation are kept": (MIRRORS, "page.incarnation != self._job.incarnation", "False"),
+    "a keeper that comes back elsewhere is not found": (
+        MIRRORS,
+        "*(r for r, keeper in self._keepers.items() if keeper == rank)",
+        "",
+    ),
     "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
     "the living are inherited from": (MIRRORS, "page.rank in job.live or", "False or"),
     "pages of another launch are inherited": (MIRRORS, "or page.incarnation != job.incarnation", ""),

@@ -29,8 +29,8 @@ Cost: constant time per event, O(world size) per stage of an incident.
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
 ``silence`` doubts hosts from which nothing comes, ``witnesses`` asks a second host about a silent one, ``standby`` sees
-to it that there are controllers to take over, ``layouts`` asks what the digest of a layout stands for, ``mirrors``
-passes pages on to other hosts, ``buddies`` says where copies of shards go. This file ties them to events.
+to it that there are controllers to take over, ``layouts`` asks what the digest of a layout stands for, ``mirrors`` says
+which pages other hosts keep, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
@@ -278,6 +278,7 @@ class ControllerMachine:
         self._silence.heard(hello.rank, now)
         self._standby.joined(hello.rank)
         self._buddies.joined(hello.rank)
+        self._mirrors.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         self._gathering.joined(new=first, resumes=hello.resume, now=now)
@@ -489,8 +490,6 @@ class ControllerMachine:
                 self._witnesses.said(report, now)
             case m.StandbyUp():
                 self._standby.answered(report)
-            case m.Mirror():
-                self._mirrors.pass_on(report)
             case m.Copied():
                 self._buddies.copied(report)
             case rm.Handlers() | rm.Ailing() | rm.Acted():

@@ -175,7 +175,7 @@ class Saving:
     ) -> None:
         """Their host is lost: what was kept elsewhere is all there is."""
         for rank in ranks:
-            buddy = self._mirrors.kept.get(rank)
+            buddy = self._mirrors.keeper(rank)
             holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
             if holder is not None:
                 pages[holder] = (*pages.get(holder, ()), rank)

@@ -48,11 +48,6 @@ class Line:
         self._put, self._joining, self._over, self._fail = put, joining, over, fail
         self._stream: Stream | None = None
 
-    @property
-    def backlog(self) -> int:
-        """Reports that have not been sent yet."""
-        return self._stream.backlog if self._stream is not None else 0
-
     def send(self, report: m.Report) -> None:
         """To the controller, if there is a stream."""
         if self._stream is not None:

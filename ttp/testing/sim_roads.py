@@ -169,9 +169,10 @@ class Roads:
     def _road(self, rank: SimRank, controller: SimController) -> bool:
         if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
             return False
-        return self._hosts_speak(rank.host, controller.host)
+        return self.hosts_speak(rank.host, controller.host)
 
-    def _hosts_speak(self, one: str, other: str) -> bool:
+    def hosts_speak(self, one: str, other: str) -> bool:
+        """Whether messages pass between two hosts now."""
         if not self._cut_off_until or one == other:
             return True
         return all(self._cut_off_until.get(host, 0.0) <= self._world.now for host in (one, other))
@@ -179,7 +180,7 @@ class Roads:
     def reaches(self, rank: SimRank, host: str) -> bool:
         """Whether another host answers a rank; what cuts off a host may concern the controller's side only."""
         there = any(r.alive for r in self._world.ranks.values() if r.host == host)
-        return there and (self._hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
+        return there and (self.hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
 
     # --------------------------------------------------------------------------------------------------------- cut off
 

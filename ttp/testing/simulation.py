@@ -223,6 +223,7 @@ class Simulation(Clock):
             resume=False,
             address=self.scenario.hosts[rank],
             fallback_dir="/fallback" if self.scenario.fallback else "",
+            pages_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.mirror else "",
             copies_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.buddy else "",
         )
 
