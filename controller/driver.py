@@ -11,8 +11,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ttp.controller.connection import Connection
+from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Journal
 from ttp.controller.sockets import Sockets
 from ttp.core import controller_events as ce
@@ -22,6 +23,8 @@ from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import ManagerCall, Notice
 
 log = logging.getLogger("ttp.controller")
+
+P = TypeVar("P", bound=Peer)
 
 HISTORY_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20
@@ -83,7 +86,7 @@ class Driver:
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
         self._journal = journal
-        self._connections: dict[ce.ConnectionId, Connection] = {}
+        self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
         self._sockets = Sockets()
@@ -98,13 +101,17 @@ class Driver:
 
     def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
         """A stream was opened by ``peer``, as gRPC names it; ``cancel`` ends it."""
-        connection = Connection(ce.ConnectionId(next(self._ids)), cancel, peer)
+        return self.admit(lambda id: Connection(id, cancel, peer))
+
+    def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
+        """A stream was opened, or a line of a relay, which ``make`` writes to."""
+        connection = make(ce.ConnectionId(next(self._ids)))
         self._connections[connection.id] = connection
         if self.closed:
             connection.end()
         return connection
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: Peer) -> None:
         """A stream has ended."""
         if self._connections.pop(connection.id, None) is not None:
             self.feed(ce.StreamEnded(connection.id))
@@ -115,6 +122,18 @@ class Driver:
             return
         for action in self.machine.on_event(event, time.monotonic()):
             self._perform(action)
+        self._plan_timer()
+
+    def feed_all(self, events: Iterable[ce.Event]) -> None:
+        """What came together. One that cannot be handled keeps none of the others from it."""
+        for event in events:
+            if self.closed:
+                return
+            try:
+                for action in self.machine.on_event(event, time.monotonic()):
+                    self._perform(action)
+            except Exception:
+                log.exception("a report could not be handled")
         self._plan_timer()
 
     def accuse(

@@ -21,6 +21,7 @@ from ttp._version import __version__
 from ttp.config import Config
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
+from ttp.controller.relay_link import RelayLink
 from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
 from ttp.controller.rounds_service import ManagerService
 from ttp.core import controller_events as ce
@@ -40,6 +41,8 @@ log = logging.getLogger("ttp.controller")
 
 SERVICE = "ttp.wire.v1.Controller"
 
+RAW = (f"/{SERVICE}/Attach", f"/{SERVICE}/Relay")
+"""Calls whose requests are left in bytes."""
 GRACE_S = 0.5
 """How long streams have to end when the controller does."""
 
@@ -81,6 +84,20 @@ class ControllerService(rpc.ControllerServicer):
         finally:
             self._driver.disconnect(connection)
             connection.end()
+
+    async def Relay(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.RelayOrders]:
+        """See the proto. Frames come in as bytes, see ``RawReports``."""
+        task = asyncio.current_task()
+        assert task is not None
+        link = RelayLink(self._driver, task.cancel, context.peer())
+        reader = asyncio.create_task(link.read(request_iterator))
+        try:
+            await context.send_initial_metadata(())
+            async for orders in link.orders():
+                yield orders
+        finally:
+            reader.cancel()
+            link.close()
 
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""
@@ -206,7 +223,7 @@ class RawReports(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """See grpc.aio."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method != f"/{SERVICE}/Attach":
+        if handler is None or handler_call_details.method not in RAW:
             return handler
         return grpc.stream_stream_rpc_method_handler(handler.stream_stream, None, handler.response_serializer)
 

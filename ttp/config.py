@@ -19,6 +19,7 @@ from ttp.launch.token_file import secret_in
 
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
+RELAY_MODES = ("auto", "on", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
@@ -135,6 +136,12 @@ def _mindio(text: str) -> str:
     return {"on": "1", "off": "", "0": ""}.get(word, word)
 
 
+def _relay_mode(text: str) -> str:
+    if text not in RELAY_MODES:
+        raise ValueError(f"one of {', '.join(RELAY_MODES)} is wanted")
+    return text
+
+
 def _digest_mode(text: str) -> str:
     if text not in DIGEST_MODES:
         raise ValueError(f"one of {', '.join(DIGEST_MODES)} is wanted")
@@ -247,6 +254,9 @@ class Config:
 
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
     """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
+
+    relay: str = _setting("TTP_RELAY", _relay_mode, "off")
+    """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

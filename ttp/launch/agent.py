@@ -59,7 +59,9 @@ class TtpAgent(LocalElasticAgent):
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)
         self._host.use(job)
         os.environ["TTP_TOKEN"] = job.token  # of the workers, too
-        self._host.before_workers(worker_group.master_addr, first_node=worker_group.group_rank == 0)
+        self._host.before_workers(
+            worker_group.master_addr, first_node=worker_group.group_rank == 0, world_size=_world_size(worker_group)
+        )
         ids = super()._start_workers(worker_group)
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
@@ -125,6 +127,11 @@ class TtpAgent(LocalElasticAgent):
             raise
         except Exception:
             logger.exception("ttp cannot protect this job here; going on as torchrun does")
+
+
+def _world_size(worker_group: Any) -> int:
+    """Ranks of the job; 0: torch does not say."""
+    return int(next((worker.world_size for worker in worker_group.workers), 0) or 0)
 
 
 def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:

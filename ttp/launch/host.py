@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from subprocess import Popen
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
 from ttp.errors import ConfigError
@@ -24,6 +24,9 @@ from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.processor.lookout import REASON
+
+if TYPE_CHECKING:
+    from ttp.launch.relay import RelayServer
 
 logger = logging.getLogger("ttp.launch")
 
@@ -53,6 +56,7 @@ class Host:
         self._sentinels = SentinelWatch(run_dir)
         self._reporter: FaultReporter | None = None
         self._address = ""
+        self._relay: RelayServer | None = None
         self._leases.sweep()
 
     def use(self, config: Config) -> None:
@@ -70,8 +74,8 @@ class Host:
         """The job is over, and its token was made for it alone."""
         (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
-    def before_workers(self, address: str, first_node: bool) -> None:
-        """Call before each start of workers; ``address`` is the job's MASTER_ADDR.
+    def before_workers(self, address: str, first_node: bool, world_size: int = 0) -> None:
+        """Call before each start of workers; ``address`` is the job's MASTER_ADDR, ``world_size`` its ranks if known.
 
         Raises:
             ConfigError: at the first start, when this is the first node and no controller can serve. Later it is only
@@ -79,6 +83,7 @@ class Host:
         """
         self._leases.sweep()
         first_start, self._address = not self._address, address
+        self._keep_relay(world_size)
         if not first_node:
             return
         try:
@@ -88,6 +93,19 @@ class Host:
             if first_start:
                 raise
             logger.error("the job restarts without a controller: a failure would lose steps. %s", problem)
+
+    def _keep_relay(self, world_size: int) -> None:
+        """One for all starts; without it ranks connect by themselves."""
+        if self._relay is not None or self._config.relay == "off":
+            return
+        from ttp.launch import relay
+
+        if not relay.wanted(self._config, world_size):
+            return
+        try:
+            self._relay = relay.RelayServer(self._config, self._run_dir)
+        except Exception as problem:
+            logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
 
     def watch(self, workers: Workers) -> None:
         """Report deaths of these from now on."""
@@ -146,6 +164,8 @@ class Host:
                 self._wait_for_other_nodes()
         finally:
             self._keeper.stop()
+            if self._relay is not None:
+                self._relay.close()
             self._leases.sweep()
 
     def _on_death(self, rank: int, pid: int) -> None:

@@ -4,8 +4,7 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. A stream may speak for several ranks (a relay per host): every
-message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for.
 """
 
 import builtins
@@ -1554,6 +1553,91 @@ class ControllerOrder(google.protobuf.message.Message):
     def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act", "tell_layout", "mirror_to"] | None: ...
 
 global___ControllerOrder = ControllerOrder
+
+@typing.final
+class LineReport(google.protobuf.message.Message):
+    """---------------------------------------------------------------------------------------------------------------- relays"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINE_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    line: builtins.int
+    report: builtins.bytes
+    """a RankReport; absent: the line has ended"""
+    def __init__(
+        self,
+        *,
+        line: builtins.int = ...,
+        report: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_report", b"_report", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_report", b"_report", "line", b"line", "report", b"report"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_report", b"_report"]) -> typing.Literal["report"] | None: ...
+
+global___LineReport = LineReport
+
+@typing.final
+class RelayFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPORTS_FIELD_NUMBER: builtins.int
+    BEAT_FIELD_NUMBER: builtins.int
+    SILENT_FIELD_NUMBER: builtins.int
+    beat: builtins.bool
+    """every line has beaten again as it did the last time, but those in `silent`"""
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LineReport]: ...
+    @property
+    def silent(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        reports: collections.abc.Iterable[global___LineReport] | None = ...,
+        beat: builtins.bool = ...,
+        silent: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beat", b"beat", "reports", b"reports", "silent", b"silent"]) -> None: ...
+
+global___RelayFrame = RelayFrame
+
+@typing.final
+class LineOrder(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    order: builtins.bytes
+    """a ControllerOrder; absent: these lines have ended"""
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lines: collections.abc.Iterable[builtins.int] | None = ...,
+        order: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_order", b"_order", "order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_order", b"_order", "lines", b"lines", "order", b"order"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
+
+global___LineOrder = LineOrder
+
+@typing.final
+class RelayOrders(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: builtins.int
+    @property
+    def orders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LineOrder]: ...
+    def __init__(
+        self,
+        *,
+        orders: collections.abc.Iterable[global___LineOrder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orders", b"orders"]) -> None: ...
+
+global___RelayOrders = RelayOrders
 
 @typing.final
 class GetStatusRequest(google.protobuf.message.Message):

@@ -4,8 +4,7 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. A stream may speak for several ranks (a relay per host): every
-message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for.
 """
 
 import abc
@@ -73,7 +72,13 @@ class ControllerStub:
         ttp.wire.v1.controller_pb2.RankReport,
         ttp.wire.v1.controller_pb2.ControllerOrder,
     ]
-    """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+    """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    Relay: grpc.StreamStreamMultiCallable[
+        ttp.wire.v1.controller_pb2.RelayFrame,
+        ttp.wire.v1.controller_pb2.RelayOrders,
+    ]
+    """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -104,7 +109,13 @@ class ControllerAsyncStub:
         ttp.wire.v1.controller_pb2.RankReport,
         ttp.wire.v1.controller_pb2.ControllerOrder,
     ]
-    """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+    """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    Relay: grpc.aio.StreamStreamMultiCallable[
+        ttp.wire.v1.controller_pb2.RelayFrame,
+        ttp.wire.v1.controller_pb2.RelayOrders,
+    ]
+    """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -137,7 +148,15 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[ttp.wire.v1.controller_pb2.RankReport],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.ControllerOrder], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.ControllerOrder]]:
-        """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+        """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    @abc.abstractmethod
+    def Relay(
+        self,
+        request_iterator: _MaybeAsyncIterator[ttp.wire.v1.controller_pb2.RelayFrame],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.RelayOrders], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.RelayOrders]]:
+        """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     @abc.abstractmethod
     def GetStatus(
