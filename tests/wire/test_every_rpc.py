@@ -256,6 +256,16 @@ def report_fault(job: Any) -> None:
     unchanged(job, lambda: job.controller.stub.ReportFault(request, metadata=job.metadata, timeout=WAIT_S))
 
 
+def get_verdict(job: Any) -> None:
+    """What a launcher would leave with, and that a process of another launch has left with 64, end nothing."""
+    stub = job.controller.stub
+    request = pb.GetVerdictRequest(host="one", code=75)
+    unchanged(job, lambda: stub.GetVerdict(request, metadata=job.metadata, timeout=WAIT_S))
+    wrong = pb.ReportFaultRequest(ranks=[0], pids=[1000], exit_code=64, kind=pb.FAULT_KIND_EXITED)
+    unchanged(job, lambda: stub.ReportFault(wrong, metadata=job.metadata, timeout=WAIT_S))
+    assert stub.GetVerdict(request, metadata=job.metadata, timeout=WAIT_S).code != 64
+
+
 def reads_only(job: Any) -> None:
     """It has no launch, and changes nothing."""
     unchanged(job, job.controller.status)
@@ -327,6 +337,7 @@ REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Controller/WatchEvents": watch,
     "/ttp.wire.v1.Controller/ReportFault": report_fault,
     "/ttp.wire.v1.Controller/SaveNow": save_now,
+    "/ttp.wire.v1.Controller/GetVerdict": get_verdict,
     "/ttp.wire.v1.Manager/Attend": attend,
     "/ttp.wire.v1.Manager/Notify": notify,
     "/ttp.wire.v1.Buddy/Store": store,
