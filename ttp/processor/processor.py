@@ -104,13 +104,7 @@ class Processor:
         self._line = Line(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
         )
-        self.company = Company(
-            config,
-            env,
-            self.run_dir,
-            nonce=greeting.nonce,
-            died=self.neighbour_died,
-        )
+        self.company = Company(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if self._receiver is not None and config.mirror:
             self._receiver.keep = self.company.keep
         self._looker = Looker(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
