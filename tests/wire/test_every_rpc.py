@@ -26,6 +26,7 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.processor.copies import CopyStore
 from ttp.processor.copy_wire import Receiver
+from ttp.processor.mirror import KeptPages, kept_directory
 from ttp.wire.channel import metadata, open_channel
 from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2
 from ttp.wire.v1 import barrier_pb2_grpc as barrier_rpc
@@ -259,6 +260,18 @@ def store(job: Any) -> None:
         assert not list((job.folder / "copies").rglob("*.*"))
 
 
+def keep(job: Any) -> None:
+    with of_buddy(job.folder) as running:
+        pages = KeptPages(job.folder, 1, 3)
+        running.what.keep = pages.store
+        stub = buddy_rpc.BuddyStub(running.channel)
+        for launch, run_id, text in ((2, "job", "of incarnation 2, not 3"), (3, "another", "another job")):
+            old = buddy_pb2.KeepRequest(of=0, keeper=1, version=10, incarnation=launch, run_id=run_id, data=b"page")
+            assert text in stub.Keep(old, metadata=job.metadata, timeout=WAIT_S).refused
+        pages.close()
+        assert not list(kept_directory(job.folder).glob("*"))
+
+
 def come(job: Any) -> None:
     with of_barrier(job.folder) as running:
         stub = barrier_rpc.BarrierStub(running.channel)
@@ -279,6 +292,7 @@ REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Manager/Attend": attend,
     "/ttp.wire.v1.Manager/Notify": notify,
     "/ttp.wire.v1.Buddy/Store": store,
+    "/ttp.wire.v1.Buddy/Keep": keep,
     "/ttp.wire.v1.Barrier/Come": come,
 }
 
