@@ -1,75 +1,114 @@
-"""What a stream costs the controller: resident memory, CPU at one heartbeat a second."""
+"""What a job costs its controller, over real sockets: memory, CPU at one beat a second, time from evidence to plan."""
 
 from __future__ import annotations
 
+import contextlib
+import subprocess
+import sys
+import threading
 import time
+from collections.abc import Iterator
 
-import grpc
 import psutil
 
 from benchmarks.result import Result
 from benchmarks.world import controller, scratch
 from ttp.core import messages as m
-from ttp.core.layout import Layout, Rank, Version
-from ttp.wire.channel import CLIENT_OPTIONS, stub
-from ttp.wire.convert import report_to_wire
+from ttp.wire.convert import enum_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
+PER_RELAY = 8
+PER_CLIENT = 5_000
+"""Ranks in one process."""
+FORM_S = 120.0
+"""How long a job may take to form."""
+PLAN_S = 30.0
 
-class Speaker:
-    """One rank's stream, without a thread: reports go out when they are asked for."""
-
-    def __init__(self, port: int, hello: m.Hello) -> None:
-        import queue
-
-        self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
-        self.rank = hello.rank
-        self.channel = grpc.insecure_channel(f"127.0.0.1:{port}", options=CLIENT_OPTIONS)
-        self.call = stub(self.channel).Attach(iter(self._outbox.get, None))
-        self._outbox.put(report_to_wire(hello))
-
-    def beat(self) -> None:
-        """One heartbeat."""
-        self._outbox.put(report_to_wire(m.Heartbeat(self.rank, Version(1), m.Phase.IDLE)))
-
-    def close(self) -> None:
-        """End the stream."""
-        self._outbox.put(None)
-        self.call.cancel()
-        self.channel.close()
+BUDGETS_MS = {(1_000, False): 50.0, (10_000, True): 300.0, (1_000, True): 50.0}
+"""Wall time from the first evidence to the plan, by ranks and whether they have relays."""
 
 
 def run(quick: bool) -> list[Result]:
-    """``streams`` ranks on connections of their own, a beat a second."""
-    streams, seconds = (8, 1) if quick else (256, 10)
-    layout = Layout.data_parallel(streams)
+    """Jobs of several sizes, through relays and without."""
+    cases = [(16, True), (8, False)] if quick else [(1_000, True), (1_000, False), (10_000, True), (10_000, False)]
+    results: list[Result] = []
+    for world, relayed in cases:
+        results += measure(world, relayed=relayed, seconds=1 if quick else 10)
+    return results
+
+
+def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:
+    """One job: it forms, beats for a while, and loses a rank."""
+    how = f"{world} ranks, " + (f"relays of {PER_RELAY}" if relayed else "a stream each")
     with scratch() as directory, controller(directory) as (port, service, pid):
         process = psutil.Process(pid)
         service.GetStatus(pb.GetStatusRequest())
         empty = process.memory_info().rss
-        speakers = [Speaker(port, _hello(rank, layout)) for rank in range(streams)]
-        while service.GetStatus(pb.GetStatusRequest()).stage != "training":
-            time.sleep(0.1)
-        before, begin = process.cpu_times(), time.monotonic()
-        for _ in range(seconds):
-            for speaker in speakers:
-                speaker.beat()
-            time.sleep(1.0)
-        after, took = process.cpu_times(), time.monotonic() - begin
-        resident = process.memory_info().rss
-        for speaker in speakers:
-            speaker.close()
-    cpu_ms = (after.user + after.system - before.user - before.system) * 1e3 / took / streams
-    how = f"{streams} streams, {seconds} s"
+        with clients(port, world, PER_RELAY if relayed else 0):
+            formed_s = form(service)
+            time.sleep(2.0)  # the first beats are said at once
+            before, begin = process.cpu_times(), time.monotonic()
+            time.sleep(seconds)
+            after, took = process.cpu_times(), time.monotonic() - begin
+            resident = process.memory_info().rss
+            plan_ms = lose(service, world)
+    busy = 100 * (after.user + after.system - before.user - before.system) / took
+    kib = (resident - empty) / world / 1024
     return [
-        Result("controller, resident per stream", (resident - empty) / streams / 1024, "KiB", 48.0, how),
-        Result("controller, CPU per stream and second", cpu_ms, "ms", 0.1, how),
+        Result("controller, resident per rank", kib, "KiB", 32.0, how),
+        Result("controller, one core busy at a beat a second", busy, "%", 20.0, how),
+        Result("controller, evidence to plan", plan_ms, "ms", BUDGETS_MS.get((world, relayed)), how),
+        Result("controller, until formed", formed_s, "s", None, how),
     ]
 
 
-def _hello(rank: int, layout: Layout) -> m.Hello:
-    return m.Hello(
-        Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", layout.world_size,
-        layout.digest, f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE,
-        Version(0), 0, "", False, False,
-    )  # fmt: skip
+@contextlib.contextmanager
+def clients(port: int, world: int, per_relay: int) -> Iterator[None]:
+    """The ranks of a job, in few processes."""
+    module = [sys.executable, "-m", "benchmarks.controller_clients"]
+    processes = [
+        subprocess.Popen(
+            [*module, *map(str, (port, first, min(PER_CLIENT, world - first), world, per_relay))],
+            stdin=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+        )
+        for first in range(0, world, PER_CLIENT)
+    ]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+
+
+def form(service: ControllerStub) -> float:
+    """Until all ranks have joined; seconds."""
+    begin = time.monotonic()
+    while service.GetStatus(pb.GetStatusRequest()).stage != "training":
+        if time.monotonic() - begin > FORM_S:
+            raise TimeoutError(f"the job has not formed within {FORM_S} s")
+        time.sleep(0.2)
+    return time.monotonic() - begin
+
+
+def lose(service: ControllerStub, world: int) -> float:
+    """A launcher says that the last rank is dead; milliseconds of the controller's clock until the plan is made."""
+    seen: dict[str, float] = {}
+    planned = threading.Event()
+
+    def listen() -> None:
+        for event in service.WatchEvents(pb.WatchEventsRequest()):
+            seen.setdefault(event.kind, event.monotonic_s)
+            if event.kind == "plan":
+                planned.set()
+                return
+
+    threading.Thread(target=listen, daemon=True).start()
+    time.sleep(0.3)
+    kind = enum_to_wire(m.FaultKind.EXITED)
+    service.ReportFault(pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=kind))  # type: ignore[arg-type]
+    if not planned.wait(PLAN_S):
+        raise TimeoutError(f"no plan within {PLAN_S} s; seen: {sorted(seen)}")
+    return (seen["plan"] - seen["evidence"]) * 1e3

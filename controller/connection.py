@@ -1,10 +1,11 @@
-"""One stream of a rank or a relay, as far as the controller writes to it."""
+"""One stream of a rank, as far as the controller writes to it."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 from collections.abc import Callable
+from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller_events import ConnectionId
@@ -14,6 +15,21 @@ ORDERS_MAX = 10_000
 """Orders that wait for a stream to be read. A rank has a handful of them; more means that nobody reads."""
 PAGES_MAX = 4
 """Pages of one rank that wait: a reader that is slow keeps the newest ones."""
+
+
+class Peer(Protocol):
+    """A stream of its own, or a line of a relay, as the driver sees it."""
+
+    id: ConnectionId
+    peer: str
+    """Address of the other end, as gRPC names it."""
+    closing: bool
+
+    def put(self, order: m.Order) -> bool:
+        """Queue an order; false: nobody reads them."""
+
+    def end(self) -> None:
+        """Nothing follows on what is queued."""
 
 
 class Connection:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import json
 import logging
@@ -11,8 +12,9 @@ import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
-from ttp.controller.connection import Connection
+from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Journal
 from ttp.controller.sockets import Sockets
 from ttp.core import controller_events as ce
@@ -20,8 +22,11 @@ from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import ManagerCall, Notice
+from ttp.store.history import HISTORY_KINDS
 
 log = logging.getLogger("ttp.controller")
+
+P = TypeVar("P", bound=Peer)
 
 HISTORY_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20
@@ -83,7 +88,7 @@ class Driver:
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
         self._journal = journal
-        self._connections: dict[ce.ConnectionId, Connection] = {}
+        self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
         self._sockets = Sockets()
@@ -92,19 +97,24 @@ class Driver:
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
         self._problem = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
     # --------------------------------------------------------------------------------------------------------- inwards
 
     def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
         """A stream was opened by ``peer``, as gRPC names it; ``cancel`` ends it."""
-        connection = Connection(ce.ConnectionId(next(self._ids)), cancel, peer)
+        return self.admit(lambda id: Connection(id, cancel, peer))
+
+    def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
+        """A stream was opened, or a line of a relay, which ``make`` writes to."""
+        connection = make(ce.ConnectionId(next(self._ids)))
         self._connections[connection.id] = connection
         if self.closed:
             connection.end()
         return connection
 
-    def disconnect(self, connection: Connection) -> None:
+    def disconnect(self, connection: Peer) -> None:
         """A stream has ended."""
         if self._connections.pop(connection.id, None) is not None:
             self.feed(ce.StreamEnded(connection.id))
@@ -115,6 +125,18 @@ class Driver:
             return
         for action in self.machine.on_event(event, time.monotonic()):
             self._perform(action)
+        self._plan_timer()
+
+    def feed_all(self, events: Iterable[ce.Event]) -> None:
+        """What came together. One that cannot be handled keeps none of the others from it."""
+        for event in events:
+            if self.closed:
+                return
+            try:
+                for action in self.machine.on_event(event, time.monotonic()):
+                    self._perform(action)
+            except Exception:
+                log.exception("a report could not be handled")
         self._plan_timer()
 
     def accuse(
@@ -225,8 +247,15 @@ class Driver:
         self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)
-        elif kind == "incarnation":
-            self._journal.expect(self.machine.save_dir)
+        if kind == "incarnation":
+            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), self._remembered)
+        elif kind in HISTORY_KINDS:
+            self._journal.launch_goes_on(self.machine.save_dir, happening)
+
+    def _remembered(self, fruitless: int, progress: bool) -> None:
+        """Called on the journal's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
 
     def _remember(self, happening: Happening) -> None:
         self.history.append(happening)

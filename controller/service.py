@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import grpc
@@ -21,6 +21,7 @@ from ttp._version import __version__
 from ttp.config import Config
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
+from ttp.controller.relay_link import RelayLink
 from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
 from ttp.controller.rounds_service import ManagerService
 from ttp.core import controller_events as ce
@@ -28,6 +29,7 @@ from ttp.core import messages as m
 from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
+from ttp.errors import EXIT_BAD_CONFIG
 from ttp.wire import limits, tls
 from ttp.wire.access import aio_guards, listening_address
 from ttp.wire.channel import SERVER_OPTIONS, target
@@ -40,6 +42,8 @@ log = logging.getLogger("ttp.controller")
 
 SERVICE = "ttp.wire.v1.Controller"
 
+RAW = (f"/{SERVICE}/Attach", f"/{SERVICE}/Relay")
+"""Calls whose requests are left in bytes."""
 GRACE_S = 0.5
 """How long streams have to end when the controller does."""
 
@@ -82,6 +86,20 @@ class ControllerService(rpc.ControllerServicer):
             self._driver.disconnect(connection)
             connection.end()
 
+    async def Relay(self, request_iterator: AsyncIterator[Any], context: Any) -> AsyncIterator[pb.RelayOrders]:
+        """See the proto. Frames come in as bytes, see ``RawReports``."""
+        task = asyncio.current_task()
+        assert task is not None
+        link = RelayLink(self._driver, task.cancel, context.peer())
+        reader = asyncio.create_task(link.read(request_iterator))
+        try:
+            await context.send_initial_metadata(())
+            async for orders in link.orders():
+                yield orders
+        finally:
+            reader.cancel()
+            link.close()
+
     async def GetStatus(self, request: pb.GetStatusRequest, context: Any) -> pb.GetStatusResponse:
         """See the proto."""
         return status_of(self._driver)
@@ -115,6 +133,9 @@ class ControllerService(rpc.ControllerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
+        if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
+            words = limits.text("reason", request.reason)
+            self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
@@ -126,10 +147,28 @@ class ControllerService(rpc.ControllerServicer):
         )
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
+    def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
+        """Whether no rank has come with another process; one that never came may have ended before it could."""
+        members = self._driver.machine.job.members
+        return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
+
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""
         answer = await self._driver.save(limits.text("reason", request.reason))
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
+
+    async def GetVerdict(self, request: pb.GetVerdictRequest, context: Any) -> pb.GetVerdictResponse:
+        """See the proto."""
+        self._driver.feed(ce.LauncherSaid(limits.text("host", request.host), request.starts, request.code))
+        machine = self._driver.machine
+        return pb.GetVerdictResponse(
+            code=machine.verdict.code,
+            text=machine.verdict.text,
+            final=machine.verdict.final,
+            incarnation=machine.job.incarnation,
+            term=machine.term,
+            hosts=machine.unheard_hosts,
+        )
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:
@@ -206,7 +245,7 @@ class RawReports(grpc.aio.ServerInterceptor):
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """See grpc.aio."""
         handler = await continuation(handler_call_details)
-        if handler is None or handler_call_details.method != f"/{SERVICE}/Attach":
+        if handler is None or handler_call_details.method not in RAW:
             return handler
         return grpc.stream_stream_rpc_method_handler(handler.stream_stream, None, handler.response_serializer)
 

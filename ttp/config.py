@@ -13,12 +13,13 @@ from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
-from ttp.errors import ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.token_file import secret_in
 
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
+RELAY_MODES = ("auto", "on", "off")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
@@ -30,6 +31,8 @@ NAMES_OF_MINDIO = frozenset({
     "TTP_RETRY_TIMES", "TTP_SAVE_CKPT_TIME_LIMIT", "TTP_STOP_CLEAN_BEFORE_DUMP",
 })  # fmt: skip
 """The original's settings. Programs for it set them; they mean nothing here, and are not a slip of the pen there."""
+OTHER_CODES = (1, EXIT_BAD_CONFIG, EXIT_NOT_SAVED)
+"""Exit codes of ``ttp run`` that mean something else than "saved"."""
 COUNT_MAX = 2**31 - 1
 NAME_MAX = 4000
 """Characters; a little less than a message or a system call takes."""
@@ -68,6 +71,20 @@ def _count(text: str) -> int:
     value = int(text)
     if not 1 <= value <= COUNT_MAX:
         raise ValueError("a whole number of at least 1 is wanted")
+    return value
+
+
+def saved_exit_code(text: str) -> int:
+    """An exit code that means "saved", and that no other of ours can be taken for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = int(text)
+    if not 1 <= value <= 255 or value in OTHER_CODES:
+        raise ValueError(
+            f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
+        )
     return value
 
 
@@ -133,6 +150,12 @@ def _mindio(text: str) -> str:
     if word not in ("0", "off", "1", "on", MINDIO_FORCE):
         raise ValueError("1, 0 or force is wanted")
     return {"on": "1", "off": "", "0": ""}.get(word, word)
+
+
+def _relay_mode(text: str) -> str:
+    if text not in RELAY_MODES:
+        raise ValueError(f"one of {', '.join(RELAY_MODES)} is wanted")
+    return text
 
 
 def _digest_mode(text: str) -> str:
@@ -247,6 +270,12 @@ class Config:
 
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
     """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
+
+    saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
+    """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
+
+    relay: str = _setting("TTP_RELAY", _relay_mode, "off")
+    """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

@@ -70,7 +70,7 @@ class ForkedJob(Job):
             self.port, self._store = free_port(), f"file://{self.directory}/store.{uuid.uuid4().hex}"
         env = {
             "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
+            "LOCAL_RANK": str(self.hosts[:rank].count(self.hosts[rank]) if self.hosts else rank),
             "WORLD_SIZE": str(self.ranks),
             "JOB_DIR": str(self.directory),
             "JOB_STEPS": str(self.steps),

@@ -11,8 +11,12 @@ from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.errors import ConfigError, TtpError
 from ttp.launch.controller_process import ensure_controller, is_local
+from ttp.launch.ring import Ring, write_ring
+from ttp.processor.shortcut import Shortcut
 from ttp.processor.stream import Stream
 from ttp.wire import tls
+from ttp.wire.access import LOOPBACK
+from ttp.wire.channel import target
 
 log = logging.getLogger("ttp.processor")
 
@@ -47,6 +51,7 @@ class Line:
         self._config, self._env, self._run_dir = config, env, run_dir
         self._put, self._joining, self._over, self._fail = put, joining, over, fail
         self._stream: Stream | None = None
+        self._shortcut = Shortcut(config, env, run_dir)
 
     def send(self, report: m.Report) -> None:
         """To the controller, if there is a stream."""
@@ -57,6 +62,7 @@ class Line:
         """Send what is left, for that long at most, and hang up."""
         if self._stream is not None:
             self._stream.finish(timeout_s=timeout_s)
+        self._shortcut.close()
 
     def connect(self, action: pm.Connect) -> None:
         """Open a stream; takes as long as a controller takes to start."""
@@ -80,24 +86,35 @@ class Line:
             log.debug("cannot connect", exc_info=True)
             self._put(pm.StreamDown(repr(problem)))
 
+    def note(self, ring: pm.NoteRing, incarnation: int) -> None:
+        """Leave word of the controllers on this host."""
+        home = target(self._env.master_addr, self._config.port or 0)
+        found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
+        write_ring(self._run_dir, found)
+
     def _open(self, address: str, within_s: float | None) -> None:
         """To the controller at ``address`` (host:port), or to the one of the environment."""
         assert self._config.port is not None
         host, _, port = address.rpartition(":") if address else (self._env.master_addr, "", str(self._config.port))
         if self._stream is not None:
-            self._stream.abort()
-        self._stream = Stream(
-            host.strip("[]"),
-            int(port),
+            before, self._stream = self._stream, None
+            before.abort()
+        relay = self._shortcut.port()
+        self._stream = stream = Stream(
+            host.strip("[]") if relay is None else LOOPBACK,
+            int(port) if relay is None else relay,
             self._config.token,
             on_up=lambda: self._put(pm.StreamUp()),
             on_order=lambda order: self._put(pm.OrderReceived(order)),
-            on_down=self._on_down,
+            on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
             within_s=within_s,
+            to="" if relay is None else target(host.strip("[]"), int(port)),
         )
-        self._stream.start()
+        stream.start()
 
-    def _on_down(self, reason: str) -> None:
+    def _on_down(self, reason: str, relay: int | None) -> None:
+        if relay is not None:
+            self._shortcut.ended(relay, reason)
         if not self._over():
             log.log(logging.DEBUG if self._joining() else logging.WARNING, "stream to the controller ended: %s", reason)
         if reason.startswith("UNAUTHENTICATED") and self._joining():

@@ -36,6 +36,12 @@ def close_fd_in_children(fd: int) -> None:
     _register()
 
 
+def close_sockets_of_in_children(port: int) -> None:
+    """Like ``close_in_children``, beside the stream: sockets from or to ``port``, whichever end is here."""
+    for fd in _sockets_to(port, or_from=True):
+        close_fd_in_children(fd)
+
+
 def _register() -> None:
     global _registered
     if not _registered:
@@ -60,15 +66,32 @@ def _identity(fd: int) -> _Identity | None:
     return found.st_dev, found.st_ino
 
 
-def _sockets_to(port: int) -> set[int]:
-    """File descriptors of this process that are TCP connections to ``port``. Empty where /proc is not to be had."""
+def _sockets_to(port: int, *, or_from: bool = False) -> set[int]:
+    """File descriptors of this process that are TCP connections to ``port``. Empty where /proc is not to be had.
+
+    Args:
+        port: of the other end.
+        or_from: of either end; those that listen there, too.
+    """
     found: set[int] = set()
     with contextlib.suppress(OSError):
         for entry in Path("/proc/self/fd").iterdir():
             fd = int(entry.name)
             with contextlib.suppress(OSError):
-                if stat.S_ISSOCK(os.fstat(fd).st_mode) and _peer_port(fd) == port:
+                if stat.S_ISSOCK(os.fstat(fd).st_mode) and (port in _ports(fd) if or_from else _peer_port(fd) == port):
                     found.add(fd)
+    return found
+
+
+def _ports(fd: int) -> set[int]:
+    """Of both ends."""
+    found: set[int] = set()
+    with socket.socket(fileno=os.dup(fd)) as view:
+        for name in (view.getsockname, view.getpeername):
+            with contextlib.suppress(OSError):
+                where = name()
+                if isinstance(where, tuple):
+                    found.add(where[1])
     return found
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import grpc
 
 from ttp.core import messages as m
+from ttp.launch.relay import TO_KEY
 from ttp.processor import forks
 from ttp.wire import channel as wire
 from ttp.wire.convert import WireError, order_from_wire, report_to_wire
@@ -29,6 +30,7 @@ class Stream:
         on_order: an order came in.
         on_down: the stream ended, with the reason in words.
         within_s: seconds that the controller has to accept the stream; None: as many as the network takes.
+        to: host:port of the controller where ``address`` is that of a relay; else empty.
     """
 
     def __init__(
@@ -41,12 +43,14 @@ class Stream:
         on_order: Callable[[m.Order], None],
         on_down: Callable[[str], None],
         within_s: float | None = None,
+        to: str = "",
     ) -> None:
         self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
         self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
         self._port, self._within_s = port, within_s
-        self._channel = wire.open_channel(address, port)
-        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=wire.metadata(token))
+        self._channel = wire.open_channel(address, port, wire.RELAY_OPTIONS if to else ())
+        said = (*wire.metadata(token), *(((TO_KEY, to),) if to else ()))
+        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=said)
         self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
 
     def start(self) -> None:

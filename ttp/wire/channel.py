@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import grpc
@@ -52,13 +53,19 @@ def target(address: str, port: int) -> str:
     return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
-def open_channel(address: str, port: int) -> grpc.Channel:
-    """A channel of its own connection to the controller.
+RELAY_OPTIONS = [("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 2_000)]
+"""A process of this host that does not answer is left behind soon: others can be reached without it."""
+
+
+def open_channel(address: str, port: int, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+    """A channel of its own connection to the controller; ``options`` beside, or instead of, the usual ones.
 
     Raises:
         ConfigError: TLS is asked for and cannot be had; see ``ttp.wire.tls``.
     """
-    return tls.open_channel(target(address, port), CLIENT_OPTIONS)
+    instead = {name for name, _ in options}
+    usual = [option for option in CLIENT_OPTIONS if option[0] not in instead]
+    return tls.open_channel(target(address, port), [*usual, *options])
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:

@@ -4,8 +4,7 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. A stream may speak for several ranks (a relay per host): every
-message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for.
 """
 
 import builtins
@@ -1556,6 +1555,91 @@ class ControllerOrder(google.protobuf.message.Message):
 global___ControllerOrder = ControllerOrder
 
 @typing.final
+class LineReport(google.protobuf.message.Message):
+    """---------------------------------------------------------------------------------------------------------------- relays"""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINE_FIELD_NUMBER: builtins.int
+    REPORT_FIELD_NUMBER: builtins.int
+    line: builtins.int
+    report: builtins.bytes
+    """a RankReport; absent: the line has ended"""
+    def __init__(
+        self,
+        *,
+        line: builtins.int = ...,
+        report: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_report", b"_report", "report", b"report"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_report", b"_report", "line", b"line", "report", b"report"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_report", b"_report"]) -> typing.Literal["report"] | None: ...
+
+global___LineReport = LineReport
+
+@typing.final
+class RelayFrame(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    REPORTS_FIELD_NUMBER: builtins.int
+    BEAT_FIELD_NUMBER: builtins.int
+    SILENT_FIELD_NUMBER: builtins.int
+    beat: builtins.bool
+    """every line has beaten again as it did the last time, but those in `silent`"""
+    @property
+    def reports(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LineReport]: ...
+    @property
+    def silent(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        reports: collections.abc.Iterable[global___LineReport] | None = ...,
+        beat: builtins.bool = ...,
+        silent: collections.abc.Iterable[builtins.int] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["beat", b"beat", "reports", b"reports", "silent", b"silent"]) -> None: ...
+
+global___RelayFrame = RelayFrame
+
+@typing.final
+class LineOrder(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    LINES_FIELD_NUMBER: builtins.int
+    ORDER_FIELD_NUMBER: builtins.int
+    order: builtins.bytes
+    """a ControllerOrder; absent: these lines have ended"""
+    @property
+    def lines(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        lines: collections.abc.Iterable[builtins.int] | None = ...,
+        order: builtins.bytes | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_order", b"_order", "order", b"order"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_order", b"_order", "lines", b"lines", "order", b"order"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_order", b"_order"]) -> typing.Literal["order"] | None: ...
+
+global___LineOrder = LineOrder
+
+@typing.final
+class RelayOrders(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    ORDERS_FIELD_NUMBER: builtins.int
+    @property
+    def orders(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___LineOrder]: ...
+    def __init__(
+        self,
+        *,
+        orders: collections.abc.Iterable[global___LineOrder] | None = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["orders", b"orders"]) -> None: ...
+
+global___RelayOrders = RelayOrders
+
+@typing.final
 class GetStatusRequest(google.protobuf.message.Message):
     """--------------------------------------------------------------------------------------------- operators and launchers"""
 
@@ -1770,10 +1854,13 @@ class ReportFaultRequest(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     PIDS_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
+    EXIT_CODE_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
     reason: builtins.str
     kind: global___FaultKind.ValueType
+    exit_code: builtins.int
+    """of the accused ranks' processes; 0: not known"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1793,8 +1880,9 @@ class ReportFaultRequest(google.protobuf.message.Message):
         kind: global___FaultKind.ValueType = ...,
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
+        exit_code: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 
@@ -1816,6 +1904,72 @@ class ReportFaultResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accused", b"accused", "text", b"text"]) -> None: ...
 
 global___ReportFaultResponse = ReportFaultResponse
+
+@typing.final
+class GetVerdictRequest(google.protobuf.message.Message):
+    """A launcher begins or ends, and says how its ranks have ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    host: builtins.str
+    """as its ranks name it"""
+    starts: builtins.bool
+    """it starts ranks now: what became of the last launch is no verdict any more"""
+    code: builtins.int
+    """exit code that it would leave with by itself"""
+    def __init__(
+        self,
+        *,
+        host: builtins.str = ...,
+        starts: builtins.bool = ...,
+        code: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "host", b"host", "starts", b"starts"]) -> None: ...
+
+global___GetVerdictRequest = GetVerdictRequest
+
+@typing.final
+class GetVerdictResponse(google.protobuf.message.Message):
+    """What becomes of the job: the same for all launchers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    HOSTS_FIELD_NUMBER: builtins.int
+    code: builtins.int
+    """64, 70, 75 or 0; absent: this controller knows of no end"""
+    text: builtins.str
+    """why"""
+    final: builtins.bool
+    """starting again does not help, however many restarts are left"""
+    incarnation: builtins.int
+    term: builtins.int
+    @property
+    def hosts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of which no launcher has asked at its end yet"""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.int | None = ...,
+        text: builtins.str = ...,
+        final: builtins.bool = ...,
+        incarnation: builtins.int = ...,
+        term: builtins.int = ...,
+        hosts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_code", b"_code", "code", b"code"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_code", b"_code"]) -> typing.Literal["code"] | None: ...
+
+global___GetVerdictResponse = GetVerdictResponse
 
 @typing.final
 class SaveNowRequest(google.protobuf.message.Message):

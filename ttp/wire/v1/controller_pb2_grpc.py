@@ -19,6 +19,11 @@ class ControllerStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RankReport.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.ControllerOrder.FromString,
                 )
+        self.Relay = channel.stream_stream(
+                '/ttp.wire.v1.Controller/Relay',
+                request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.FromString,
+                )
         self.GetStatus = channel.unary_unary(
                 '/ttp.wire.v1.Controller/GetStatus',
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetStatusRequest.SerializeToString,
@@ -39,13 +44,25 @@ class ControllerStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.FromString,
                 )
+        self.GetVerdict = channel.unary_unary(
+                '/ttp.wire.v1.Controller/GetVerdict',
+                request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.FromString,
+                )
 
 
 class ControllerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Attach(self, request_iterator, context):
-        """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects.
+        """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Relay(self, request_iterator, context):
+        """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -79,6 +96,13 @@ class ControllerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetVerdict(self, request, context):
+        """One exit code for the whole job: every launcher asks at its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -86,6 +110,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RankReport.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.ControllerOrder.SerializeToString,
+            ),
+            'Relay': grpc.stream_stream_rpc_method_handler(
+                    servicer.Relay,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.SerializeToString,
             ),
             'GetStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetStatus,
@@ -106,6 +135,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.SaveNow,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.SerializeToString,
+            ),
+            'GetVerdict': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVerdict,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -131,6 +165,23 @@ class Controller(object):
         return grpc.experimental.stream_stream(request_iterator, target, '/ttp.wire.v1.Controller/Attach',
             ttp_dot_wire_dot_v1_dot_controller__pb2.RankReport.SerializeToString,
             ttp_dot_wire_dot_v1_dot_controller__pb2.ControllerOrder.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Relay(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(request_iterator, target, '/ttp.wire.v1.Controller/Relay',
+            ttp_dot_wire_dot_v1_dot_controller__pb2.RelayFrame.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_controller__pb2.RelayOrders.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
 
@@ -199,5 +250,22 @@ class Controller(object):
         return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Controller/SaveNow',
             ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.SerializeToString,
             ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetVerdict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Controller/GetVerdict',
+            ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

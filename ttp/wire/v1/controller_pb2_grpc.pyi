@@ -4,8 +4,7 @@ isort:skip_file
 The wire of ttp: ranks report, the controller orders.
 
 Versioning: `Hello.protocol_major` must equal the controller's, or the stream is refused with Refused{PROTOCOL}; fields
-and messages are only ever added within a major version. A stream may speak for several ranks (a relay per host): every
-message names the rank it is from or for.
+and messages are only ever added within a major version. Every message names the rank it is from or for.
 """
 
 import abc
@@ -73,7 +72,13 @@ class ControllerStub:
         ttp.wire.v1.controller_pb2.RankReport,
         ttp.wire.v1.controller_pb2.ControllerOrder,
     ]
-    """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+    """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    Relay: grpc.StreamStreamMultiCallable[
+        ttp.wire.v1.controller_pb2.RelayFrame,
+        ttp.wire.v1.controller_pb2.RelayOrders,
+    ]
+    """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     GetStatus: grpc.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -99,12 +104,24 @@ class ControllerStub:
     ]
     """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
 
+    GetVerdict: grpc.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        ttp.wire.v1.controller_pb2.GetVerdictResponse,
+    ]
+    """One exit code for the whole job: every launcher asks at its end."""
+
 class ControllerAsyncStub:
     Attach: grpc.aio.StreamStreamMultiCallable[
         ttp.wire.v1.controller_pb2.RankReport,
         ttp.wire.v1.controller_pb2.ControllerOrder,
     ]
-    """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+    """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    Relay: grpc.aio.StreamStreamMultiCallable[
+        ttp.wire.v1.controller_pb2.RelayFrame,
+        ttp.wire.v1.controller_pb2.RelayOrders,
+    ]
+    """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     GetStatus: grpc.aio.UnaryUnaryMultiCallable[
         ttp.wire.v1.controller_pb2.GetStatusRequest,
@@ -130,6 +147,12 @@ class ControllerAsyncStub:
     ]
     """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
 
+    GetVerdict: grpc.aio.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        ttp.wire.v1.controller_pb2.GetVerdictResponse,
+    ]
+    """One exit code for the whole job: every launcher asks at its end."""
+
 class ControllerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
     def Attach(
@@ -137,7 +160,15 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         request_iterator: _MaybeAsyncIterator[ttp.wire.v1.controller_pb2.RankReport],
         context: _ServicerContext,
     ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.ControllerOrder], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.ControllerOrder]]:
-        """One stream per rank, or one per host through a relay. Ends without a Goodbye: the ranks it spoke for are suspects."""
+        """One stream per rank. Ends without a Goodbye: the rank it spoke for is a suspect."""
+
+    @abc.abstractmethod
+    def Relay(
+        self,
+        request_iterator: _MaybeAsyncIterator[ttp.wire.v1.controller_pb2.RelayFrame],
+        context: _ServicerContext,
+    ) -> typing.Union[collections.abc.Iterator[ttp.wire.v1.controller_pb2.RelayOrders], collections.abc.AsyncIterator[ttp.wire.v1.controller_pb2.RelayOrders]]:
+        """One stream per host: each rank has a line in it, which is what a stream of its own is. All end with it."""
 
     @abc.abstractmethod
     def GetStatus(
@@ -170,5 +201,13 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ttp.wire.v1.controller_pb2.SaveNowResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.SaveNowResponse]]:
         """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
+
+    @abc.abstractmethod
+    def GetVerdict(
+        self,
+        request: ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ttp.wire.v1.controller_pb2.GetVerdictResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.GetVerdictResponse]]:
+        """One exit code for the whole job: every launcher asks at its end."""
 
 def add_ControllerServicer_to_server(servicer: ControllerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,164 @@
+"""The stream of a relay: every line in it is to the driver what a stream of its own is."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import grpc
+
+from ttp.controller.connection import ORDERS_MAX
+from ttp.controller.driver import Driver
+from ttp.core import controller_events as ce
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.core.relay import LineId, Unfolded, folded
+from ttp.wire.convert import WireError
+from ttp.wire.relay import LINES_MAX, orders_to_wire, parse_frame
+from ttp.wire.v1 import controller_pb2 as pb
+
+log = logging.getLogger("ttp.controller")
+
+
+class Line:
+    """One rank behind a relay; see ``Peer``.
+
+    Args:
+        id: never used twice.
+        line: its number at the relay.
+        link: the relay's stream.
+    """
+
+    __slots__ = ("_link", "closing", "id", "line", "peer")
+
+    def __init__(self, id: ce.ConnectionId, line: LineId, link: RelayLink) -> None:
+        self.id, self.line, self.closing = id, line, False
+        self.peer = link.peer
+        self._link = link
+
+    def put(self, order: m.Order) -> bool:
+        """See ``Peer``; a refusal is the last one."""
+        if self.closing:
+            return True
+        if not self._link.put(self.line, order):
+            self.closing = True
+            return False
+        if isinstance(order, m.Refused):
+            self.end()
+        return True
+
+    def end(self) -> None:
+        """See ``Peer``."""
+        if not self.closing:
+            self.closing = True
+            self._link.end(self)
+
+
+class RelayLink:
+    """See the module.
+
+    Args:
+        driver: gets what the ranks say.
+        cancel: ends the stream even if its peer does not read.
+        peer: address of the relay, as gRPC names it.
+    """
+
+    def __init__(self, driver: Driver, cancel: Callable[[], object], peer: str = "") -> None:
+        self.peer = peer
+        self._driver, self._cancel = driver, cancel
+        self._unfolded = Unfolded()
+        self._lines: dict[LineId, Line] = {}
+        self._orders: list[tuple[LineId, m.Order | None]] = []
+        self._wake = asyncio.Event()
+        self._over = False
+        log.info("a relay has opened a stream")
+
+    # --------------------------------------------------------------------------------------------------------- inwards
+
+    async def read(self, frames: AsyncIterator[bytes]) -> None:
+        """Until the stream ends."""
+        try:
+            async for data in frames:
+                frame, problems = parse_frame(data)
+                self._driver.feed_all(self._events(self._unfolded.reports(frame)))
+                for line, problem in problems.items():
+                    self._refuse(line, problem)
+        except WireError as problem:
+            log.warning("a relay is not understood, its stream is ended: %s", problem)
+        except (grpc.RpcError, asyncio.CancelledError):
+            pass  # the stream broke; what that means for each rank is decided by the machine
+        except Exception:
+            if not self._driver.closed:  # then grpc has an exception of its own for every read
+                log.exception("a relay could not be served; its stream is ended")
+        finally:
+            self.close()
+
+    def _events(self, reports: Iterator[tuple[LineId, m.Report | None]]) -> Iterator[ce.Event]:
+        for line, report in reports:
+            if report is None:
+                ended = self._lines.pop(line, None)
+                if ended is not None:
+                    self._driver.disconnect(ended)
+                continue
+            known = self._lines.get(line)
+            if known is None:
+                if not isinstance(report, m.Hello):
+                    continue  # of a line that this controller has ended
+                known = self._open(line)
+            if not known.closing:
+                yield ce.Received(known.id, report)
+
+    def _open(self, line: LineId) -> Line:
+        if len(self._lines) >= LINES_MAX:
+            raise WireError(f"more than {LINES_MAX} ranks")
+        opened = self._driver.admit(lambda id: Line(id, line, self))
+        self._lines[line] = opened
+        return opened
+
+    def _refuse(self, line: LineId, problem: str) -> None:
+        log.warning("line %s of a relay is refused: %s", line, problem)
+        refused = self._lines.get(line) or self._open(line)
+        refused.put(m.Refused(Rank(-1), m.RefusalCode.MALFORMED, problem))
+
+    # -------------------------------------------------------------------------------------------------------- outwards
+
+    def put(self, line: LineId, order: m.Order) -> bool:
+        """Queue an order; false: nobody reads them, and the stream is ended."""
+        if len(self._orders) >= ORDERS_MAX:
+            self._cancel()
+            return False
+        self._orders.append((line, order))
+        self._wake.set()
+        return True
+
+    def end(self, line: Line) -> None:
+        """Nothing follows for this line."""
+        self._orders.append((line.line, None))
+        self._wake.set()
+        asyncio.get_running_loop().call_soon(self._ended, line)
+
+    def _ended(self, line: Line) -> None:
+        if self._lines.get(line.line) is line:
+            del self._lines[line.line]
+        self._unfolded.closed(line.line)
+        self._driver.disconnect(line)
+
+    async def orders(self) -> AsyncIterator[pb.RelayOrders]:
+        """What goes down: all that has come together since the last was written."""
+        while not self._over:
+            await self._wake.wait()
+            self._wake.clear()
+            orders, self._orders = self._orders, []
+            if orders:
+                yield orders_to_wire(folded(orders))
+            self._over = self._over or self._driver.closed
+
+    def close(self) -> None:
+        """The stream has ended, and every line with it."""
+        self._over = True
+        self._wake.set()
+        lines, self._lines = self._lines, {}
+        for line in lines.values():
+            line.closing = True
+            self._driver.disconnect(line)

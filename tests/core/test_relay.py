@@ -1,0 +1,196 @@
+"""A relay between ranks and controller: each line says what a stream of its own would have said."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.core.talk import hello
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.relay import FRESH, HOLD_S, Frame, LineId, Relay, Unfolded, folded, ordered
+
+LINES = 4
+BEAT_S = 1.0
+LAYOUT = Layout.data_parallel(LINES)
+
+
+def beat(rank: int, version: int, activity: str = "") -> m.Heartbeat:
+    return m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE, activity=activity)
+
+
+def frozen(rank: int) -> m.Frozen:
+    return m.Frozen(Rank(rank), "i", Version(7), m.Phase.IDLE, final=True)
+
+
+def fault(rank: int) -> m.Fault:
+    return m.Fault(Rank(rank), Rank(rank), m.FaultKind.EXCEPTION, "boom", "", "")
+
+
+def relay_of(ranks: int) -> Relay:
+    """All have said hello, and have beaten once."""
+    relay = Relay(BEAT_S)
+    for rank in range(ranks):
+        relay.reported(LineId(rank), hello(rank, LAYOUT), 0.0)
+        relay.reported(LineId(rank), beat(rank, 1), 0.0)
+    assert relay.take(0.0) is not None
+    return relay
+
+
+# What may happen at the ranks' end: seconds pass, a rank beats, says something else, or its stream ends.
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["wait", "beat", "frozen", "fault", "end", "freeze"]),
+        st.integers(0, LINES - 1),
+        st.integers(1, 3),
+        st.sampled_from([0.0, 0.001, 0.3, 1.0]),
+    ),
+    max_size=60,
+)
+
+
+@given(STEPS)
+def test_the_controller_hears_what_it_would_have_heard_without(steps: list[tuple[str, int, int, float]]) -> None:
+    relay, unfolded, now = Relay(BEAT_S), Unfolded(), 0.0
+    said: dict[LineId, list[m.Report | None]] = {}
+    heard: dict[LineId, list[m.Report | None]] = {}
+    lines = {rank: LineId(rank) for rank in range(LINES)}
+    for rank, line in lines.items():
+        relay.reported(line, hello(rank, LAYOUT), now)
+        said[line] = [hello(rank, LAYOUT)]
+
+    def take() -> None:
+        frame = relay.take(now)
+        for line, report in unfolded.reports(frame) if frame is not None else ():
+            heard.setdefault(line, []).append(report)
+
+    for what, rank, version, wait_s in steps:
+        line = lines[rank]
+        report = {"beat": beat(rank, version), "frozen": frozen(rank), "fault": fault(rank)}.get(what)
+        if report is not None:
+            relay.reported(line, report, now)
+            said[line].append(report)
+        elif what == "end":
+            relay.ended(line, now)
+            said[line].append(None)
+            lines[rank] = LineId(max(said) + 1)  # it comes back on another stream
+            relay.reported(lines[rank], hello(rank, LAYOUT), now)
+            said[lines[rank]] = [hello(rank, LAYOUT)]
+        elif what == "freeze":
+            relay.told([line], m.Freeze(Rank(rank), 1, "i", "c", snapshot=False))
+        now += wait_s
+        take()
+    now += 2 * BEAT_S
+    take()
+    for line, reports in said.items():
+        assert without_beats(heard[line]) == without_beats(reports)
+        assert is_subsequence(heard_once(heard[line]), reports)  # nothing is made up, nothing overtakes
+        if reports[-1] is not None:
+            assert last_beat(heard[line]) == last_beat(reports)
+
+
+def without_beats(reports: list[m.Report | None]) -> list[m.Report | None]:
+    return [report for report in reports if not isinstance(report, m.Heartbeat)]
+
+
+def heard_once(reports: list[m.Report | None]) -> list[m.Report | None]:
+    """Without beats that repeat the beat before: the relay vouches for the line."""
+    found: list[m.Report | None] = []
+    last: m.Report | None = None
+    for report in reports:
+        if not isinstance(report, m.Heartbeat) or report != last:
+            found.append(report)
+        last = report if isinstance(report, m.Heartbeat) else last
+    return found
+
+
+def last_beat(reports: list[m.Report | None]) -> m.Report | None:
+    return next((report for report in reversed(reports) if isinstance(report, m.Heartbeat)), None)
+
+
+def is_subsequence(part: list[m.Report | None], whole: list[m.Report | None]) -> bool:
+    rest = iter(whole)
+    return all(item in rest for item in part)
+
+
+def test_evidence_goes_up_at_once_and_is_not_behind_beats() -> None:
+    relay = relay_of(LINES)
+    relay.reported(LineId(0), beat(0, 2), 0.5)
+    assert relay.take(0.5) is None  # a beat has time
+    relay.reported(LineId(1), fault(1), 0.5)
+    assert relay.take(0.5) == Frame(((LineId(1), fault(1)),))
+
+
+def test_what_a_rank_said_earlier_arrives_earlier() -> None:
+    relay = relay_of(LINES)
+    relay.reported(LineId(0), beat(0, 2), 0.5)
+    relay.reported(LineId(0), fault(0), 0.5)
+    assert relay.take(0.5) == Frame(((LineId(0), beat(0, 2)), (LineId(0), fault(0))))
+
+
+def test_one_frame_stands_for_all_that_beat_and_names_the_silent() -> None:
+    relay = relay_of(LINES)
+    for second in (1, 2):
+        for rank in range(LINES - 1):
+            relay.reported(LineId(rank), beat(rank, 1 + (rank == 0) * second), second - 0.01)
+        frame = relay.take(float(second))
+        assert frame is not None and frame.beat
+        assert frame.reports == ((LineId(0), beat(0, 1 + second)),)
+        assert frame.silent == (() if second < FRESH else (LineId(LINES - 1),))
+
+
+def test_a_new_activity_is_said_at_once() -> None:
+    relay = relay_of(LINES)
+    relay.reported(LineId(0), beat(0, 1, "saving"), 0.5)
+    assert relay.take(0.5) == Frame(((LineId(0), beat(0, 1, "saving")),))
+
+
+def test_answers_of_a_host_go_up_together_but_wait_for_nobody_for_long() -> None:
+    relay = relay_of(LINES)
+    relay.told([LineId(rank) for rank in range(LINES)], m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    for rank in range(LINES - 1):
+        relay.reported(LineId(rank), frozen(rank), 0.5)
+    assert relay.take(0.5) is None and relay.deadline() == 0.5 + HOLD_S
+    late = relay.take(0.5 + HOLD_S)
+    assert late is not None and len(late.reports) == LINES - 1
+    relay.reported(LineId(LINES - 1), frozen(LINES - 1), 0.7)
+    last = relay.take(0.7)
+    assert last is not None and len(last.reports) == 1  # nobody is left to wait for
+
+
+def test_the_answers_do_not_wait_for_one_that_is_lost() -> None:
+    relay = relay_of(2)
+    relay.told([LineId(0), LineId(1)], m.Freeze(Rank(0), 1, "i", "c", snapshot=False))
+    relay.reported(LineId(0), frozen(0), 0.5)
+    relay.ended(LineId(1), 0.5)
+    assert relay.take(0.5) == Frame(((LineId(0), frozen(0)), (LineId(1), None)))
+
+
+def test_an_order_for_all_comes_down_once() -> None:
+    def freeze(rank: int, incident: str = "i") -> m.Freeze:
+        return m.Freeze(Rank(rank), 1, incident, "c", snapshot=False)
+
+    welcome = m.Welcome(Rank(0), 1, 1, "x")
+    orders: list[tuple[LineId, m.Order | None]] = [
+        *((LineId(rank), freeze(rank)) for rank in range(3)),
+        (LineId(0), welcome),
+        (LineId(1), welcome),
+        (LineId(2), freeze(2, "another")),
+        (LineId(2), None),
+    ]
+    together = folded(orders)
+    assert [len(lines) for lines, _ in together] == [3, 1, 1, 1, 1]
+    back = [
+        (line, None if order is None else ordered(order, Rank(int(line)) if isinstance(order, m.Freeze) else Rank(0)))
+        for lines, order in together
+        for line in lines
+    ]
+    assert back == orders
+
+
+def test_a_relay_without_ranks_says_nothing() -> None:
+    relay = relay_of(1)
+    relay.ended(LineId(0), 0.5)
+    assert relay.take(0.5) is not None
+    assert relay.take(5.0) == Frame((), beat=True)  # the last one
+    assert relay.deadline() is None

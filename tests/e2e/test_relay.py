@@ -1,0 +1,118 @@
+"""Relays in real jobs: two hosts of two ranks each, and SIGKILL of ranks and relays; nothing is lost, not a bit."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import Job, newest_of_survivors
+from tests.e2e.shards import bits_of, unbroken
+from tests.ports import free_port
+
+STEPS = 12
+TIMEOUT_S = 400
+
+pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+
+
+def fault(rank: int, step: int = 4) -> dict[str, Any]:
+    return {"id": f"kill{rank}", "ranks": [rank], "step": step, "phase": "data", "action": "kill"}
+
+
+def logs(job: Job) -> str:
+    return "\n".join(path.read_text() for path in job.directory.rglob("controller.log"))
+
+
+def relays_of(job: Job) -> int:
+    """How often a relay has come to a controller."""
+    return logs(job).count("a relay has opened a stream")
+
+
+def assert_saved_and_resumed(job: Job, dead: set[int], tmp_path: Path) -> None:
+    (committed,) = job.committed()
+    assert committed >= newest_of_survivors(job, 0, dead)
+    assert job.starts() == [0, committed], job.story()
+    whole = unbroken(tmp_path / "unbroken", "hsdp", STEPS)
+    for mine, theirs in zip(bits_of(job.directory), whole, strict=True):
+        assert mine == theirs, sorted(mine ^ theirs)
+
+
+@pytest.mark.parametrize(
+    "victim", [pytest.param(2, id="the-relay"), pytest.param(3, id="behind-it", marks=pytest.mark.slow)]
+)
+def test_a_relay_that_is_a_rank(tmp_path: Path, victim: int) -> None:
+    """Without a launcher the first rank of each host is its relay; rank 2 is that of the second one."""
+    job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(victim)])
+    job.env = {"JOB_KIND": "hsdp", "TTP_RELAY": "on"}
+    assert job.live(TIMEOUT_S / 3) == [-9 if rank == victim else 75 for rank in range(4)], job.story()
+    assert relays_of(job) == 2, logs(job)
+    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
+    assert_saved_and_resumed(job, {victim}, tmp_path)
+
+
+def test_a_relay_that_is_a_rank_dies_while_the_job_is_saved(tmp_path: Path) -> None:
+    """Rank 1 is lost; when the plan is made, rank 2 is killed: a saver, and the relay of another one."""
+    job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(1)])
+    job.env = {"JOB_KIND": "hsdp", "TTP_RELAY": "on"}
+    over = threading.Event()
+    killer = threading.Thread(target=kill_at_the_plan, args=(job, 2, over))
+    killer.start()
+    codes = job.live(TIMEOUT_S / 3)
+    over.set()
+    killer.join()
+    assert (codes[0], codes[1], codes[3]) == (75, -9, 75), job.story()
+    assert codes[2] in (75, -9), job.story()
+    assert job.live(TIMEOUT_S / 3) == [0] * 4, job.story()
+    assert_saved_and_resumed(job, {1, 2}, tmp_path)
+
+
+def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
+    """SIGKILL, as soon as the controller has written down that it saves."""
+    while not over.wait(0.002):
+        for path in job.directory.glob("checkpoints/incidents/*.jsonl"):
+            if '"kind": "plan"' in path.read_text():
+                with contextlib.suppress(psutil.Error, ProcessLookupError):
+                    os.kill(pid_of(job, rank), signal.SIGKILL)
+                return
+
+
+def pid_of(job: ForkedJob, rank: int) -> int:
+    for process in psutil.process_iter(["environ", "pid"]):
+        environ = process.environ() if process.info["environ"] else {}
+        if environ.get("JOB_DIR") == str(job.directory) and environ.get("RANK") == str(rank):
+            return int(process.info["pid"])
+    raise ProcessLookupError(rank)
+
+
+@pytest.mark.slow
+def test_a_relay_in_the_launcher_dies_while_training(make_job: Callable[..., Job]) -> None:
+    """Its ranks go on by themselves; when one of them is killed after that, the other three save."""
+    port = str(free_port())
+    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    job = make_job(ranks=4, steps=400, max_restarts=0, nodes=nodes, hosts=["one", "two"])
+    job.env = {"TTP_RELAY": "on"}
+    job.start()
+    job.wait_for_version(3)
+    os.kill(job.processes[1].pid, signal.SIGKILL)
+    job.processes.pop().wait()
+    reached = max(value for _, kind, value in job.notes(0) if kind == "version")
+    job.wait_for_version(reached + 3, rank=3)  # three steps of all ranks without it
+    victim = next(p for p in psutil.process_iter(["environ"]) if of_rank(p.info["environ"] or {}, job, 3))
+    victim.kill()
+    assert job.wait(TIMEOUT_S / 2) == 75, job.story()
+    assert relays_of(job) == 2, logs(job)
+    (committed,) = job.committed()
+    assert committed >= newest_of_survivors(job, 0, {3})
+
+
+def of_rank(environ: dict[str, str], job: Job, rank: int) -> bool:
+    return environ.get("JOB_DIR") == str(job.directory) and environ.get("RANK") == str(rank)

@@ -1,0 +1,304 @@
+"""The relay of a host: ranks here open their streams to it, and it holds one to the controller for all of them.
+
+It lives in the launcher's agent, or without one in the first rank of the host. Ranks find it by a file in the run
+directory, and say to which controller they want: failing over works as without it. A rank whose relay is gone connects
+to the controller by itself. What is decided here is decided by ``ttp.core.relay``.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import itertools
+import json
+import logging
+import os
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ttp.config import Config
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.core.relay import LineId, Relay, ordered
+from ttp.wire import access, tls
+from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub, target
+from ttp.wire.convert import WireError, order_to_wire, report_from_wire
+from ttp.wire.relay import frame_to_wire, orders_from_wire
+from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import controller_pb2_grpc as rpc
+
+log = logging.getLogger("ttp.relay")
+
+AUTO_RANKS = 256
+"""With ``TTP_RELAY=auto`` jobs of more ranks have relays."""
+TO_KEY = "ttp-to"
+"""Metadata of a rank's stream: host:port of the controller that it is meant for."""
+RELAYED = "through the relay of this host: "
+"""Begins the reason for the end of a stream where it is not the relay that has ended."""
+CLOSE_S = 1.0
+ACCEPT_S = 60.0
+"""A controller that needs longer to accept the relay is not waited for."""
+
+
+def wanted(config: Config, world_size: int) -> bool:
+    """Whether ranks of such a job go through relays."""
+    return config.relay == "on" or (config.relay == "auto" and world_size > AUTO_RANKS)
+
+
+def _file(config: Config, run_dir: Path) -> Path:
+    return run_dir / f"relay-{(config.host or socket.gethostname()).replace('/', '_')[:100]}.json"
+
+
+def port_of_relay(config: Config, run_dir: Path) -> int | None:
+    """Where the relay of this host listens on loopback; None: there is none whose process lives."""
+    try:
+        found = json.loads(_file(config, run_dir).read_text())
+        port, pid = int(found["port"]), int(found["pid"])
+        os.kill(pid, 0)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return port
+
+
+@dataclass(slots=True)
+class _Local:
+    """The stream of one rank to this relay."""
+
+    id: LineId
+    orders: queue.SimpleQueue[m.Order | _Ended] = field(default_factory=queue.SimpleQueue)
+    rank: Rank = Rank(-1)  # noqa: RUF009 - an int
+
+
+@dataclass(frozen=True, slots=True)
+class _Ended:
+    """Nothing follows for a line; ``code`` OK: the controller has ended it."""
+
+    code: Any = grpc.StatusCode.OK
+    text: str = ""
+
+
+class _Threads(concurrent.futures.Executor):
+    """A thread for each call, which lasts as long as a stream; the process does not wait for it when it ends."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
+        """See Executor."""
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as problem:
+                future.set_exception(problem)
+
+        threading.Thread(target=run, name="ttp-relay", daemon=True).start()
+        return future
+
+
+class RelayServer(rpc.ControllerServicer):
+    """See the module. Serves ``Attach`` alone, on loopback.
+
+    Args:
+        config: the job's; ``heartbeat_s``, and what it asks whoever calls.
+        run_dir: where ranks look for it.
+        accepted: called when a stream of a rank, or the one to a controller, stands; gets the port at its server's end.
+
+    Raises:
+        RuntimeError: no port can be had.
+        ConfigError: TLS is asked for and cannot be had.
+    """
+
+    def __init__(self, config: Config, run_dir: Path, accepted: Callable[[int], None] = lambda port: None) -> None:
+        self._config, self._accepted = config, accepted
+        self._file = _file(config, run_dir)
+        self._lock = threading.Lock()
+        self._uplinks: dict[str, _Uplink] = {}
+        self._server = grpc.server(
+            _Threads(),
+            options=SERVER_OPTIONS,
+            interceptors=access.guards(config),
+        )
+        rpc.add_ControllerServicer_to_server(self, self._server)
+        self.port = tls.add_port(self._server, target(access.LOOPBACK, 0))
+        if self.port == 0:
+            raise RuntimeError("no port can be had on loopback")
+        self._server.start()
+        self._announce()
+
+    def _announce(self) -> None:
+        fresh = self._file.with_suffix(f".{os.getpid()}")
+        fresh.write_text(json.dumps({"port": self.port, "pid": os.getpid()}))
+        fresh.replace(self._file)
+
+    def close(self) -> None:
+        """The streams of the ranks end; those that still run open others."""
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(self._file.read_text()).get("port") == self.port:
+                self._file.unlink()
+        self._server.stop(grace=None).wait(CLOSE_S)
+        with self._lock:
+            uplinks = list(self._uplinks.values())
+        for uplink in uplinks:
+            uplink.abort()
+
+    def Attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:  # noqa: N802
+        """See the proto: what a rank says and hears. Which controller it means is in the metadata."""
+        to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
+        if not to:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, no controller")
+        uplink, local = self._open(to)
+        context.add_callback(lambda: local.orders.put(_Ended()))
+        problem = uplink.wait_accepted()
+        if problem is not None:
+            context.abort(problem.code, problem.text)
+        context.send_initial_metadata(())
+        self._accepted(self.port)
+        threading.Thread(target=_read, args=(request_iterator, uplink, local), name="ttp-relay", daemon=True).start()
+        try:
+            while isinstance(order := local.orders.get(), _Ended) is False:
+                yield order_to_wire(ordered(order, local.rank))
+            if order.code is not grpc.StatusCode.OK:
+                context.abort(order.code, order.text)
+        finally:
+            self._leave(uplink, local)
+
+    def _open(self, to: str) -> tuple[_Uplink, _Local]:
+        with self._lock:
+            uplink = self._uplinks.get(to)
+            if uplink is None or uplink.over:
+                uplink = self._uplinks[to] = _Uplink(to, self._config, self._accepted)
+            return uplink, uplink.open()
+
+    def _leave(self, uplink: _Uplink, local: _Local) -> None:
+        with self._lock:
+            uplink.leave(local)
+            if uplink.over and self._uplinks.get(uplink.to) is uplink:
+                del self._uplinks[uplink.to]
+
+
+def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> None:
+    """What a rank says, until its stream ends."""
+    with contextlib.suppress(Exception):  # the stream broke: that is what its end says
+        for message in reports:
+            try:
+                report = report_from_wire(message)
+            except WireError as problem:
+                log.warning("a rank says what is not understood: %s", problem)
+                break
+            if isinstance(report, m.Hello):
+                local.rank = report.rank
+            uplink.reported(local, report)
+    local.orders.put(_Ended())
+
+
+class _Uplink:
+    """The stream to one controller. Its machine belongs to the thread that gRPC reads the frames from.
+
+    Args:
+        to: host:port of the controller.
+        config: the job's.
+        accepted: see ``RelayServer``.
+    """
+
+    def __init__(self, to: str, config: Config, accepted: Callable[[int], None]) -> None:
+        self.to, self.over = to, False
+        self._ids = itertools.count(1)
+        self._lines: dict[LineId, _Local] = {}
+        self._machine = Relay(config.heartbeat_s)
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answered = threading.Event()
+        self._problem: _Ended | None = None
+        host, _, port = to.rpartition(":")
+        self._port, self._note = int(port), accepted
+        self._channel = open_channel(host.strip("[]"), self._port)
+        self._call: Any = stub(self._channel).Relay(self._frames(), metadata=metadata(config.token))
+        threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
+
+    def open(self) -> _Local:
+        """Another rank has come."""
+        local = _Local(LineId(next(self._ids)))
+        self._lines[local.id] = local
+        return local
+
+    def leave(self, local: _Local) -> None:
+        """A rank has gone; with the last one goes the stream."""
+        self._lines.pop(local.id, None)
+        self._inbox.put(lambda: self._machine.ended(local.id, time.monotonic()))
+        if not self._lines:
+            self.over = True
+            self._inbox.put(None)
+
+    def reported(self, local: _Local, report: m.Report) -> None:
+        """A rank says something."""
+        self._inbox.put(lambda: self._machine.reported(local.id, report, time.monotonic()))
+
+    def wait_accepted(self) -> _Ended | None:
+        """Until the controller has accepted the stream; why it has not."""
+        if not self._answered.wait(ACCEPT_S):
+            return _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}no controller answers at {self.to}")
+        return self._problem
+
+    def abort(self) -> None:
+        """Drop the stream."""
+        self._inbox.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _frames(self) -> Iterator[pb.RelayFrame]:
+        """What goes up. Whatever waits in the inbox goes together."""
+        going_on = True
+        while going_on:
+            due = self._machine.deadline()
+            wait_s = None if due is None else max(0.0, due - time.monotonic())
+            with contextlib.suppress(queue.Empty):
+                item = self._inbox.get(timeout=wait_s)
+                while item is not None:
+                    item()
+                    item = self._inbox.get_nowait()
+                going_on = False
+            frame = self._machine.take(time.monotonic())
+            if frame is not None:
+                yield frame_to_wire(frame)
+
+    def _read(self) -> None:
+        """What comes down, to those for whom it is meant."""
+        end = _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}the controller ended the stream")
+        try:
+            self._call.initial_metadata()
+            self._note(self._port)
+            self._answered.set()
+            for message in self._call:
+                self._pass_on(message)
+        except grpc.RpcError as problem:
+            code = problem.code() if isinstance(problem, grpc.Call) else grpc.StatusCode.UNAVAILABLE
+            text = problem.details() if isinstance(problem, grpc.Call) else str(problem)
+            code = grpc.StatusCode.UNAVAILABLE if code in (None, grpc.StatusCode.OK) else code
+            end = _Ended(code, f"{RELAYED}{text}")
+        except Exception as problem:  # ranks have to hear of every end
+            log.exception("the relay stumbled")
+            end = _Ended(grpc.StatusCode.INTERNAL, repr(problem))
+        self.over, self._problem = True, end
+        self._answered.set()
+        for local in list(self._lines.values()):
+            local.orders.put(end)
+        self._inbox.put(None)
+        self._channel.close()
+
+    def _pass_on(self, message: pb.RelayOrders) -> None:
+        try:
+            for lines, order in orders_from_wire(message):
+                if order is None:
+                    self._inbox.put(lambda lines=tuple(lines): [self._machine.closed(line) for line in lines])  # type: ignore[misc]
+                elif isinstance(order, m.Freeze):
+                    self._inbox.put(lambda lines=tuple(lines), order=order: self._machine.told(lines, order))  # type: ignore[misc]
+                for local in filter(None, map(self._lines.get, lines)):
+                    local.orders.put(_Ended() if order is None else order)
+        except WireError as problem:
+            log.warning("orders that are not understood: %s", problem)
