@@ -19,14 +19,16 @@ import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import ttp.wire.v1
-from tests.controller.conftest import Controller
+from tests.controller.conftest import Controller, hello
 from ttp.adapters.mindspore.barrier import _Heard
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.layout import Rank
+from ttp.core.relay import Frame, LineId
 from ttp.processor.copies import CopyStore
 from ttp.processor.copy_wire import Receiver
 from ttp.wire.channel import metadata, open_channel
+from ttp.wire.relay import frame_to_wire, orders_from_wire
 from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2
 from ttp.wire.v1 import barrier_pb2_grpc as barrier_rpc
 from ttp.wire.v1 import buddy_pb2_grpc as buddy_rpc
@@ -210,6 +212,16 @@ def attach(job: Any) -> None:
     assert order.code in (m.RefusalCode.FENCED, m.RefusalCode.OTHER_JOB, m.RefusalCode.RANK_TAKEN), order
 
 
+def relayed(job: Any) -> None:
+    """A line of it is what a stream is: its rank is refused, and nothing else happens."""
+    old = hello(0, launch=0, nonce="old", pid=1000)
+    frame = frame_to_wire(Frame(((LineId(1), old),)))
+    call = job.controller.stub.Relay(iter([frame]), metadata=job.metadata, timeout=WAIT_S)
+    ((lines, order),) = unchanged(job, lambda: list(orders_from_wire(next(call)))[:1])
+    assert lines == [LineId(1)] and isinstance(order, m.Refused)
+    call.cancel()
+
+
 def report_fault(job: Any) -> None:
     """It names the process that has ended, and that is none of this launch."""
     request = pb.ReportFaultRequest(ranks=[0], pids=[1000], reason="signal 9", kind=pb.FAULT_KIND_EXITED)
@@ -272,6 +284,7 @@ def come(job: Any) -> None:
 
 REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Controller/Attach": attach,
+    "/ttp.wire.v1.Controller/Relay": relayed,
     "/ttp.wire.v1.Controller/GetStatus": reads_only,
     "/ttp.wire.v1.Controller/WatchEvents": watch,
     "/ttp.wire.v1.Controller/ReportFault": report_fault,
