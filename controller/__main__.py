@@ -29,6 +29,9 @@ log = logging.getLogger("ttp.controller")
 
 OWNER_CHECK_S = 1.0
 
+QUIET_BEATS, DOUBT_BEATS, DOUBT_MIN_S = 1.25, 2.0, 1.0
+"""A host is looked at when it misses a heartbeat, and doubted after two, but not sooner than after a second."""
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line of a controller."""
@@ -81,6 +84,8 @@ def patience_of(config: Config, args: argparse.Namespace) -> Patience:
         hang_s=config.hang_s,
         heartbeat_s=config.heartbeat_s,
         silent_s=3 * config.heartbeat_s,
+        quiet_s=QUIET_BEATS * config.heartbeat_s,
+        doubt_s=max(DOUBT_MIN_S, DOUBT_BEATS * config.heartbeat_s),
         standbys=config.standbys,
     )
 

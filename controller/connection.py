@@ -21,6 +21,8 @@ class Peer(Protocol):
     """A stream of its own, or a line of a relay, as the driver sees it."""
 
     id: ConnectionId
+    peer: str
+    """Address of the other end, as gRPC names it."""
     closing: bool
 
     def put(self, order: m.Order) -> bool:
@@ -36,10 +38,11 @@ class Connection:
     Args:
         id: never used twice.
         cancel: ends the stream even if its peer does not read.
+        peer: address of the other end, as gRPC names it.
     """
 
-    def __init__(self, id: ConnectionId, cancel: Callable[[], object]) -> None:
-        self.id = id
+    def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
+        self.id, self.peer = id, peer
         self.closing = False
         """What comes in is not looked at any more."""
         self._cancel = cancel

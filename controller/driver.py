@@ -15,6 +15,7 @@ from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Journal
+from ttp.controller.sockets import Sockets
 from ttp.core import controller_events as ce
 from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
@@ -88,6 +89,7 @@ class Driver:
         self._connections: dict[ce.ConnectionId, Peer] = {}
         self._ids = itertools.count(1)
         self._sequence = itertools.count(1)
+        self._sockets = Sockets()
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
@@ -97,9 +99,9 @@ class Driver:
 
     # --------------------------------------------------------------------------------------------------------- inwards
 
-    def connect(self, cancel: Callable[[], object]) -> Connection:
-        """A stream was opened; ``cancel`` ends it."""
-        return self.admit(lambda id: Connection(id, cancel))
+    def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
+        """A stream was opened by ``peer``, as gRPC names it; ``cancel`` ends it."""
+        return self.admit(lambda id: Connection(id, cancel, peer))
 
     def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
         """A stream was opened, or a line of a relay, which ``make`` writes to."""
@@ -221,6 +223,9 @@ class Driver:
                     self._calls.put_nowait(call)
             case ce.AnswerNotice(_, problem):
                 self._problem = problem
+            case ce.LookAt(host, connections):
+                peers = (self._connections[c].peer for c in connections if c in self._connections)
+                asyncio.get_running_loop().call_soon(self.feed, ce.LookedAt(host, self._sockets.silent_s(peers)))
             case ce.Stop(reason):
                 log.info("stopping: %s", reason)
                 self.stopped.set()

@@ -30,10 +30,11 @@ class Line:
         link: the relay's stream.
     """
 
-    __slots__ = ("_link", "closing", "id", "line")
+    __slots__ = ("_link", "closing", "id", "line", "peer")
 
     def __init__(self, id: ce.ConnectionId, line: LineId, link: RelayLink) -> None:
         self.id, self.line, self.closing = id, line, False
+        self.peer = link.peer
         self._link = link
 
     def put(self, order: m.Order) -> bool:
@@ -60,9 +61,11 @@ class RelayLink:
     Args:
         driver: gets what the ranks say.
         cancel: ends the stream even if its peer does not read.
+        peer: address of the relay, as gRPC names it.
     """
 
-    def __init__(self, driver: Driver, cancel: Callable[[], object]) -> None:
+    def __init__(self, driver: Driver, cancel: Callable[[], object], peer: str = "") -> None:
+        self.peer = peer
         self._driver, self._cancel = driver, cancel
         self._unfolded = Unfolded()
         self._lines: dict[LineId, Line] = {}

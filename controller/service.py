@@ -57,7 +57,7 @@ class ControllerService(rpc.ControllerServicer):
         """See the proto. Reports come in as bytes, see ``RawReports``."""
         task = asyncio.current_task()
         assert task is not None
-        connection = self._driver.connect(task.cancel)
+        connection = self._driver.connect(task.cancel, context.peer())
         reader = asyncio.create_task(self._read(request_iterator, connection))
         try:
             await context.send_initial_metadata(())
@@ -89,7 +89,7 @@ class ControllerService(rpc.ControllerServicer):
         """See the proto. Frames come in as bytes, see ``RawReports``."""
         task = asyncio.current_task()
         assert task is not None
-        link = RelayLink(self._driver, task.cancel)
+        link = RelayLink(self._driver, task.cancel, context.peer())
         reader = asyncio.create_task(link.read(request_iterator))
         try:
             await context.send_initial_metadata(())

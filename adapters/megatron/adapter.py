@@ -20,16 +20,17 @@ from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, Tracke
 from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
-from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter
+from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.barrier import UpdateBarrier
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.combined import combined
 from ttp.adapters.torch.device import devices_of
 from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import attach
+from ttp.adapters.torch.hooks import Calls, attach
 from ttp.adapters.torch.job_state import JobState
 from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
+from ttp.adapters.torch.reporting import DeviceReporter
 from ttp.adapters.torch.restore import Restored
 from ttp.adapters.torch.tail import Tail
 from ttp.core.layout import Layout, Version
@@ -123,6 +124,9 @@ class MegatronAdapter(TorchAdapter):
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
+        calls = Calls(before_gate=lambda: self._at_gate(processor, barrier), after_update=self._note_increment)
+        if source.preimage is not None:
+            calls = calls._replace(before_update=source.preimage.take)
         self._attachment = attach(
             self._held.stepping,
             self._chunks[0],
@@ -131,9 +135,7 @@ class MegatronAdapter(TorchAdapter):
             tail=self._tail,
             fence=source.finished,
             version=lambda: processor.gate.version,
-            before_gate=lambda: self._at_gate(processor, barrier),
-            before_update=source.preimage.take if source.preimage is not None else lambda _version: None,
-            after_update=self._note_increment,
+            calls=calls,
         )
         self._syncs.attach(self._held.stepping)
         source.exchanges = True  # parameters are gathered before the scheduler is stepped

@@ -32,30 +32,30 @@ def meet_at(address: str, port: int, rank: int | None = None) -> None:
     """
     current = session.current()
     if current.config.port is None:
-        if rank is not None:
-            _check_home(rank, address)
+        # Any worker of that host starts the controller, and finds it there.
+        os.environ["MASTER_ADDR"] = _home(address, rank)
         current.config = replace(current.config, port=port)
         session.configure_logging(current.config)
-        if address:  # any worker of that host starts the controller, and finds it there
-            os.environ["MASTER_ADDR"] = address
-        else:
-            os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     elif current.config.port != port:
         log.info("the controller listens on port %d (TTP_PORT), not on %d", current.config.port, port)
 
 
-def _check_home(rank: int, address: str) -> None:
+def _home(address: str, rank: int | None) -> str:
+    """The program's word; of a loopback address, which each host takes for itself, the launcher's, if it has one."""
     try:
         told = in_torchruns_names(os.environ)
     except ConfigError:  # whoever needs to know its rank will say so
-        return
-    if told.get("WORLD_SIZE", "").isdecimal() and rank >= int(told["WORLD_SIZE"]):
+        told = dict(os.environ)
+    if rank is not None and told.get("WORLD_SIZE", "").isdecimal() and rank >= int(told["WORLD_SIZE"]):
         raise ConfigError(f"ctrl_rank_id={rank} is no rank: the job has {told['WORLD_SIZE']} workers, counted from 0")
-    if told.get("RANK") == str(rank) and not is_local(address):
+    if not address or address == "localhost" or address.startswith("127.") or address == "::1":
+        return told.get("MASTER_ADDR") or address or "127.0.0.1"
+    if rank is not None and told.get("RANK") == str(rank) and not is_local(address):
         raise ConfigError(
             f"ctrl_rank_id={rank} is this worker, and ctrl_ip={address!r:.100} is no address of this host: the "
             "controller would run nowhere. Give the address of the host of that rank"
         )
+    return address
 
 
 def join(

@@ -3,49 +3,38 @@
 from __future__ import annotations
 
 import logging
-import random
-import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.between import BetweenSteps
-from ttp.adapters.torch.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
-from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.device import devices_of
-from ttp.adapters.torch.exchange import connected, gather_bytes, gather_or_refuse, refuse_everywhere
+from ttp.adapters.torch.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import Attachment, attach, gathering
+from ttp.adapters.torch.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.inner import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
-from ttp.adapters.torch.names import ModelNames, module_tensors
+from ttp.adapters.torch.names import ModelNames
 from ttp.adapters.torch.preimage import PreImage
-from ttp.adapters.torch.reader import load, read_values
-from ttp.adapters.torch.restore import Restored, restore_into
+from ttp.adapters.torch.reporting import DeviceReporter
+from ttp.adapters.torch.restoring import Restoring
 from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource
-from ttp.adapters.torch.table import items_of
 from ttp.adapters.torch.tail import Tail, listed
 from ttp.adapters.torch.trial import Trial, try_before_training
 from ttp.adapters.torch.turns import Turns
 from ttp.adapters.torch.unsaved import refuse_detached_schedule, refuse_unsaved
 from ttp.adapters.torch.untouched import Untouched
-from ttp.core.agreement import agree
-from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import Candidate, RestoreView
+from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
-from ttp.processor.local_piece import why_lost
-from ttp.store.encoding import decode, encode
-from ttp.store.manifest import Manifest
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -57,7 +46,7 @@ _POLL_S = 5e-5
 """Between two looks of a training thread that stays where it is until the world is thawed."""
 
 
-class TorchAdapter:
+class TorchAdapter(Restoring):
     """See ``ttp.session.Adapter``.
 
     Args:
@@ -155,81 +144,83 @@ class TorchAdapter:
 
     def attach(self, processor: Processor) -> None:
         """Hook into optimizer and model; report to ``processor``."""
-        self._processor = processor
+        self._processor, source = processor, self._source
         sharding = self.sharding(processor.env.world_size)
-        averages = bool(self._extra.modules)
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
-        members = members_of(self._optimizer)
-        self._tail = Tail(
-            members,
-            scheduler=self._schedulers,
-            scaler=self._scaler,
-            averages=averages,
-            runtimes=self._source.runtimes if self._scaler is not None else (),
-        )
         ddps = ddps_of(self._model)
-        buckets = LayoutWatch(ddps, self._names)
-        self._trial = trial = Trial(members, self._model, self._names, self._source.everything)
-        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
-        if not is_sharded(self._optimizer):  # else it deals out itself what is added
-            mine = processor.layout.shards_of(Rank(processor.env.rank))
-            trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
-        self._source.tail, self._source.buckets = self._tail, buckets
-        self._source.exchanges = is_sharded(self._optimizer)
+        tail = self._tail = source.tail = self._make_tail()
+        self._buckets = source.buckets = LayoutWatch(ddps, self._names)
+        self._trial = self._make_trial(processor, sharding)
+        source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
-            modules = self._extra.modules.values()
-            self._source.preimage = PreImage(inner_of(self._optimizer), modules, self._source.runtimes)
-        barrier = self._barrier = self._make_barrier(processor)
-
-        def before_gate() -> None:
-            trial.before_update()
-            if barrier is not None:
-                barrier.wait()
-
-        def after_update() -> None:
-            self._updated(buckets)
-            trial.update_finished()
-
-        reporter = DeviceReporter(processor, self._source) if self._source.on_device else processor
+            source.preimage = PreImage(inner_of(self._optimizer), self._extra.modules.values(), source.runtimes)
+        self._barrier = self._make_barrier(processor)
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
-        turns = Turns(_names(takers), skipped=self._tail.skipped, scaled=self._scaler is not None, hidden=hidden)
-        between = self._between(turns, takers, len(processor.layout.groups) > 1)
+        turns = Turns(_names(takers), skipped=tail.skipped, scaled=self._scaler is not None, hidden=hidden)
+        gate = processor.gate
         self._attachment = attach(
             takers,
             self._model,
-            reporter,
+            DeviceReporter(processor, source) if source.on_device else processor,
             self._capture,
-            tail=self._tail,
+            tail=tail,
             turns=turns,
-            untouched=None if gathering(self._model) else Untouched(self._given, self._source.on_host),
-            fence=self._source.finished,
-            version=lambda: processor.gate.version,
-            before_gate=before_gate,
-            before_update=self._source.preimage.take if self._source.preimage is not None else lambda _version: None,
-            before_turn=between.before_turn if self._undo is None else lambda _version, _number: None,
-            after_update=after_update,
+            untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
+            fence=source.finished,
+            version=lambda: gate.version,
             ddps=ddps,
-            after_end=self._after_end,
+            calls=self._calls(turns, takers, len(processor.layout.groups) > 1),
         )
-        self._source.connect(processor, self._attachment, sharding)
-        self._capture.capture(processor.gate.version, final=True)
+        source.connect(processor, self._attachment, sharding)
+        self._capture.capture(gate.version, final=True)
 
-    def _between(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> BetweenSteps:
+    def _make_tail(self) -> Tail:
+        return Tail(
+            members_of(self._optimizer),
+            scheduler=self._schedulers,
+            scaler=self._scaler,
+            averages=bool(self._extra.modules),
+            runtimes=self._source.runtimes if self._scaler is not None else (),
+        )
+
+    def _make_trial(self, processor: Processor, sharding: Sharding) -> Trial:
+        trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
+        buckets = self._buckets
+        trial.problems = lambda: buckets.look_again(self._model, resumed=self._resumed)
+        if not is_sharded(self._optimizer):  # else it deals out itself what is added
+            mine = processor.layout.shards_of(Rank(processor.env.rank))
+            trial.saved = lambda: {name for shard in mine for name in sharding.parameters_of(shard)}
+        return trial
+
+    def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
+        """What is to be done around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
         modules, runtimes = self._extra.modules.values(), self._source.runtimes
-        self._source.between = BetweenSteps(
+        between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtimes, reserve=False)
         )
-        return self._source.between
+        self._between = between if turns.several else None
+        calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
+        if self._source.preimage is not None:
+            return calls._replace(before_update=self._source.preimage.take)
+        return calls._replace(before_turn=between.before_turn)
 
-    def _updated(self, buckets: LayoutWatch) -> None:
-        assert self._source.between is not None
-        self._source.between.after_update()
-        buckets.update_finished()
+    def _before_gate(self) -> None:
+        self._trial.before_update()
+        if self._barrier is not None:
+            self._barrier.wait()
+
+    def _updated(self) -> None:
+        if self._between is not None:
+            self._between.after_update()
+        if self._buckets.unsettled:
+            self._buckets.update_finished()
+        if self._trial.due:
+            self._trial.update_finished()
 
     def _after_end(self) -> None:
         if self._source.exchanges:
@@ -272,105 +263,6 @@ class TorchAdapter:
         """See ``ttp.step_done``."""
         if self._attachment is not None:
             self._attachment.step_done()
-
-    # --------------------------------------------------------------------------------------------------- restoring
-
-    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """Agree through the default process group where there is one; alone otherwise."""
-        mine = RestoreView(Rank(0), found, skipped)
-        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return agree([mine])
-        return agree(_gather_views(mine))
-
-    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put a checkpoint that was verified into the registered objects.
-
-        Raises:
-            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
-        """
-        manifest = Manifest.load(checkpoint)
-        elsewhere = self.sharding(world_size).elsewhere() if connected(world_size) else ()
-        restored = restore_into(
-            checkpoint,
-            manifest,
-            model=self._model,
-            optimizer=self._optimizer,
-            scheduler=self._schedulers,
-            scaler=self._scaler,
-            elsewhere=elsewhere,
-        )
-        self._resumed = True
-        self._load_modules(checkpoint, manifest)
-        if manifest.extra.get("disputed"):
-            log.warning(
-                "replicas of %s differed when version %s was saved; nobody could tell which was right: watch the loss",
-                ", ".join(map(str, manifest.extra["disputed"])),
-                manifest.version,
-            )
-        for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
-            log.warning("restored version %s, but %s", restored.version, note)
-        if self._tail is not None:
-            self._tail.restored(restored.version)
-        for fence in (self._source.begun, self._source.finished):
-            fence.record(restored.version)
-        self._source.forget_images()
-        if protected:
-            self._capture.capture(restored.version, final=True)
-        return Version(restored.version)
-
-    def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
-        """Averages of the weights and other modules given as extra state."""
-        items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
-        values = read_values(checkpoint, items).get("extra", {})
-        for name, module in self._extra.modules.items():
-            if name in values and any(map(is_distributed, module.parameters())):
-                load(
-                    checkpoint, manifest, {"extra": {name: {k: t.detach() for k, t in module_tensors(module).items()}}}
-                )
-            elif name in values:
-                module.load_state_dict(values[name])
-            else:
-                log.warning("extra_state[%r] was not saved: it begins anew", name)
-
-    def _load_local(
-        self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
-    ) -> list[str]:
-        """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
-        constant = restored.job.extra.get("constant", {})
-        same_world = self._same_places(manifest, world_size)
-        local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
-        if local is None:
-            reseed(restored.version, self._number(rank, world_size))
-            notes = self._extra.restore(constant)
-            why = why_lost(manifest.pieces, rank) if same_world else "this job is another world"
-            return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
-        if same_world:
-            return self._capture.restore(
-                type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
-            )
-        reseed(restored.version, self._number(rank, world_size))
-        notes = self._extra.restore({**constant, **local.extra})
-        return [
-            *notes,
-            f"{manifest.world_size} ranks saved it and {world_size} restore it"
-            + (", in another layout" if world_size == manifest.world_size else "")
-            + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
-        ]
-
-    def _number(self, rank: int, world_size: int) -> int:
-        """What tells the random streams of ranks apart beside their seeds.
-
-        Nothing where there are several shards: ranks of one tensor-parallel group have to draw the same.
-        """
-        several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
-        return 0 if several else rank
-
-    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
-        """Whether a rank of this job is the rank of that number in the job that saved: the same world, cut alike."""
-        if world_size != manifest.world_size or not connected(world_size):
-            return world_size == manifest.world_size
-        here = self.sharding(world_size).layout.groups.values()
-        return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
 
 
 def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
@@ -416,74 +308,3 @@ def _schedulers(given: Any) -> list[Any]:
         unpack = isinstance(inside, (list, tuple)) and inside and not isinstance(each, LRScheduler)
         found += _schedulers(list(inside)) if unpack and inside is not None else [each]
     return found
-
-
-class DeviceReporter:
-    """Marks on the device where a gradient is reduced and where an update begins, to tell what has happened there."""
-
-    def __init__(self, processor: Processor, source: TorchSource) -> None:
-        self._processor, self._reduced, self._begun = processor, source.reduced, source.begun
-        self._host_values = source.host_values
-
-    @property
-    def mark(self) -> int:
-        """See ``UpdateReporter``."""
-        return self._processor.mark
-
-    @mark.setter
-    def mark(self, mark: int) -> None:
-        self._processor.mark = mark
-
-    @property
-    def activity(self) -> str:
-        """See ``UpdateReporter``."""
-        return self._processor.activity
-
-    @activity.setter
-    def activity(self, activity: str) -> None:
-        self._processor.activity = activity
-
-    def begin_update(self, again: bool = False) -> None:
-        """See ``UpdateReporter``."""
-        self._reduced.record(self._processor.gate.version + 1)
-        self._processor.begin_update(again)
-        self._begun.record(self._processor.gate.version + 1)
-
-    def stand_between(self) -> None:
-        """See ``UpdateReporter``."""
-        self._processor.stand_between()
-
-    def leave_update(self) -> None:
-        """See ``UpdateReporter``."""
-        self._processor.leave_update()
-
-    def end_update(self) -> None:
-        """See ``UpdateReporter``."""
-        try:
-            self._host_values.note(self._processor.gate.version + 1)
-        except Exception as problem:  # a save of this version will say so
-            log.debug("what the optimizer keeps on the host is not noted: %s", problem)
-        self._processor.end_update()
-
-
-def reseed(version: int, rank: int) -> None:
-    """New random streams that depend on the job's seed, the version and the rank, and on nothing else."""
-    seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % (1 << 32))
-
-
-def _gather_views(mine: RestoreView) -> list[RestoreView]:
-    """Every rank's view."""
-    data = encode(
-        {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
-    )
-    views = []
-    for rank, blob in enumerate(gather_bytes(data)):
-        seen = decode(blob)
-        candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
-        views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
-    return views

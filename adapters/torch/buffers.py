@@ -73,10 +73,6 @@ class Entry:
         """Bytes."""
         return self.tensor.numel() * self.tensor.element_size()
 
-    def is_current(self) -> bool:
-        """Whether the module still has this tensor under this name, in the same memory."""
-        return self.owner.get(self.key) is self.tensor and self.tensor.data_ptr() == self.address
-
     def stamp(self) -> Hashable:
         """Equal stamps promise equal bytes; None promises nothing."""
         return (self.serial, self.tensor._version) if self.counted else None
@@ -94,6 +90,11 @@ class BufferTable:
         self.small: list[Entry] = []
         self.large: list[Entry] = []
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
+        self._owners: list[dict[str, Tensor | None]] = []  # of all, absent ones too
+        self._keys: list[str] = []
+        self._ids: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
         self._uncounted: set[str] = set()
         self.scan()
 
@@ -102,15 +103,18 @@ class BufferTable:
         """Of the small ones and then of the large ones."""
         return tuple(entry.info for entry in (*self.small, *self.large))
 
+    def is_current(self) -> bool:
+        """Whether the module still has these tensors under these names, in the same memory, and no others.
+
+        A ResNet has 160 of them: so nothing here is done by the interpreter for each.
+        """
+        found = [*map(id, map(dict.get, self._owners, self._keys))]
+        return found == self._ids and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+
     def refresh(self) -> None:
         """Scan again if a buffer was replaced since."""
-        for entry in self.small:
-            # The body of Entry.is_current, without the call: a ResNet has 160 of these.
-            if entry.owner.get(entry.key) is not entry.tensor or entry.tensor.data_ptr() != entry.address:
-                return self.scan()
-        if not all(map(Entry.is_current, self.large)) or any(owner.get(key) is not None for owner, key in self._absent):
-            return self.scan()
-        return None
+        if not self.is_current():
+            self.scan()
 
     def scan(self) -> None:
         """Look at the whole module."""
@@ -129,6 +133,12 @@ class BufferTable:
                     self.skipped.append(prefix + key)
                 else:
                     self._add(owner, key, prefix + key, tensor)
+        entries = [*self.small, *self.large]
+        self._owners = [entry.owner for entry in entries] + [owner for owner, _ in self._absent]
+        self._keys = [entry.key for entry in entries] + [key for _, key in self._absent]
+        self._ids = [id(entry.tensor) for entry in entries] + [id(None)] * len(self._absent)
+        self._tensors = [entry.tensor for entry in entries]
+        self._addresses = [entry.address for entry in entries]
 
     def _add(self, owner: nn.Module, key: str, name: str, tensor: Tensor) -> None:
         info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
@@ -173,9 +183,17 @@ class BufferSet:
                 view if view is not None else bytes(_live(entry.tensor.detach().contiguous()))
                 for view, entry in zip(self._views, table.small, strict=True)
             ]
-        return parts, self._capture_large() if table.large else ()
+        return parts, self.capture_large()
 
-    def _capture_large(self) -> list[Kept]:
+    @property
+    def is_live(self) -> bool:
+        """Whether the parts that ``capture`` gave last are those of all small buffers as long as the table holds."""
+        return len(self._plain) == len(self.table.small)
+
+    def capture_large(self) -> Sequence[Kept]:
+        """The second list of ``capture``, where the buffers are still the same."""
+        if not self.table.large:
+            return ()
         if self._captures < _LEARNING_CAPTURES:
             self._captures += 1
             for entry, view in zip(self.table.large, self._large_views, strict=True):

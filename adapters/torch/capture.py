@@ -48,10 +48,18 @@ _UNREADABLE = (
 _Section = tuple[bytes, Sequence[Kept]]
 """An extra state, encoded, and its large arrays."""
 
-_NOWHERE: tuple[int, bytes, object] = (-1, b"", None)
+_NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
 """Version, image and large parts of a provisional page; there is none."""
 
 _GIVEN_UP: _Section = (b"", ())
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +112,11 @@ class LocalCapture:
         self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
         self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
         self._in_page = _NOWHERE
+        self._parts: list[Buffer] = []  # of the image, mostly live memory
+        self._has_kept = False
+        self._first_section = 0  # its place among them
+        self._stands: Callable[[], bool] = _never  # whether they still are all there is, but for buffers
+        self._buffers_stand: Callable[[], bool] = _never  # the same of these
         self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
         self._updates = 0
         self._given_up: dict[str, str] = {}
@@ -123,12 +136,12 @@ class LocalCapture:
             version: the version that the state belongs to.
             final: false before the update of that version, when the rank may still die.
         """
-        page = self._page
-        if page is None:
+        if self._page is None:
             return
-        self._ask(self._names, compare=final and version == self._in_page[0])
+        if self._names:
+            self._ask(self._names, compare=final and version == self._in_page[0])
         self._updates += final
-        self._put(page, version, final)
+        self._put(self._page, version, final)
 
     def look_again(self, version: int) -> None:
         """Just before the update of ``version``: what has changed since the provisional capture goes into the page.
@@ -149,7 +162,14 @@ class LocalCapture:
         for name in names:
             before = self._sections[name]
             section = self._sections[name] = self._capture_extra(name)
-            if compare and (section[0] != before[0] or section[1] is not before[1]):
+            if section[1] is not before[1] or len(section[0]) != len(before[0]):
+                self._stands = _never  # the image is laid out anew
+            elif section[0] != before[0]:
+                if self._parts:
+                    self._parts[self._first_section + self._names.index(name)] = section[0]
+            else:
+                continue
+            if compare:
                 self._moving.add(name)
 
     def _put(self, page: PageWriter, version: int, final: bool) -> None:
@@ -157,17 +177,44 @@ class LocalCapture:
             if self._device is not None:
                 self._stage(self._device, version, final)
                 return
-            parts, kept = self._host.capture() if self._host is not None else ([], ())
-            kept = self._with_apart(kept)
-            image = b"".join((*self._small(), *parts))
-            known = self._in_page
-            if not final and version == known[0] and kept is known[2] and image == known[1]:
-                return
-            self._in_page = _NOWHERE if final else (version, image, kept)
-            self._write(page, version, final, (image,), kept)
+            host = self._host
+            if host is None or not (self._stands() and self._buffers_stand()):
+                kept = self._assemble()
+            elif self._has_kept:
+                kept = self._with_apart(host.capture_large())
+            else:
+                kept = ()
+            image = b"".join(self._parts)
+            if final:
+                self._in_page = _NOWHERE
+            else:
+                known = self._in_page
+                if version == known[0] and image == known[1] and kept is known[2]:
+                    return
+                self._in_page = (version, image, kept)
+            if page.write(version, final, (image,), kept) and self.on_written is not None:
+                self.on_written(version, final)
         except Exception as problem:
             self._host = self._device = None
+            self._stands = _never
             self._give_up("buffers", "the model's buffers", problem)
+
+    def _assemble(self) -> Sequence[Kept]:
+        """Ask for all parts of the image anew; returns what lies apart.
+
+        As long as all of them are live memory, or bytes that only ``_ask`` replaces, the next capture takes what is in
+        them by then.
+        """
+        parts, kept = self._host.capture() if self._host is not None else ([], ())
+        kept = self._with_apart(kept)
+        small = self._small()  # behind that: it describes the buffers that were found
+        self._first_section = len(small) - len(self._sections)
+        self._parts = [*small, *parts]
+        self._has_kept = bool(kept)
+        self._stands = _always if self._rng is None else self._rng.standing() or _never
+        if self._host is not None:
+            self._buffers_stand = self._host.table.is_current if self._host.is_live else _never
+        return kept
 
     def _small(self) -> list[Buffer]:
         """What comes before the buffers. Some parts are live memory."""
@@ -234,14 +281,9 @@ class LocalCapture:
     def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
         page = self._page
         if page is not None:
-            self._write(page, version, final, [head, *staged.parts], staged.kept)
-
-    def _write(
-        self, page: PageWriter, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept]
-    ) -> None:
-        written = page.write(version, final, parts, kept)
-        if written and self.on_written is not None:
-            self.on_written(version, final)
+            written = page.write(version, final, [head, *staged.parts], staged.kept)
+            if written and self.on_written is not None:
+                self.on_written(version, final)
 
     def _give_up(self, part: str, what: str, problem: Exception) -> None:
         if part not in self._given_up:

@@ -78,6 +78,8 @@ class LayoutWatch:
     def __init__(self, ddps: Sequence[Ddp], names: ModelNames) -> None:
         self._ddps, self._names = list(ddps), names
         self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
+        self.unsettled = list(self._watches.values())
+        """Those that have to be told of updates: the others know a layout that stays."""
         _say_hook_state(ddps)
 
     @property
@@ -102,7 +104,9 @@ class LayoutWatch:
         """
         late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
         self._ddps += late
-        self._watches |= {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
+        more = {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
+        self._watches |= more
+        self.unsettled += more.values()
         _say_hook_state(late)
         if resumed and any(missing_layout(ddp) is not None for ddp in late):
             _log.warning(
@@ -120,9 +124,8 @@ class LayoutWatch:
         return [problem for problem in found if problem]
 
     def update_finished(self) -> None:
-        """Call it on the training thread after every update."""
-        for watch in self._watches.values():
-            watch.update_finished()
+        """Call it on the training thread after every update, as long as there is one that is not settled."""
+        self.unsettled = [watch for watch in self.unsettled if watch.update_finished()]
 
     def close(self) -> None:
         """Remove the hooks."""

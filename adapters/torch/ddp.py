@@ -95,8 +95,8 @@ class BucketWatch:
     def __init__(self, ddp: Ddp) -> None:
         self._ddp = ddp
         self._layout: str | None = None
-        self.previous: str | None = self.layout
-        """What ``layout`` was before the last update: for a version that is gone back to."""
+        self._previous: str | None = self.layout
+        self._settled = False
         self._order: dict[int, None] = {}
         self._backwards_to_skip = 1 if ddp.static_graph else 0
         self._polls_left = 0 if ddp.find_unused_parameters and not ddp.static_graph else _POLLS_MAX
@@ -113,12 +113,19 @@ class BucketWatch:
         """For the step after the last finished update; None for the one that DDP begins with. From any thread."""
         return self._layout or _applied.get(self._ddp)
 
-    def update_finished(self) -> None:
-        """Call it on the training thread after every update."""
-        self.previous = self.layout
+    @property
+    def previous(self) -> str | None:
+        """What ``layout`` was before the last update: for a version that is gone back to."""
+        return self.layout if self._settled else self._previous
+
+    def update_finished(self) -> bool:
+        """Call it on the training thread after every update, as long as it returns true: then the layout stays."""
+        self._previous = self.layout
+        self._settled = not self._polls_left
         if self._polls_left:
             self._polls_left -= 1
             self._look()
+        return not self._settled
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -7,8 +7,8 @@ the rates it has set: so one can tell a step that is over from one that is being
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from operator import sub
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -16,8 +16,7 @@ PLAIN = frozenset({float, int, bool, str, type(None)})
 """Types of values that stay as they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
+class Reading(NamedTuple):
     """Where a scheduler was.
 
     Args:
@@ -30,6 +29,10 @@ class Reading:
     counters: tuple[int, ...]
     rates: Any
 
+    def moved(self, now: Reading) -> bool:
+        """Whether a step has begun between this and ``now``, as far as can be told."""
+        return now.counters != self.counters or now.rates is not self.rates
+
 
 class Habit:
     """Methods of one thread at a time, but for ``look``, ``began`` and ``through``.
@@ -38,10 +41,12 @@ class Habit:
         scheduler: anything with ``step`` and ``state_dict``.
     """
 
-    __slots__ = ("leading", "scheduler", "single_steps", "steps_expected")
+    __slots__ = ("_form", "_inner", "leading", "scheduler", "single_steps", "steps_expected")
 
     def __init__(self, scheduler: Any) -> None:
         self.scheduler = scheduler
+        self._form: tuple[list[Any], list[type]] = [], []
+        self._inner: list[Any] = []
         self.leading = False
         """It is stepped before the update."""
         self.single_steps = 0
@@ -52,15 +57,31 @@ class Habit:
     def look(self, before: Reading | None = None) -> Reading:
         """Where it is; with the state of ``before`` if it has not been stepped since."""
         counters, rates = counters_of(self.scheduler), getattr(self.scheduler, "_last_lr", None)
-        if before is not None and (counters or rates is not None) and not self.began(before):
+        tells = bool(counters) or rates is not None
+        if before is not None and tells and rates is before.rates and counters == before.counters:
             return before
-        return Reading(copied(self.scheduler.state_dict()), counters, rates)
+        return Reading(self._state(), counters, rates)
 
-    def steps_since(self, before: Reading) -> int:
-        """How often it was stepped; 0 where it does not count."""
-        now = counters_of(self.scheduler)
-        grown = max((new - old for new, old in zip(now, before.counters, strict=False)), default=0)
-        return min(grown, 1) if _counts_samples(self.scheduler) else grown
+    def _state(self) -> dict[str, Any]:
+        """Copied like any value; from the second time on it is known which few entries can change in place."""
+        state = self.scheduler.state_dict()
+        if type(state) is not dict:
+            return copied(state)
+        form = [*state], [*map(type, state.values())]
+        if form != self._form:
+            self._form, self._inner = form, [key for key, value in state.items() if type(value) not in PLAIN]
+        found = state.copy()
+        for key in self._inner:
+            found[key] = copied(found[key])
+        return found
+
+    def steps_since(self, before: Reading, now: Reading | None = None) -> int:
+        """How often it was stepped, until it was read again; 0 where it does not count."""
+        if now is before:
+            return 0
+        counters = counters_of(self.scheduler) if now is None else now.counters
+        grown = max(map(sub, counters, before.counters), default=0)
+        return 1 if grown > 1 and _counts_samples(self.scheduler) else grown
 
     def began(self, before: Reading) -> bool:
         """Whether a step has begun since, as far as can be told."""
@@ -93,9 +114,11 @@ class Habit:
 
 def counters_of(scheduler: Any) -> tuple[int, ...]:
     """What the scheduler counts its steps with; of one that is made of others, what those do."""
-    found = [value for name in ("_step_count", "last_epoch") if type(value := getattr(scheduler, name, None)) is int]
-    if found:
-        return tuple(found)
+    steps, epoch = getattr(scheduler, "_step_count", None), getattr(scheduler, "last_epoch", None)
+    if type(steps) is int:
+        return (steps, epoch) if type(epoch) is int else (steps,)
+    if type(epoch) is int:
+        return (epoch,)
     if _counts_samples(scheduler):
         return (scheduler.num_steps,)
     for name in ("_schedulers", "schedulers", "scheduler"):

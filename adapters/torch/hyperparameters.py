@@ -10,11 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
+from operator import is_
 from typing import Any
 
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.habit import PLAIN, copied
+
+_FEW = 4
+_chained = chain.from_iterable
 
 Groups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
@@ -31,6 +35,7 @@ class _Columns:
         types: of the values.
         others: where those are that are no numbers: the parameters, tuples.
         copies: the groups, where some values can change in place; None: all of them can only be replaced.
+        few: the groups with their parameters, where they are few: as such they are compared faster.
     """
 
     lengths: list[int]
@@ -39,6 +44,7 @@ class _Columns:
     types: list[type]
     others: list[int]
     copies: Groups | None
+    few: Groups | None
 
     def groups(self) -> Groups:
         """As dictionaries."""
@@ -64,8 +70,10 @@ class Hyperparameters:
     @staticmethod
     def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
         """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
-        olds: Sequence[_Columns | None] = (None,) * len(optimizers) if before is None else before.columns
-        return Hyperparameters([_looked_at(each.param_groups, old) for each, old in zip(optimizers, olds, strict=True)])
+        if before is None:
+            return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
+        now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
+        return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
 
     def groups(self) -> list[Groups]:
         """Of each optimizer."""
@@ -73,15 +81,17 @@ class Hyperparameters:
 
 
 def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
-    lengths, names = [*map(len, groups)], [*chain.from_iterable(groups)]
-    values = [*chain.from_iterable(map(dict.values, groups))]
+    if last is not None and last.few is not None and _equal(groups, last.few):
+        return last
+    lengths, names = [*map(len, groups)], [*_chained(groups)]
+    values = [*_chained(map(dict.values, groups))]
     if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
         return _new(groups, lengths, names, values)
     if _equal(values, last.values):
         return last
     others, known = last.others, last.values
     if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
-        return _Columns(last.lengths, last.names, values, last.types, others, None)
+        return _Columns(last.lengths, last.names, values, last.types, others, None, _few(groups))
     return _new(groups, lengths, names, values)
 
 
@@ -92,7 +102,11 @@ def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], val
     copies = None
     if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
         copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
-    return _Columns(lengths, names, values, types, others, copies)
+    return _Columns(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
+
+
+def _few(groups: list[dict[str, Any]]) -> Groups | None:
+    return [*map(dict.copy, groups)] if len(groups) <= _FEW else None
 
 
 def _equal(values: list[Any], last: list[Any]) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -18,6 +18,8 @@ graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lamb
 """Number of the backward pass that runs on this thread; -1 outside of one."""
 
 _cuda: Any = torch.cuda
+_backends: Any = torch.backends
+_CUDA_BUILT = bool(_backends.cuda.is_built())
 
 _WAY_OUT = (
     "weights would change while other ranks still wait for gradients, and no moment of a step would be one to save. "
@@ -27,7 +29,7 @@ _WAY_OUT = (
 
 def capturing() -> bool:
     """Whether the work of this thread goes into a CUDA graph instead of being done."""
-    return bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
+    return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
 
 
 def refuse_capture() -> None:
@@ -57,14 +59,13 @@ def refuse_in_backward(model: nn.Module) -> None:
             )
 
 
-def in_backward(optimizer: Optimizer) -> None:
-    """Called when ``step()`` begins.
+def refuse_in_step(optimizer: Optimizer) -> NoReturn:
+    """``step()`` begins while a backward pass runs on this thread.
 
     Raises:
-        UsageError: a backward pass runs on this thread.
+        UsageError: always.
     """
-    if graph_task() != -1:
-        raise UsageError(f"{type(optimizer).__name__}.step() was called by a hook in the backward pass: {_WAY_OUT}")
+    raise UsageError(f"{type(optimizer).__name__}.step() was called by a hook in the backward pass: {_WAY_OUT}")
 
 
 class Strangers:
@@ -80,8 +81,11 @@ class Strangers:
         self._optimizers, self._model, self._updating = tuple(optimizers), model, updating
         self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
         me = weakref.ref(self)  # the hook is one of all optimizers in the process: it may not keep a job
+        registered = frozenset(map(id, optimizers))  # alive as long as this hook is
 
         def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if id(optimizer) in registered:
+                return
             strangers = me()
             if strangers is not None and optimizer not in strangers._looked_at:
                 strangers._look_at(optimizer)
@@ -94,7 +98,8 @@ class Strangers:
 
     def _look_at(self, optimizer: Optimizer) -> None:
         if not self._updating() and self._is_stranger(optimizer):
-            in_backward(optimizer)
+            if graph_task() != -1:
+                refuse_in_step(optimizer)
             raise UsageError(
                 f"{type(optimizer).__name__}.step() is about to change parameters of the model that wrap_optimizer() "
                 "was given, but that optimizer was not given to it: its updates would be in no version. Give it all "

@@ -32,8 +32,12 @@ class NoSync:
 
     def withholds(self) -> bool:
         """A backward pass begins: whether nothing of it can leave this rank."""
-        self._reduced = any(d.require_backward_grad_sync or d.require_forward_param_sync for d in self._reducing)
-        return self._usual and not self._reduced
+        for ddp in self._reducing:
+            if ddp.require_backward_grad_sync or ddp.require_forward_param_sync:
+                self._reduced = True
+                return False
+        self._reduced = False
+        return self._usual
 
     def at_gate(self) -> None:
         """All backward passes of the update are through."""

@@ -27,6 +27,7 @@ log = logging.getLogger("ttp.adapters.torch")
 _HEADER = struct.Struct("<4s6I")  # magic; bytes of: python, its gauss, numpy, its gauss, torch, device
 _MAGIC = b"RNG\x01"
 _cuda: Any = torch.cuda
+_backends: Any = torch.backends
 
 
 class RngState:
@@ -49,6 +50,16 @@ class RngState:
         device = _capture_device(self._devices)
         sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
         return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
+
+    def standing(self) -> Callable[[], bool] | None:
+        """To be asked behind ``capture``: what tells whether its parts are still all there is to be said.
+
+        Live memory has become what the stream is now. None: not all of it is live.
+        """
+        host = self._host.standing() if self._live is not None else None
+        if host is None or not _backends.cuda.is_built():
+            return host
+        return None if _cuda.is_initialized() else lambda: host() and not _cuda.is_initialized()
 
     def restore(self, data: bytes) -> list[str]:
         """Put back what ``capture`` gave, joined. Returns notes on streams that this process does not have.

@@ -14,13 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.between import BetweenSteps
 from ttp.adapters.torch.capture import LocalCapture
 from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.cuts import is_distributed
 from ttp.adapters.torch.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.dealing import Share
-from ttp.adapters.torch.device import Fence, Runtime, holder, make_fence, runtimes_on
 from ttp.adapters.torch.extra import ExtraState
 from ttp.adapters.torch.hooks import Attachment
 from ttp.adapters.torch.host_values import HostValues
@@ -29,9 +27,10 @@ from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, 
 from ttp.adapters.torch.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.metadata import finalise
 from ttp.adapters.torch.names import ModelNames, module_tensors
-from ttp.adapters.torch.preimage import Image, PreImage
+from ttp.adapters.torch.preimage import Image
 from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.state import checkpoint_state, model_state, optimizer_state, tensors_in
+from ttp.adapters.torch.standing import Standing
+from ttp.adapters.torch.state import checkpoint_state, model_state, optimizer_state
 from ttp.adapters.torch.table import Path as ItemPath
 from ttp.adapters.torch.tail import Tail
 from ttp.adapters.torch.to_host import HostCopier
@@ -52,18 +51,12 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("ttp.adapters.torch")
 
-INSIDE_S = 5.0
-"""How long a device may stand in the middle of an update, where nothing hangs unless the optimizer exchanges, before
-the update counts as half done."""
 SETTLE_S = 2.0
 """How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
 _POLL_S = 0.002
-_LOOK_S = 0.0005
-COPIES_S = 1.0
-"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
-class TorchSource:
+class TorchSource(Standing):
     """What one rank can save. Made by ``TorchAdapter``; see ``StateSource`` for the contract.
 
     Args:
@@ -88,32 +81,18 @@ class TorchSource:
         extra: ExtraState,
         devices: Sequence[torch.device],
     ) -> None:
-        self._model, self._names, self._optimizer, self._capture, self._extra = model, names, optimizer, capture, extra
-        self.runtimes: Sequence[Runtime] = runtimes_on(devices)
-        """Of the devices, for what waits for nothing."""
-        self.begun: Fence = make_fence(self.runtimes, newest=True)
-        self.finished: Fence = make_fence(self.runtimes)
-        self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
+        self._model, self._names, self._extra = model, names, extra
+        super().__init__(optimizer, capture, devices)
         self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self.on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
-        self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
-        self.preimage: PreImage | None = None
-        self.between: BetweenSteps | None = None
         self.tail: Tail | None = None
         self.buckets: LayoutWatch | None = None
-        self._processor: Processor | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
-        self._attachment: Attachment | None = None
-
-    @property
-    def on_device(self) -> bool:
-        """See ``StateSource``."""
-        return bool(self.runtimes)
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """The hooks are attached. Memory is set aside and kernels are loaded now: at the failure it is too late."""
@@ -131,46 +110,6 @@ class TorchSource:
         """
         return self.tail is None or self.tail.settled() or (self.exchanges and self.tail.foreseen())
 
-    def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """See ``StateSource``.
-
-        The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
-        version before, and stays there as long as nobody aborts the communicator. Inside of an update it is given more
-        time, as what is queued there waits for nobody; so it is where state of that version is on the host already.
-        """
-        marks, since = None, time.monotonic()
-        while (done := self.finished.finished_version()) < version:
-            inside = self.begun.finished_version() > done or self._host_holds_state()
-            now, passed = time.monotonic(), self._marks()
-            if passed != marks:
-                marks, since = passed, now
-            if now >= since + (max(patience_s, INSIDE_S) if inside and patience_s else patience_s):
-                return None if inside else Version(done)
-            time.sleep(_LOOK_S)
-        return version
-
-    def on_host(self, tensor: Tensor) -> bool:
-        """Whether none of the devices holds it."""
-        return holder(self.runtimes, tensor) is None
-
-    def _marks(self) -> tuple[int, ...]:
-        """How far the device has come, as far as can be told: as long as that changes it moves."""
-        fences = (self.reduced, self.begun, self.finished)
-        return (*(fence.finished_version() for fence in fences), self._capture.arrived)
-
-    def _host_holds_state(self) -> bool:
-        """Whether some of the state is on the host, and thereby of the host's version; numbers of others are kept."""
-        assert self._processor is not None
-        version = self._processor.gate.version
-        if self._mixed[0] != version:  # asked again and again
-            self._mixed = version, self._has_state_on_host()
-        return self._mixed[1]
-
-    def _has_state_on_host(self) -> bool:
-        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
-        kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
-        return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
-
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
         self._page_dir, self._incarnation = page_dir, incarnation
@@ -179,43 +118,6 @@ class TorchSource:
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         """See ``StateSource``."""
         self._capture.on_written = changed
-
-    def gradient_ready(self) -> bool:
-        """See ``StateSource``."""
-        processor, attachment = self._processor, self._attachment
-        if processor is None or attachment is None or not attachment.redoable:
-            return False
-        state = processor.gate.state()
-        return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
-
-    @property
-    def has_preimage(self) -> bool:
-        """See ``StateSource``."""
-        preimage = self._preimage_now
-        if self._processor is None or preimage is None:
-            return False
-        state = self._processor.gate.state()
-        if state.phase is Phase.UPDATING:
-            return False
-        if state.phase is Phase.TORN:
-            preimage.wait(COPIES_S)
-            return preimage.version == state.version
-        finished = self.finished.finished_version()  # the host may be ahead of it
-        whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and preimage.whole and preimage.version == finished - 1
-
-    def forget_images(self) -> None:
-        """The state was replaced: what is kept of another one belongs to nothing."""
-        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
-            if preimage is not None:
-                preimage.forget()
-
-    @property
-    def _preimage_now(self) -> PreImage | None:
-        """What the user has asked for, or else what several optimizers need between their steps."""
-        if self.preimage is None and self.between is not None:
-            return self.between.preimage
-        return self.preimage
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""

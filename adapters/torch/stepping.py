@@ -16,6 +16,9 @@ from torch.optim import Optimizer
 _WRAPPER = Optimizer.profile_hook_step(lambda _self: None).__code__
 """The code that calls the hooks and ``step()``, the same for all classes; its variable ``self`` is the optimizer."""
 
+_USUAL = 3
+"""In ``entered``, where nothing is compiled: behind the hook, and what calls it."""
+
 _NEAR = 8
 """So many functions lie between the wrapper and what asks, at most."""
 
@@ -38,12 +41,13 @@ class Stepping:
         """``step()`` begins."""
         if not self.depth:
             self._thread = threading.get_ident()
-            self._shows = _is_near(sys._getframe())
+            self._shows = sys._getframe(_USUAL).f_code is _WRAPPER or _is_near(sys._getframe())
         self.depth += 1
 
-    def returned(self) -> None:
-        """``step()`` has returned."""
-        self.depth = max(0, self.depth - 1)
+    def returned(self) -> int:
+        """``step()`` has returned; how many calls still run."""
+        self.depth = depth = max(0, self.depth - 1)
+        return depth
 
     def was_left(self, *, entering: bool = False) -> bool:
         """Whether calls were left by an exception; from then on they are forgotten. On any thread.

@@ -19,8 +19,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from operator import is_
+from typing import Any, NamedTuple
 
 from torch.optim import Optimizer
 
@@ -36,8 +37,7 @@ _SCALING = "_per_optimizer_states"
 _FOUND_INF = "found_inf "
 
 
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
+class _Snapshot(NamedTuple):
     """The state of one version.
 
     Args:
@@ -122,7 +122,7 @@ class Tail:
             self._end_tail()
         self._entered = True
 
-    def update_finished(self, version: int, *, whole: bool = False) -> None:
+    def update_finished(self, version: int, whole: bool = False) -> None:
         """The copy is of ``version`` now.
 
         Args:
@@ -130,11 +130,11 @@ class Tail:
             whole: the tail is through too: the user says when a step is done.
         """
         last = self._snapshot
-        if not self._open and self._scaler is None:  # with a scaler it may be the step after a skipped update
-            for habit, before in zip(self._habits, last.schedules, strict=True):
-                habit.leading = habit.leading or (habit.began(before) and not whole)
         self._older.append(last)
-        self._snapshot = self._take(version, last)
+        now = self._snapshot = self._take(version, last)
+        if not (self._open or whole or self._scaler is not None):  # or it may be the step after a skipped update
+            for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
+                habit.leading = habit.leading or before.moved(after)
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
@@ -144,11 +144,13 @@ class Tail:
 
     def _end_tail(self) -> None:
         last = self._snapshot
-        for habit, before in zip(self._habits, last.schedules, strict=True):
-            habit.tail_ended(habit.steps_since(before))
-        self._snapshot = self._after(last, training=True)
-        self._updates_expected = self._snapshot.updated
+        now = self._after(last, training=True)
+        for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
+            habit.tail_ended(habit.steps_since(before, after))
+        self._updates_expected = now.updated
         self._tails += 1
+        self._entered = True  # first: whoever reads what follows finds that nothing is due on top of it
+        self._snapshot = now
         self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
@@ -203,7 +205,7 @@ class Tail:
         moment, or it is what was kept when the update ended.
         """
         for _ in range(_READS_MAX):
-            entered, tail_open, last = self._entered, self._open, self._snapshot
+            last, entered, tail_open = self._snapshot, self._entered, self._open
             found = self._of(version)
             if found is not last or not tail_open:
                 return found, [False] * len(self._habits)
@@ -245,10 +247,14 @@ class Tail:
 
     def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
         """All of it, as of now; what has not changed is that of ``last``."""
-        before: Sequence[Reading | None] = (None,) * len(self._habits) if last is None else last.schedules
-        schedules = tuple(map(Habit.look, self._habits, before))
-        scaler = None if self._scaler is None else self._brought(_scaler_numbers(self._scaler) | self._found_infs())
-        groups = Hyperparameters.of(self._optimizers, None if last is None else last.groups)
+        if last is None:
+            schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
+        else:
+            schedules = tuple(map(Habit.look, self._habits, last.schedules))
+            groups = Hyperparameters.of(self._optimizers, last.groups)
+        if self._scaler is None:
+            return _Snapshot(version, schedules, None, groups)
+        scaler = self._brought(_scaler_numbers(self._scaler) | self._found_infs())
         return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
 
     def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
@@ -257,14 +263,16 @@ class Tail:
         Numbers on a device are asked for on the training thread only, in the order of its work: read by anybody else
         they may be those before the update that the host has queued. So to others that update is still due.
         """
-        if self._is_updated(last) and not last.updated and (training or not self._scales_elsewhere):
-            last = replace(last, scaler=self._brought(_scaler_numbers(self._scaler)), updated=True)
+        news = self._scaler is not None and not last.updated and self._is_updated(last)
+        if news and (training or not self._scales_elsewhere):
+            last = last._replace(scaler=self._brought(_scaler_numbers(self._scaler)), updated=True)
         if not schedules or not self._habits:
             return last
         now = tuple(map(Habit.look, self._habits, last.schedules))
-        if all(new is old for new, old in zip(now, last.schedules, strict=True)):
+        if all(map(is_, now, last.schedules)):
             return last
-        return replace(last, schedules=now, groups=Hyperparameters.of(self._optimizers, last.groups))
+        groups = Hyperparameters.of(self._optimizers, last.groups)
+        return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated)
 
     def _is_updated(self, last: _Snapshot) -> bool:
         return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)

@@ -99,10 +99,11 @@ class Trial:
         self.saved: Callable[[], Collection[str]] = self._all
         """Names of the parameters that this rank's shards have."""
         self._devices = _devices(model)
-        self._groups = self._count()
+        self._groups = [len(each.param_groups) for each in self._optimizers]
         self._said: set[str] = set()
         self._found = ""
-        self._due = True
+        self.due = True
+        """Whether ``update_finished`` has something to do."""
         self._thread: threading.Thread | None = None
         self._checked = False
 
@@ -115,24 +116,21 @@ class Trial:
         if not self._checked:
             self._checked = True
             self._refuse_replaced()
-        if self._groups != (groups := self._count()):
-            self._groups, self._due = groups, True
+        if self._groups != (groups := [len(each.param_groups) for each in self._optimizers]):
+            self._groups, self.due = groups, True
             self._refuse_unsaved()
         if self._thread is not None:
             self._finish(self._thread)
 
     def update_finished(self) -> None:
         """An update is made, and may be reported."""
-        if self._due and self._thread is None:
-            self._due = False
+        if self.due and self._thread is None:
+            self.due = False
             self._found = "; ".join(self.problems())
             self._thread = threading.Thread(target=self._try, name="ttp-trial", daemon=True)
             self._thread.start()
 
     # ------------------------------------------------------------------------------------------------------- private
-
-    def _count(self) -> list[int]:
-        return [len(optimizer.param_groups) for optimizer in self._optimizers]
 
     def _all(self) -> set[str]:
         """Names of what is trained; looks at the model again where there is something new."""

@@ -54,12 +54,16 @@ class Turns:
         self.interleaved: bool | None = False if self.order is not None else None
         """Whether backward passes come between the steps of a version; None: not known yet."""
         self.by_hand = False
-        """Whether the loop says itself, by ``step_done()``, when a version ends."""
-
-    @property
-    def several(self) -> bool:
+        """Whether the loop says itself, by ``step_done()``, when a version ends. Set by ``ends_by_hand``."""
+        self.several = len(names) > 1
         """Whether there is more than one optimizer."""
-        return len(self._names) > 1
+        self.simple = len(names) == 1 and not hidden
+        """Whether each step makes a version: then nothing else here needs to be asked, or told."""
+
+    def ends_by_hand(self) -> bool:
+        """From now on the loop says when a version ends. Whether it did before."""
+        before, self.by_hand, self.simple = self.by_hand, True, False
+        return before
 
     @property
     def stands_between(self) -> bool:

@@ -41,10 +41,11 @@ class Untouched:
         self._steps = 0
         self._mark: _Mark | None = None
 
-    def stepped(self) -> None:
-        """A step has changed the weights."""
+    def stepped(self) -> bool:
+        """A step has changed the weights. Whether anything is to be looked at from now on."""
         self._mark = None
         self._steps += 1
+        return self._always or self._steps <= _STEPS_WATCHED[-1]
 
     def backward(self) -> None:
         """A backward pass has begun, outside of any step.

@@ -23,7 +23,7 @@ def test_the_same_seed_is_the_same_run(ttp: Ttp) -> None:
 
 def test_what_is_asked_for_is_played(ttp: Ttp) -> None:
     said = ttp(
-        "simulate", "--ranks", 6, "--shards", 2, "--hosts", 3, "--steps", 4, "--faults", "kill:5@0.12", "--trace"
+        "simulate", "--ranks", 6, "--shards", 2, "--hosts", 3, "--steps", 4, "--faults", "kill:5@0.15", "--trace"
     )
     assert said.code == 0
     assert "rank 5#0     is killed" in said.out
@@ -57,7 +57,7 @@ def test_a_broken_run_is_a_command(ttp: Ttp, monkeypatch: pytest.MonkeyPatch) ->
         (["--ranks", 2, "--hosts", 3], "3 hosts for 2 ranks"),
         (["--trace", "--runs", 2], "--trace prints one run"),
         (["--faults", "kil:3"], "did you mean kill?"),
-        (["--faults", "bogus"], "known kinds: kill, host, stop"),
+        (["--faults", "bogus"], "known kinds: kill, host, power, stop"),
         (["--ranks", 4, "--faults", "kill:4"], "'4' is no rank from 0 to 3"),
         (["--faults", "kill:1@soon"], "'soon' is no number of seconds and none of the points in_restore"),
         (["--faults", "raise:1@0.3"], "'0.3' is none of the points forward, update"),

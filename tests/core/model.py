@@ -48,6 +48,7 @@ PATIENCE = Patience(
     forming_s=1e6,
     linger_s=1,
     standbys=0,
+    quiet_s=None,
 )
 MANNERS = pm.Manners(
     heartbeat_s=1e9,

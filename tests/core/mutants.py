@@ -21,6 +21,7 @@ PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "tt
 RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
 BUDDIES = "ttp.core.buddies"
 STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.spread"
+SILENCE = "ttp.core.silence"
 JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
@@ -61,14 +62,36 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "lost ranks keep their answer": (RESCUE, "            self.incident.forget(rank)\n", ""),
     "a flap is a fault": (RESCUE, "self._retract(incident, hello.rank, m.FaultKind.LOST)", "pass"),
-    "thaw while in doubt": (RESCUE, "if self._job.suspects or self._looks_again(incident, now):", "if False:"),
+    "thaw while in doubt": (RESCUE, "if self._job.in_doubt or self._looks_again(incident, now):", "if False:"),
+    "a silent host is waited for": (
+        RESCUE,
+        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
+        "self.saving.drop(incident, rank)\n\n    def heard",
+    ),
+    "what a silent host has said still counts": (
+        RESCUE,
+        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
+        "incident.waiting.discard(rank)\n\n    def heard",
+    ),
+    "who is heard again stays accused": (
+        RESCUE,
+        "            self._retract(incident, rank, m.FaultKind.SILENT)\n            self._freeze",
+        "            self._freeze",
+    ),
+    "words are all that counts": (SILENCE, "event.silent_s >= self._patience.doubt_s and", "True and"),
+    "a job that forms is doubted": (SILENCE, "return self._job.formed and not", "return not"),
+    "what is not known is doubted": (SILENCE, "return  # it cannot be", "event = LookedAt(host, 9.0)  # it cannot be"),
+    "a doubt never ends": (SILENCE, "            self._job.silent -= self._ranks", "            self._ranks"),
+    "a controller that was away blames others": (SILENCE, "        if now > due + LATE_S:", "        if False:"),
+    "one word ends no doubt": (SILENCE, "        if self._doubted.pop(host, None) is None:", "        if True:"),
+    "the controller's own host is looked at": (SILENCE, "if host == self._host or", "if"),
     "thaw whatever is broken": (
         RESCUE,
         "not (incident.faulty or self._job.broken):\n            self._thaw",
         "True:\n            self._thaw",
     ),
     "plan before all came back": (RESCUE, "if job.gather_until is not None:", "if False:"),
-    "give up before the grace is over": (RESCUE, "elif not (job.suspects or", "elif not ("),
+    "give up before the grace is over": (RESCUE, "elif not (job.in_doubt or", "elif not ("),
     "a late newer version is ignored": (RESCUE, "if self._improves(incident, answer):", "if False:"),
     "an open gate is trusted": (
         RESCUE,
@@ -234,7 +257,11 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "incident.able(buddy) else copies.get(rank)",
         "incident.able(buddy) else None",
     ),
-    "pages of another incarnation are kept": (MIRRORS, "page.incarnation != self._job.incarnation", "False"),
+    "a keeper that comes back elsewhere is not found": (
+        MIRRORS,
+        "*(r for r, keeper in self._keepers.items() if keeper == rank)",
+        "",
+    ),
     "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
     "the living are inherited from": (MIRRORS, "page.rank in job.live or", "False or"),
     "pages of another launch are inherited": (MIRRORS, "or page.incarnation != job.incarnation", ""),
@@ -406,6 +433,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
 SUITES: dict[str, list[str]] = {
     "tables": [
         "test_decide.py",
+        "test_silence.py",
         "test_jury.py",
         "test_stripes.py",
         "test_buddies.py",

@@ -296,12 +296,20 @@ def page(rank: int, incarnation: int = 1) -> m.Mirror:
     return m.Mirror(Rank(rank), Version(7), True, incarnation, b"page")
 
 
-def test_a_page_is_passed_to_the_next_host_and_used_when_its_own_is_lost() -> None:
-    talk = Wide(grid(1, 4))
-    assert talk.report(2, page(2)) == "Keep:0"
-    assert talk.report(3, page(3)) == "Keep:1"
-    assert talk.orders(m.Keep)[0] == m.Keep(Rank(1), 1, Rank(3), Version(7), True, 1, b"page")
-    assert talk.report(2, page(2, incarnation=9)) == ""
+class Mirrored(Wide):
+    """Four ranks on two hosts, with TTP_MIRROR."""
+
+    def __init__(self) -> None:
+        super().__init__(grid(1, 4))
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return super().hello(rank, **{"pages_at": f"10.0.0.{rank // 2}:{rank}", **more})
+
+
+def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_lost() -> None:
+    talk = Mirrored()
+    assert "MirrorTo:0,1,2,3" in talk.lines[-1]
+    assert all("MirrorTo" not in said for said in talk.lines[:-1]), "not before all are there"
     talk.accuse(2, m.FaultKind.EXITED)
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen_all()
@@ -310,6 +318,23 @@ def test_a_page_is_passed_to_the_next_host_and_used_when_its_own_is_lost() -> No
     talk.saved(0)
     talk.saved(1)
     assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
+    """And the rank itself is told again, by whatever controller it has."""
+    talk = Mirrored()
+    talk.back(1, pages_at="10.0.0.0:99")
+    assert talk.orders(m.MirrorTo) == [
+        m.MirrorTo(Rank(1), 1, Rank(3), "10.0.0.1:3"),
+        m.MirrorTo(Rank(3), 1, Rank(1), "10.0.0.0:99"),
+    ]
+
+
+def test_on_one_host_and_without_the_switch_nobody_is_told() -> None:
+    assert not any("MirrorTo" in said for said in Wide(grid(1, 4)).lines)
+    assert not any("MirrorTo" in said for said in Mirrored().lines[:1])
+    alone = Wide(grid(1, 2))
+    assert not any("MirrorTo" in alone.hello(rank, pages_at="h:1") for rank in range(2))
 
 
 def test_what_a_dead_rank_has_left_on_its_host_goes_to_one_that_lives() -> None:
@@ -344,9 +369,8 @@ def test_nobody_else_is_inherited_from(wrong: m.Mirror) -> None:
     assert "Keep" not in talk.event(Accused((Rank(2),), m.FaultKind.EXITED, "seen", (102,), (wrong,)))
 
 
-def test_a_mirrored_page_is_kept_up_to_date_where_it_is() -> None:
-    talk = Wide(grid(1, 4))
-    assert talk.report(3, page(3)) == "Keep:1"
+def test_what_a_launcher_hands_over_goes_to_who_has_the_earlier_pages() -> None:
+    talk = Mirrored()
     assert talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(3),))).endswith("Keep:1")
 
 
@@ -777,7 +801,7 @@ def test_hangs_are_not_looked_for_unless_asked() -> None:
         talk.now += 1
         for rank in range(4):
             talk.beat(rank, version)
-    assert talk.machine.deadline() is None
+    assert talk.machine.deadline() == talk.now + PATIENCE.quiet_s, "but for hosts that are not heard, nothing is due"
 
 
 # ------------------------------------------------------------------------------------------------------------- forged

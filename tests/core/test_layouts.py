@@ -144,7 +144,7 @@ def test_strangers_are_refused_without_a_question() -> None:
     talk = Talk()
     other = grid(3, 1)
     for change in ({"run_id": "b"}, {"nonce": "b"}, {"incarnation": -1}):
-        stranger = replace(hello(1, other), **change)  # type: ignore[arg-type]
+        stranger = replace(hello(1, other), **change)
         assert talk.event(Received(ConnectionId(50), stranger)).startswith("Refused(")
 
 

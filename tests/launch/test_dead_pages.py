@@ -69,9 +69,8 @@ def test_pages_of_another_process_are_not_believed(written: dict[int, PageWriter
 
 def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_path: Path) -> None:
     """The one before counts instead."""
-    slot = 2 * (9 % 3) + written[4]._newest[0]
     with written[4].path.open("r+b") as file:
-        file.seek(page_file.record_at(slot))
+        file.seek(written[4].record_of(9))
         file.write(page_file.SEQUENCE.pack(3))
     assert [page.version for page in left(tmp_path, r4=HERE).after(4)] == [7, 8]
 

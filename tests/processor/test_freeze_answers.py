@@ -12,7 +12,8 @@ from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core import processor_events as pm
-from ttp.core.layout import Layout, Version
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Version
 from ttp.core.processor_events import Quiet
 from ttp.launch.leases import Leases
 from ttp.processor import looking
@@ -201,3 +202,58 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
     assert processor.gate.closed
     told = processor._inbox.get_nowait()
     assert isinstance(told, pm.StreamDown) and "new thread" in told.reason
+
+
+class HangsOnce(FakeSource):
+    """The first look never ends, as in a driver that does not answer."""
+
+    def __init__(self) -> None:
+        self.looking, self.ends = threading.Event(), threading.Event()
+
+    def settled(self) -> bool:
+        if not self.looking.is_set():
+            self.looking.set()
+            assert self.ends.wait(PATIENCE_S)
+        return True
+
+
+def test_a_look_that_hangs_is_left_behind_by_the_next_freeze(tmp_path: Path) -> None:
+    source = HangsOnce()
+    processor = alone(source, tmp_path)
+    try:
+        processor._looker.freeze()
+        assert source.looking.wait(PATIENCE_S)
+        processor._looker.thaw()
+        processor._looker.freeze()
+        (quiet,) = answers(processor)
+        assert quiet.settled
+    finally:
+        source.ends.set()
+
+
+def test_in_one_freeze_nothing_is_looked_at_twice_at_once(processor: Processor, source: SlowToLook) -> None:
+    lane = processor._looker._lane._thread
+    processor._looker.freeze()
+    assert processor._looker._lane._thread is lane
+    source.seen.set()
+    assert answers(processor)
+
+
+def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor = alone(SlowToLook(), tmp_path)
+    order = m.SaverOrder(Rank(0), (), How.AS_IS, (), job_state=False)
+    save = m.Save(Rank(0), 1, "i", 3, Version(1), ".draft", order, "")
+    start = threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", _cannot)
+    processor._try(pm.StartSave(save))
+    told = processor._inbox.get_nowait()
+    assert isinstance(told, pm.WriteFailed) and told.generation == 3 and "new thread" in told.text
+    monkeypatch.setattr(threading.Thread, "start", start)
+    processor._try(pm.StartSave(save))
+    assert isinstance(processor._inbox.get(timeout=PATIENCE_S), (pm.PiecesWritten, pm.WriteFailed)), "it is tried again"
+
+
+def _cannot(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")

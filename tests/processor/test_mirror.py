@@ -232,9 +232,8 @@ class TestFinding:
     def test_a_torn_page_of_this_host_is_made_up_for(self, pages: Path, kept: KeptPages) -> None:
         writer = PageWriter(pages, OTHER, incarnation=INCARNATION)
         writer.write(3, True, [b"its own"])
-        slot = 2 * (3 % 3) + writer._newest[0]
         with writer.path.open("r+b") as file:
-            file.seek(page_file.record_at(slot))
+            file.seek(writer.record_of(3))
             file.write(page_file.SEQUENCE.pack(3))
         assert "torn" in str(find(pages, 3))
         kept.store(keep(3, b"from elsewhere"))

@@ -71,9 +71,8 @@ def test_the_newest_write_of_a_version_counts(directory: Path, writer: PageWrite
 def test_a_torn_final_page_leaves_the_provisional_one(directory: Path, writer: PageWriter) -> None:
     writer.write(4, False, [b"before the update"])
     writer.write(4, True, [b"after the update"])
-    newest = 2 * (4 % 3) + writer._newest[4 % 3]
     with (directory / page_name(RANK)).open("r+b") as file:
-        file.seek(page_file.record_at(newest))
+        file.seek(writer.record_of(4))
         file.write(page_file.SEQUENCE.pack(3))
     assert read(directory, 4) == Page(4, False, b"before the update")
 
@@ -322,13 +321,12 @@ class TestGarbage:
         """A well-formed forgery may not make the reader allocate without bound."""
         writer.write(1, True, [b"x"], [((0, i), b"k" * 100) for i in range(3)])
         with (directory / page_name(RANK)).open("r+b") as file:
-            _forge_references(file.fileno(), slot=2 * 1 + writer._newest[1])
+            _forge_references(file.fileno(), writer.record_of(1))
         assert "refers to more bytes than there are" in str(read(directory, 1))
 
 
-def _forge_references(fd: int, slot: int) -> None:
-    """Let every reference of a slot span nearly the whole file, and make all digests right again."""
-    at = page_file.record_at(slot)
+def _forge_references(fd: int, at: int) -> None:
+    """Let every reference of the slot with its record there span nearly the whole file, with digests that are right."""
     offset, length, _ = page_file.RECORD.unpack(os.pread(fd, page_file.RECORD.size, at + 8))
     body = bytearray(os.pread(fd, length, offset))
     span = os.fstat(fd).st_size - page_file.HEADER_BYTES

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import pytest
 
 from tests.controller.conftest import Controller
@@ -224,3 +225,20 @@ def test_a_service_does_not_listen_where_it_may_not(tmp_path: Path) -> None:
     refused.close()
     with pytest.raises(OSError, match="refused"):
         socket.create_connection(("127.0.0.1", refused.port), 5)
+
+
+def test_what_a_stranger_sends_is_not_even_read(tmp_path: Path) -> None:
+    """A message may have 256 MiB: a few of them would be the end of a controller."""
+    controller = Controller(tmp_path, token="secret")
+
+    def resident() -> int:
+        return int(Path(f"/proc/{controller.process.pid}/status").read_text().split("VmRSS:")[1].split()[0]) << 10
+
+    try:
+        before, message = resident(), bytes(64 << 20)
+        with pytest.raises(grpc.RpcError) as refused:
+            controller.channel.unary_unary("/ttp.wire.v1.Controller/ReportFault")(message, timeout=120)
+        assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
+        assert resident() - before < len(message) // 2
+    finally:
+        controller.close()

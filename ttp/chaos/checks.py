@@ -32,7 +32,7 @@ class Verdict:
         version: that the job went on from; None: it was not restarted.
         lost_steps: finished by ranks that could still be read, and not in the checkpoint.
         detect_ms: from the first fault to the open incident; None: there was none.
-        commit_ms: from the first fault to the last durable commit; None: there was none.
+        commit_ms: from the first fault to the first commit of the newest version that was saved; None: none was.
         back_ms: from the first fault until the job trained again.
         diverged: rank-local state was lost for good: the bits of later steps cannot be compared.
     """
@@ -266,17 +266,18 @@ def _should_speak(evidence: Evidence) -> bool:
 
 
 def _times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """Milliseconds from the first strike that counts to the open incident, the last commit, and training again."""
+    """Milliseconds from the first strike that counts to the incident, the newest version's commit, and training."""
     strikes = [s for s in record.strikes if s.what not in ("cont", "heal", "disk-heal")]
     deadly = [s for s in strikes if s.what in _DEADLY and s.who != "controller"]
     since = min((strike.at_s for strike in deadly or strikes), default=None)
     if since is None:
         return None, None, None
     opened = [e.at_s for e in record.told("opened") if e.at_s >= since]
-    committed = [e.at_s for e in record.told("committed") if e.at_s >= since]
+    commits = [(int(e.facts["version"]), -e.at_s) for e in record.told("committed") if e.at_s >= since]
+    committed = -max(commits)[1] if commits else None  # both sides of a cut may save the same version
     return (
         _ms(since, min(opened, default=None)),
-        _ms(since, max(committed, default=None)),
+        _ms(since, committed),
         _ms(since, record.back_s),
     )
 

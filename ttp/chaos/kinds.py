@@ -278,6 +278,36 @@ def _host_then_controller(s: Scene) -> tuple[Fault, ...]:
     return s.here("kill", host), s.at_event("plan", "kill", CONTROLLER)
 
 
+def _flaps(s: Scene) -> tuple[Fault, ...]:
+    """Several short losses of one host's network."""
+    host, faults, before = Target("host", (s.chance.randrange(s.job.hosts),)), [], "first"
+    for number in range(s.chance.randint(1, 3)):
+        cut = s.chance.choice(("partition", "unplug"))
+        name = f"cut {number}"
+        faults.append(s.later(s.seconds(0.2, 2), cut, host, name, before) if number else s.here(cut, host))
+        faults.append(s.later(s.seconds(0.2, 2), "heal", host, f"heal {number}", name if number else "first"))
+        before = f"heal {number}"
+    return tuple(faults)
+
+
+def _stopped_while_cut(s: Scene) -> tuple[Fault, ...]:
+    """The controller, or all of a host, stands still while the network of another host is lost."""
+    cut, host = Target("host", (s.chance.randrange(1, s.job.hosts),)), Target("host", (0,))
+    stopped = s.chance.choice((CONTROLLER, host))
+    return (
+        s.here("partition", cut),
+        s.later(s.seconds(0, 1), "stop", stopped),
+        s.later(s.seconds(0.2, 2), "heal", cut, "third", "first"),
+        s.later(s.seconds(0.2, 2), "cont", stopped, "fourth"),
+    )
+
+
+def _any_host(s: Scene) -> Target:
+    return Target("host", (s.chance.randrange(s.job.hosts),))
+
+
+_SOAK = frozenset({"soak"})
+_ONCE = ("two hosts", "three hosts, scheduled")
 _HANG, _STANDBY = frozenset({"hang"}), frozenset({"standby"})
 _BY, _SEEN = ("three hosts, standing by",), ("watched",)
 _FALLBACK, _MIRROR = frozenset({"fallback"}), frozenset({"mirror"})
@@ -291,6 +321,17 @@ KINDS += (
     Kind("kill a host, then the controller", _host_then_controller, shapes=_BY, features=_STANDBY, diverges=True),
     Kind("full disk, second place", _disk("disk-full"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),
     Kind("read-only disk, second place", _disk("disk-ro"), shapes=_PLACES, features=_FALLBACK, needs=_MOUNT),
+    Kind("soak: flaps", _flaps, "unhurt", 3, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
+    Kind("soak: pause a host", _pause(_any_host, 0.2, 2), "unhurt", 2, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
+    Kind("soak: pause and cut", _stopped_while_cut, "unhurt", 2, shapes=_ONCE, needs=_HOSTS, features=_SOAK),
+    Kind(
+        "soak: pause the controller",
+        _pause(lambda _: CONTROLLER, 0.2, 4),
+        "unhurt",
+        shapes=_ONCE,
+        needs=_HOSTS,
+        features=_SOAK,
+    ),
     Kind("kill a host, mirrored", _host("kill"), weight=2, shapes=("mirrored",), features=_MIRROR),
 )
 """Every kind of run."""

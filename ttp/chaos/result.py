@@ -39,6 +39,7 @@ class Result:
         detect_ms: see ``Verdict``.
         commit_ms: see ``Verdict``.
         back_ms: see ``Verdict``.
+        freezes: how many incidents there were, thawed ones too.
     """
 
     job: int
@@ -58,6 +59,7 @@ class Result:
     detect_ms: float | None
     commit_ms: float | None
     back_ms: float | None
+    freezes: int = 0
 
     @property
     def good(self) -> bool:
@@ -90,6 +92,7 @@ def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
         detect_ms=verdict.detect_ms,
         commit_ms=verdict.commit_ms,
         back_ms=verdict.back_ms,
+        freezes=sum(1 for _ in judged.record.told("opened")),
     )
 
 

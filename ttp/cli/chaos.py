@@ -33,7 +33,7 @@ Jobs = Annotated[int, typer.Option("--jobs", min=1, max=64, help="Jobs at a time
 Out = Annotated[Path | None, typer.Option("--out", help="Logs, scripts and results go here. Default: below runs/.")]
 Report = Annotated[Path | None, typer.Option("--report", help="Write what came of it to this Markdown file.")]
 Include = Annotated[
-    str, typer.Option("--include", help="Draw these, too, separated by commas: fallback, hang, mirror, standby.")
+    str, typer.Option("--include", help="Draw these, too, separated by commas: fallback, hang, mirror, soak, standby.")
 ]
 Match = Annotated[str, typer.Option("--match", help="Draw only kinds of runs with this in their title.")]
 Only = Annotated[int | None, typer.Option("--only", min=0, help="Only the job with this number of what was drawn.")]
@@ -92,8 +92,8 @@ def chaos(
     host, and its disk stays whole. Nothing is left running, however this ends.
 
     Exits with 0 if nothing was found, with 1 if something was. JSON: a list of runs with job, folder, title, phase,
-    step, faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms and
-    back_ms.
+    step, faults, world, launcher, expect, outcome, findings, missed, version, lost_steps, detect_ms, commit_ms,
+    back_ms and freezes.
     """
     from ttp.chaos import world
 
@@ -235,5 +235,6 @@ def _tell(results: list[Result], folder: Path, *, json: bool) -> None:
     screen().print(table(columns, rows, right=("findings",)))
     covered, coverable = coverage(results)
     found = count_text(sum(not result.good for result in results), "run")
-    say(f"{covered} of {coverable} states with a consistent checkpoint committed; {found} with findings.")
+    freezes = count_text(sum(result.freezes for result in results), "freeze")
+    say(f"{covered} of {coverable} states with a consistent checkpoint committed; {freezes}; {found} with findings.")
     say(f"Everything is in {folder}")

@@ -56,9 +56,9 @@ def simulate(
 
     Faults, separated by commas: kill:3@0.2 (rank 3, 0.2 s after the launch), kill:1%@0.2 (one rank in a hundred),
     kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
-    controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, stop, silent, hang, flap,
-    partition, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm, save, write,
-    commit, slow.
+    controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, power, stop, silent, hang, flap,
+    partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm, save,
+    write, commit, slow.
 
     JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (how many processes
     ended with which code), events, virtual_s (seconds played), elapsed_s, digest (equal if the same has happened).

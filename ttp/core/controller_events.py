@@ -33,6 +33,12 @@ class Patience:
     """How long ranks that are suspected to hang have to show that they do not, while nobody trains."""
     hope_s: float = 2.0
     """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
+    quiet_s: float | None = 1.25
+    """A host from which no rank was heard for so long is looked at: more than a heartbeat. None: none is."""
+    doubt_s: float = 2.0
+    """A host from which nothing at all came for so long is in doubt: all others are frozen and saved."""
+    doubt_max_s: float = 15.0
+    """A doubt for so long is none any more; streams end before that."""
     hang_s: float | None = None
     """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
     heartbeat_s: float = 1.0
@@ -107,11 +113,19 @@ class Noticed:
 
 
 @dataclass(frozen=True, slots=True)
+class LookedAt:
+    """For how long nothing has come from a host, seen from outside of its processes; None: nobody can tell."""
+
+    host: str
+    silent_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class Tick:
     """Time has passed."""
 
 
-Event = Received | StreamEnded | SaveRequested | Accused | ManagerCame | ManagerLeft | Noticed | Tick
+Event = Received | StreamEnded | SaveRequested | Accused | ManagerCame | ManagerLeft | Noticed | LookedAt | Tick
 
 # ------------------------------------------------------------------------------------------------------------- actions
 
@@ -160,10 +174,18 @@ class AnswerNotice:
 
 
 @dataclass(frozen=True, slots=True)
+class LookAt:
+    """Find out for how long nothing has come from a host, by its streams; the answer is ``LookedAt``."""
+
+    host: str
+    connections: tuple[ConnectionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The controller is not needed any more."""
 
     reason: str
 
 
-Action = Send | Record | AnswerSave | CallManager | AnswerNotice | Stop
+Action = Send | Record | AnswerSave | CallManager | AnswerNotice | LookAt | Stop

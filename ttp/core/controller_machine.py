@@ -28,9 +28,9 @@ Cost: constant time per event, O(world size) per stage of an incident.
 
 Files: ``membership`` says who belongs to the job, ``rescue`` moves an incident through its stages, ``saving`` turns a
 plan into a checkpoint, ``restoring`` makes all ranks restore the same one, ``hangs`` notices that nothing moves,
-``witnesses`` asks a second host about a silent one, ``standby`` sees to it that there are controllers to take over,
-``layouts`` asks what the digest of a layout stands for, ``mirrors`` passes pages on to other hosts, ``buddies`` says
-where copies of shards go. This file ties them to events.
+``silence`` doubts hosts from which nothing comes, ``witnesses`` asks a second host about a silent one, ``standby`` sees
+to it that there are controllers to take over, ``layouts`` asks what the digest of a layout stands for, ``mirrors`` says
+which pages other hosts keep, ``buddies`` says where copies of shards go. This file ties them to events.
 
 Takeover: a controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that
 stand by, unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
@@ -50,6 +50,7 @@ from ttp.core.controller_events import (
     AnswerNotice,
     ConnectionId,
     Event,
+    LookedAt,
     ManagerCame,
     ManagerLeft,
     Noticed,
@@ -71,6 +72,7 @@ from ttp.core.mirrors import Mirrors
 from ttp.core.outbox import Outbox
 from ttp.core.rescue import OUTSIDER, Rescue
 from ttp.core.restoring import Restoring
+from ttp.core.silence import Silence
 from ttp.core.standby import Standby
 from ttp.core.witnesses import Witnesses
 
@@ -103,6 +105,7 @@ class ControllerMachine:
         self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
         self._restoring = Restoring(self.job, self._outbox)
         self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
+        self._silence = Silence(self.job, self._outbox, self._rescue, patience, host)
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
@@ -120,8 +123,8 @@ class ControllerMachine:
                 for waited_on, hello in self._layouts.told(connection, part, now):
                     self._hello(waited_on, hello, now)
             case Received(connection, m.Heartbeat() as beat):
-                self._heartbeat(connection, beat, now)
-                return self._outbox.take()  # nothing can follow from it
+                if not self._heartbeat(connection, beat, now):
+                    return self._outbox.take()  # nothing can follow from it
             case Received(connection, report):
                 self._report(connection, report, now)
             case StreamEnded(connection):
@@ -137,6 +140,8 @@ class ControllerMachine:
             case Noticed(request, notice):
                 problem = self._rescue.mending.notice(notice, incident=self.incident is not None)
                 self._outbox.add(AnswerNotice(request, problem))
+            case LookedAt():
+                self._silence.looked(event, now)
             case Tick():
                 self._look_for_hangs(now)
         frozen = self.incident is not None
@@ -162,6 +167,9 @@ class ControllerMachine:
         yield from self._gathering.deadlines()
         if self.job.suspects:
             yield next(iter(self.job.suspects.values())) + self.patience.grace_s
+        quiet = self._silence.deadline()
+        if quiet is not None:
+            yield quiet
         if self.incident is None and self.stage == "training":
             due = self._hangs.deadline()
             if due is not None:
@@ -261,12 +269,16 @@ class ControllerMachine:
             self._forget(hello.rank)
         self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
         first = hello.rank not in self.job.members
+        if known is not None and known.hello.host != hello.host:
+            self._silence.lost(hello.rank)  # on the host that it was on
         self.job.join(connection, hello, now)
         self._outbox.send(connection, m.Welcome(hello.rank, self.term, self.job.incarnation, hello.ttp_version))
         if first:  # one that comes back has not moved
             self._hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
+        self._silence.heard(hello.rank, now)
         self._standby.joined(hello.rank)
         self._buddies.joined(hello.rank)
+        self._mirrors.joined(hello.rank)
         kind = "reconnected" if hello.resume else "joined"
         self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
         self._gathering.joined(new=first, resumes=hello.resume, now=now)
@@ -313,6 +325,7 @@ class ControllerMachine:
         self._mirrors.reset()
         self._buddies.reset()
         self._rescue.mending.reset()
+        self._silence.reset()
         self.finished_at = None
 
     def _new_incarnation(self, hello: m.Hello, now: float) -> None:
@@ -342,6 +355,7 @@ class ControllerMachine:
         for rank in sorted(self.job.by_connection.get(connection, set())):
             member = self.job.members[rank]
             self._rescue.lost(rank)
+            self._silence.lost(rank)
             if member.left:
                 self.job.detach(rank)
             elif not self.job.formed:
@@ -414,6 +428,7 @@ class ControllerMachine:
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
         self._outbox.send_to(rank, refused)  # should it be alive after all
         self._rescue.lost(rank)
+        self._silence.lost(rank)
         self.job.lose(rank, now)
         self.job.fence(rank, text)
         self._hangs.forget(rank)
@@ -425,16 +440,19 @@ class ControllerMachine:
         member = self.job.members.get(rank)
         return member if member is not None and member.connection == connection else None
 
-    def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> None:
+    def _heartbeat(self, connection: ConnectionId, beat: m.Heartbeat, now: float) -> bool:
+        """Whether anything may follow from it."""
         member = self._member(connection, beat.rank)
-        if member is not None:
-            self._formed_by(member.version, beat.version)
-            member.last_seen, member.version, member.phase = now, beat.version, beat.phase
-            member.mark, member.activity = beat.mark, beat.activity
-            self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
-            self._rescue.mending.moved(beat.version)
-            if self.incident is not None:
-                self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
+        if member is None:
+            return False
+        self._formed_by(member.version, beat.version)
+        member.last_seen, member.version, member.phase = now, beat.version, beat.phase
+        member.mark, member.activity = beat.mark, beat.activity
+        self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
+        self._rescue.mending.moved(beat.version)
+        if self.incident is not None:
+            self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
+        return self._silence.heard(beat.rank, now)
 
     def _formed_by(self, known: Version, version: Version) -> None:
         """An update needs every rank: those that have not said hello exist too, and train without protection.
@@ -455,6 +473,7 @@ class ControllerMachine:
         if member is None:
             return  # said before hello, or by somebody who was replaced
         member.last_seen = now
+        self._silence.heard(report.rank, now)
         match report:
             case m.Fault():
                 self._fault_reported(report, now)
@@ -471,8 +490,6 @@ class ControllerMachine:
                 self._witnesses.said(report, now)
             case m.StandbyUp():
                 self._standby.answered(report)
-            case m.Mirror():
-                self._mirrors.pass_on(report)
             case m.Copied():
                 self._buddies.copied(report)
             case rm.Handlers() | rm.Ailing() | rm.Acted():
@@ -529,6 +546,7 @@ class ControllerMachine:
                 break
             self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
         self._gathering.expire(now)
+        self._silence.check(now)
         self._rescue.expire(now)
 
     # ------------------------------------------------------------------------------------------------------------ end

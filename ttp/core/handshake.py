@@ -103,7 +103,7 @@ class Handshake:
     def lead(self, incident: Incident) -> Script:
         """From the fault to its end, as the manager says."""
         ward, desk, self._owed = self._ward, self._desk, None
-        while ward.job.suspects and desk.decides:
+        while ward.job.in_doubt and desk.decides:
             yield Pause(ward.now + 1.0)  # who was lost may be back in a moment
         if not (incident.faulty or ward.job.broken or ward.halted):
             return Ending(Outcome.RESUMED, Version(0), "nothing is broken after all")

@@ -55,6 +55,8 @@ class Membership:
     """Lost, may still come back within the grace, and since when; the longest lost comes first."""
     suspects_on: Counter[str] = field(default_factory=Counter)
     """How many of them each host has."""
+    silent: set[Rank] = field(default_factory=set)
+    """Can be spoken to, as far as is known, and nothing comes from their host; see ``ttp.core.silence``."""
     broken: set[Rank] = field(default_factory=set)
     """Known not to train on."""
     done: set[Rank] = field(default_factory=set)
@@ -82,6 +84,11 @@ class Membership:
         return self.layout is not None and len(self.members) == self.layout.world_size
 
     @property
+    def in_doubt(self) -> bool:
+        """Whether nobody can tell yet if some rank lives."""
+        return bool(self.suspects or self.silent)
+
+    @property
     def training(self) -> bool:
         """Whether it trains, with every rank that will ever say hello: after a takeover some may still come back."""
         return self.complete or (self.formed and self.gather_until is None)
@@ -93,7 +100,7 @@ class Membership:
         self.layout, self.run_id = None, ""
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
-        self.live, self.broken, self.done = set(), set(), set()
+        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.ended, self.gather_until = False, True, None
 
     def learn(self, layout: Layout) -> None:
@@ -113,7 +120,7 @@ class Membership:
         self.layout = self.layouts[hello.layout_digest]
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
-        self.live, self.broken, self.done = set(), set(), set()
+        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
         self.formed, self.ended, self.gather_until = False, False, None
 
     def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
@@ -146,6 +153,7 @@ class Membership:
                 self.by_connection.pop(member.connection, None)
         member.connection = None
         self.live.discard(rank)
+        self.silent.discard(rank)
 
     def forget(self, rank: Rank) -> None:
         """The rank left a job that is not formed yet: it, or its successor, may come again."""

@@ -236,7 +236,7 @@ class Mending:
     def _alone(self, incident: Incident) -> Script:
         """Without a manager: cure what can be cured, else save what can be saved."""
         ward = self._ward
-        while ward.ailing and ward.job.suspects:
+        while ward.ailing and ward.job.in_doubt:
             yield Pause(ward.now + 1.0)  # who was lost may be back in a moment
         if ward.curable(incident):
             ending = yield from cure(ward, incident)

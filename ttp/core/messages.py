@@ -165,6 +165,7 @@ class Hello:
     standbys: tuple[str, ...] = ()  # controllers (host:port) it knows to stand by, in order
     takeover: bool = False  # its controller cannot be reached: the one it speaks to now shall take over
     copies_at: str = ""  # takes copies of other ranks' shards there (host:port); empty: this rank keeps none
+    pages_at: str = ""  # takes pages of other ranks there (host:port); empty: pages are not mirrored
     stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
 
 
@@ -307,7 +308,7 @@ class StandbyUp:
 
 @dataclass(frozen=True, slots=True)
 class Mirror:
-    """A copy of this rank's page, for another host to keep."""
+    """What is left of a dead rank's page, in the hands of its launcher."""
 
     rank: Rank
     version: Version
@@ -350,7 +351,6 @@ Report = (
     | StackTaken
     | Probed
     | StandbyUp
-    | Mirror
     | Copied
     | Handlers
     | Ailing
@@ -518,6 +518,16 @@ class CopyTo:
 
 
 @dataclass(frozen=True, slots=True)
+class MirrorTo:
+    """Copies of this rank's page go to ``keeper`` too, at ``address`` (host:port)."""
+
+    rank: Rank
+    term: int
+    keeper: Rank
+    address: str
+
+
+@dataclass(frozen=True, slots=True)
 class Settled:
     """The copies of ``version`` are whole on every rank, so that older ones can go; or they never will be."""
 
@@ -544,6 +554,7 @@ Order = (
     | Standbys
     | Keep
     | CopyTo
+    | MirrorTo
     | Settled
     | Act
 )

@@ -1,10 +1,11 @@
 """Pages of ranks kept on another host: who keeps whose.
 
 What only one rank has lies in the memory of its host and is lost with it. Switched on (``TTP_MIRROR``), every rank
-sends its page with each update, the controller passes it on to a rank of the next host, and that one can add it to a
-checkpoint. The controller keeps nothing.
+sends its page with each update to a rank of the next host, which can add it to a checkpoint. The pages go from rank to
+rank; the controller only says where to.
 
-Where only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not.
+Where only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not: these
+the controller passes on.
 """
 
 from __future__ import annotations
@@ -18,51 +19,61 @@ from ttp.core.outbox import Outbox
 
 
 class Mirrors:
-    """Passes pages on. Buddies are chosen once all ranks are known, and stay.
+    """Says who keeps whose pages. Keepers are chosen once all ranks are known, and stay.
 
     Args:
         job: the ranks.
-        outbox: takes the pages.
+        outbox: takes the orders.
     """
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
         self._job, self._outbox = job, outbox
-        self._buddies: dict[Rank, Rank] = {}
-        self.kept: dict[Rank, Rank] = {}
-        """Whose page has been passed on, and to whom."""
+        self._keepers: dict[Rank, Rank] = {}
+        self._inherited: dict[Rank, Rank] = {}
+        """Whose page was handed over, and to whom."""
 
     def reset(self) -> None:
         """A new incarnation begins."""
-        self._buddies, self.kept = {}, {}
+        self._keepers, self._inherited = {}, {}
 
-    def pass_on(self, page: m.Mirror) -> None:
-        """To the buddy of its rank; a job on one host has no buddies."""
-        if not self._buddies and self._job.complete:
-            self._choose()
-        buddy = self._buddies.get(page.rank)
-        if buddy is None or page.incarnation != self._job.incarnation:
+    def keeper(self, rank: Rank) -> Rank | None:
+        """Who may have the page of a rank whose host is lost."""
+        return self._inherited.get(rank, self._keepers.get(rank))
+
+    def joined(self, rank: Rank) -> None:
+        """A rank said hello: once all have, each is told its keeper; one that comes back is told again.
+
+        A job on one host has no keepers.
+        """
+        job = self._job
+        if not job.complete or not job.members[rank].hello.pages_at:
             return
-        self._send(buddy, page)
+        if self._keepers:
+            told = [rank, *(r for r, keeper in self._keepers.items() if keeper == rank)]  # its address may be new
+        else:
+            self._keepers = next_host(job.hosts())
+            told = list(self._keepers)
+        for of in told:
+            self._tell(of)
+
+    def _tell(self, rank: Rank) -> None:
+        keeper = self._keepers.get(rank)
+        address = self._job.members[keeper].hello.pages_at if keeper is not None else ""
+        if keeper is not None and address:
+            self._outbox.send_to(rank, m.MirrorTo(rank, self._job.term, keeper, address))
 
     def hand_over(self, page: m.Mirror) -> None:
         """What a dead rank has left on its host goes to one that lives: who has its earlier pages, else anybody."""
         job = self._job
         if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
             return
-        keeper = self.kept.get(page.rank)
+        keeper = self.keeper(page.rank)
         if keeper not in job.live:
             keeper = min(job.live, default=None)
         if keeper is not None:
-            self._send(keeper, page)
-
-    def _send(self, keeper: Rank, page: m.Mirror) -> None:
-        self.kept[page.rank] = keeper
-        self._outbox.send_to(
-            keeper, m.Keep(keeper, self._job.term, page.rank, page.version, page.final, page.incarnation, page.data)
-        )
-
-    def _choose(self) -> None:
-        self._buddies = next_host(self._job.hosts())
+            self._inherited[page.rank] = keeper
+            order = m.Keep(keeper, job.term, page.rank, page.version, page.final, page.incarnation, page.data)
+            self._outbox.send_to(keeper, order)
 
 
 def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:

@@ -192,15 +192,6 @@ class StandbyStarted:
 
 
 @dataclass(frozen=True, slots=True)
-class PageChanged:
-    """The page of this rank is to be kept elsewhere too."""
-
-    version: Version
-    final: bool
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class CopyMade:
     """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it came to nothing."""
 
@@ -235,7 +226,6 @@ Event = (
     | StackSeen
     | HostProbed
     | StandbyStarted
-    | PageChanged
     | CopyMade
     | CopySkipped
     | HandlersKnown
@@ -387,6 +377,13 @@ class NameBuddy:
 
 
 @dataclass(frozen=True, slots=True)
+class NameKeeper:
+    """Copies of this rank's page go there from now on."""
+
+    order: m.MirrorTo
+
+
+@dataclass(frozen=True, slots=True)
 class SettleCopy:
     """Whether the copies of ``version`` are whole everywhere: what is not needed any more goes."""
 
@@ -415,6 +412,7 @@ Action = (
     | StartStandby
     | KeepPage
     | NameBuddy
+    | NameKeeper
     | SettleCopy
     | StartAct
 )

@@ -53,12 +53,12 @@ from ttp.core.processor_events import (
     KeepPage,
     LetGo,
     NameBuddy,
+    NameKeeper,
     NeighbourDied,
     NotRedone,
     Observed,
     OpenGate,
     OrderReceived,
-    PageChanged,
     PiecesWritten,
     ProbeHost,
     Quiet,
@@ -106,12 +106,12 @@ __all__ = [
     "LetGo",
     "Manners",
     "NameBuddy",
+    "NameKeeper",
     "NeighbourDied",
     "NotRedone",
     "Observed",
     "OpenGate",
     "OrderReceived",
-    "PageChanged",
     "PiecesWritten",
     "ProbeHost",
     "ProcessorMachine",
@@ -250,8 +250,6 @@ class ProcessorMachine:
                 self._copied(event)
             case HandlersKnown() | Ailed() | ActDone():
                 self._handled(event)
-            case PageChanged(version, final, data):
-                self._report(m.Mirror(self._hello.rank, version, final, self.incarnation, data))
         if not self.gone:
             self._on_time(now)
         return self._actions
@@ -379,7 +377,7 @@ class ProcessorMachine:
             case m.Finished():
                 self._do(LetGo(rescued=True))
                 self.gone = True
-            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo():
+            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo() | m.MirrorTo():
                 self._serve(order)
             case m.Settled():
                 self._settled(order)
@@ -393,7 +391,7 @@ class ProcessorMachine:
             for index, groups in enumerate(self._layout):
                 self._do(Send(LayoutPart(self._hello.rank, digest, index, len(self._layout), groups)))
 
-    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo) -> None:
+    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo | m.MirrorTo) -> None:
         """What a rank does for others."""
         match order:
             case m.TakeStack():
@@ -408,6 +406,8 @@ class ProcessorMachine:
                 self._do(KeepPage(order))
             case m.CopyTo():
                 self._do(NameBuddy(order))
+            case m.MirrorTo():
+                self._do(NameKeeper(order))
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:

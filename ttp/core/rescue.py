@@ -163,6 +163,22 @@ class Rescue:
             self.incident.waiting.discard(rank)
             self.saving.drop(self.incident, rank)
 
+    def unheard(self, rank: Rank, text: str, now: float) -> None:
+        """Nothing comes from the host of a rank: what can be saved without it is, and nobody waits for its answer."""
+        self.fault(rank, m.FaultKind.SILENT, text, now)
+        incident = self.incident
+        if incident is not None and incident.stage is not Stage.RELEASED:
+            incident.forget(rank)
+            incident.waiting.discard(rank)
+            self.saving.drop(incident, rank)
+
+    def heard_again(self, rank: Rank, now: float) -> None:
+        """The doubt was unfounded. What the rank was told has reached it, or will; it is asked for its answer again."""
+        incident = self.incident
+        if incident is not None and incident.stage is not Stage.RELEASED:
+            self._retract(incident, rank, m.FaultKind.SILENT)
+            self._freeze(incident, rank, incident.cause, now)
+
     # -------------------------------------------------------------------------------------------------------- freezing
 
     def _freeze(self, incident: Incident, rank: Rank, cause: str, now: float) -> None:
@@ -290,7 +306,7 @@ class Rescue:
         job = self._job
         if job.gather_until is not None:
             return  # after a takeover: somebody with a newer version may still say hello
-        if incident.recovered and job.complete and not (incident.faulty or job.broken or job.suspects):
+        if incident.recovered and job.complete and not (incident.faulty or job.broken or job.in_doubt):
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
         if incident.waiting and (self.mending.leads or not incident.newest_is_known()):
@@ -306,7 +322,7 @@ class Rescue:
                 incident.look_again_at = now + AGAIN_S
             else:
                 self._start(incident, verdict, now)
-        elif not (job.suspects or self._hopes(incident, now)):  # a suspect that comes back may complete the picture
+        elif not (job.in_doubt or self._hopes(incident, now)):  # a rank that comes back may complete the picture
             if isinstance(verdict, Plan):
                 self._start(incident, verdict, now)
             else:
@@ -318,7 +334,7 @@ class Rescue:
         if layout is not None and layout is not incident.layout:
             incident.use(layout)
         short = isinstance(self._decide(incident), NoPlan) and not self.mending.ails_any
-        if short and (self._hopes(incident, now) or self._job.suspects):
+        if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
             return
         incident.stage = Stage.MENDING
         self.mending.begin(incident)
@@ -454,7 +470,7 @@ class Rescue:
         if incident.snapshot:
             self._thaw(incident, "the checkpoint is written")
             return
-        if self._job.suspects or self._looks_again(incident, now):
+        if self._job.in_doubt or self._looks_again(incident, now):
             return  # is it a false alarm? The grace will tell
         if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
@@ -493,7 +509,7 @@ class Rescue:
         failures = [f"rank {rank}: {text}" for rank, text in sorted(said.items())]
         text = "; ".join([*failures, reason])
         incident.outcome = f"not saved: {text}"
-        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.suspects):
+        if incident.snapshot or not (incident.faulty or self._job.broken or self._job.in_doubt):
             self._thaw(incident, f"the checkpoint could not be written: {text}")
         else:
             self._release(incident, EXIT_NOT_SAVED, text, now)
@@ -514,7 +530,7 @@ class Rescue:
 
         Not where training could go on instead. Who failed of something else is not asked again: it would fail again.
         """
-        broken = incident.faulty or self._job.broken or self._job.suspects
+        broken = incident.faulty or self._job.broken or self._job.in_doubt
         if incident.snapshot or not (incident.passing and broken):
             return False
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)

@@ -175,7 +175,7 @@ class Saving:
     ) -> None:
         """Their host is lost: what was kept elsewhere is all there is."""
         for rank in ranks:
-            buddy = self._mirrors.kept.get(rank)
+            buddy = self._mirrors.keeper(rank)
             holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
             if holder is not None:
                 pages[holder] = (*pages.get(holder, ()), rank)
@@ -314,7 +314,7 @@ class Saving:
         """All is durable and nobody is left to commit it, now or later."""
         return (
             incident.stage is Stage.SAVING
-            and not (incident.pending or incident.dropped or incident.waiting or self._job.suspects)
+            and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
             and not any(incident.can_commit(r) for r in incident.answers)
         )
 

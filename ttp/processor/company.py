@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import contextlib
-import time
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.layout import Rank, Version
+from ttp.core.layout import Rank
 from ttp.processor import stacks
 from ttp.processor.lane import Lane
 from ttp.processor.mirror import KeptPages, PageMirror
 from ttp.processor.neighbours import Neighbours
 from ttp.processor.page_dir import PageDirectory
+from ttp.processor.page_sender import PageSender
 from ttp.processor.sentinel import Sentinel
 from ttp.processor.source import StateSource
 
-MIRROR_BACKLOG = 16
-"""Reports on their way; with more of them pages wait, and only the newest are sent."""
-MIRROR_POLL_S = 0.01
+STORE_S = 2.0
+"""How long whoever sends a page waits until it is stored."""
 
 
 class Company:
@@ -33,8 +32,6 @@ class Company:
         run_dir: where processes of this host leave files for one another.
         nonce: of this process.
         died: told of a neighbour: rank, nonce, what happened. Called on any thread.
-        put: takes changed pages for the controller. Called on any thread.
-        backlog: reports that have not been sent yet.
     """
 
     def __init__(
@@ -45,15 +42,15 @@ class Company:
         *,
         nonce: str,
         died: Callable[[int, str, str], None],
-        put: Callable[[pm.PageChanged], None],
-        backlog: Callable[[], int],
     ) -> None:
         self._config, self._env, self._run_dir, self._nonce = config, env, run_dir, nonce
-        self._died, self._put, self._backlog = died, put, backlog
+        self._died = died
+        self._sender = PageSender(Rank(env.rank), config.token, env.run_id)
         self.pages: PageDirectory | None = None
         self._incarnation = 0
         self._kept: KeptPages | None = None
         self._keeper = Lane("ttp-keeper")
+        self._one_caller = threading.Lock()
         self._stack = contextlib.ExitStack()
         self._closed = False
 
@@ -88,28 +85,39 @@ class Company:
         self._stack.callback(self._kept.close)
         if self._config.mirror:
             mirror = PageMirror(path, rank, incarnation, self._page_changed)
+            self._stack.callback(self._sender.close)
             self._stack.callback(mirror.close)
             source.watch_pages(mirror.changed)
         return path
 
-    def store(self, order: m.Keep) -> None:
-        """Put the page of a rank elsewhere into this host's memory."""
-        self._keeper.submit(lambda: self._store(order))
+    def store(self, order: m.Keep, said: Callable[[str], None] = lambda _: None) -> None:
+        """Put the page of a rank elsewhere into this host's memory; ``said`` gets why not. Any thread."""
 
-    def _store(self, order: m.Keep) -> None:
-        if self._kept is not None:
-            self._kept.store(order)
+        def job() -> None:
+            said(self._kept.store(order) if self._kept is not None else "this rank has not joined yet")
+
+        with self._one_caller:
+            self._keeper.submit(job)
+
+    def keep(self, order: m.Keep) -> str:
+        """Like ``store``, for whoever sends the page itself; returns why it is not kept. Any thread."""
+        refused = [f"it was not stored within {STORE_S:g} s"]
+        self.store(order, refused.append)
+        self._keeper.wait_done(STORE_S)
+        return refused[-1]
+
+    def mirror_to(self, order: m.MirrorTo) -> None:
+        """Pages of this rank go there from now on."""
+        self._sender.named(order)
 
     def wait_stored(self, timeout_s: float) -> bool:
         """Until the pages that have come are in memory; false when it takes longer."""
         return self._keeper.wait_done(timeout_s)
 
     def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
-        """On the mirror's thread, which gathers changes while it waits here."""
-        while self._backlog() > MIRROR_BACKLOG and not self._closed:
-            time.sleep(MIRROR_POLL_S)
-        if incarnation == self._incarnation:
-            self._put(pm.PageChanged(Version(version), final, data))
+        """On the mirror's thread, which gathers changes while one is on its way."""
+        if incarnation == self._incarnation and not self._closed:
+            self._sender.send(version, final, incarnation, data)
 
     def stop(self) -> None:
         """Nothing more is kept or mirrored."""

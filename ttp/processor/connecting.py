@@ -52,11 +52,6 @@ class Line:
         self._stream: Stream | None = None
         self._shortcut = Shortcut(config, env, run_dir)
 
-    @property
-    def backlog(self) -> int:
-        """Reports that have not been sent yet."""
-        return self._stream.backlog if self._stream is not None else 0
-
     def send(self, report: m.Report) -> None:
         """To the controller, if there is a stream."""
         if self._stream is not None:

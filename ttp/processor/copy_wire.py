@@ -18,10 +18,12 @@ from typing import Any
 import grpc
 
 from ttp.config import Config
+from ttp.core import messages as m
 from ttp.core.buddies import NOBODY
 from ttp.core.layout import Rank, Version
 from ttp.errors import CheckpointError
 from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
+from ttp.processor.mirror import PAGE_BYTES_MAX
 from ttp.store.digest import HashingFile
 from ttp.wire import access, tls
 from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
@@ -32,7 +34,9 @@ log = logging.getLogger("ttp.processor")
 
 SEND_S = 600.0
 """A copy that takes longer on its way comes to nothing."""
-MESSAGE_BYTES_MAX = 4 << 20
+MESSAGE_BYTES_MAX = PAGE_BYTES_MAX + (1 << 20)
+THREADS = 4
+"""A copy of a state and pages can come at the same time; copies one after the other."""
 FILES_MAX = 10_000
 CLOSE_S = 1.0
 
@@ -137,11 +141,14 @@ class Receiver(rpc.BuddyServicer):
         """Where copies go; None: this rank has not joined yet."""
         self.rank = NOBODY
         """Who takes them: its own are not to be written from outside."""
+        self.keep: Callable[[m.Keep], str] | None = None
+        """Takes pages of ranks of other hosts, and says why not; None: this rank keeps none."""
         self.frozen = False
         """What is kept is being looked at: nothing comes, nothing goes."""
+        self._one_copy = threading.Lock()
         options = [(k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"]
         self._server = grpc.server(
-            concurrent.futures.ThreadPoolExecutor(max_workers=1, thread_name_prefix="ttp-buddy-take"),
+            concurrent.futures.ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="ttp-buddy-take"),
             options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
             interceptors=access.guards(config),
         )
@@ -161,12 +168,28 @@ class Receiver(rpc.BuddyServicer):
     ) -> pb.StoreResponse:
         """See the proto."""
         try:
-            self._take(request_iterator)
+            with self._one_copy:
+                self._take(request_iterator)
         except NoRoomError as problem:
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
         except (CheckpointError, OSError) as problem:
             context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
         return pb.StoreResponse()
+
+    def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802 - as the proto calls it
+        """See the proto."""
+        if self.keep is None or request.run_id != self._run_id:
+            return pb.KeepResponse(refused="it is of another job, or this rank keeps no pages")
+        keep = m.Keep(
+            Rank(request.keeper),
+            0,
+            Rank(request.of),
+            Version(request.version),
+            request.final,
+            request.incarnation,
+            request.data,
+        )
+        return pb.KeepResponse(refused=self.keep(keep))
 
     def _take(self, requests: Iterator[pb.StoreRequest]) -> None:
         first = next(requests, None)

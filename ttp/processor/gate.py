@@ -110,7 +110,8 @@ class Gate:
         """
         while True:
             with self._lock:
-                self._leave()
+                if self._updating:
+                    self._leave()
                 if self._halted:
                     self._parked = False
                     raise Halted
@@ -194,15 +195,14 @@ class Gate:
     def leave_update(self) -> None:
         """The running update was left by an exception that the program has caught: torn until a later one is whole."""
         with self._lock:
-            self._updating, self._between = self._updating or self._between, False
-            self._leave()
+            if self._updating or self._between:
+                self._leave()
             closed = self._closed
         if closed:
             self._on_quiet()
 
     def _leave(self) -> None:
-        if self._updating:
-            self._updating, self._left = False, True
+        self._updating, self._between, self._left = False, False, True
 
     def mark_torn(self) -> None:
         """An update was left by an exception. Harmless when no update is running."""

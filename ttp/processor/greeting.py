@@ -17,7 +17,14 @@ from ttp.processor.source import StateSource
 
 
 def hello(
-    config: Config, env: RankEnv, layout: Layout, source: StateSource, save_dir: str, version: int, copies_at: str
+    config: Config,
+    env: RankEnv,
+    layout: Layout,
+    source: StateSource,
+    save_dir: str,
+    version: int,
+    copies_at: str,
+    pages_at: str,
 ) -> m.Hello:
     """Who this process is, and how it is to be saved."""
     return m.Hello(
@@ -48,6 +55,7 @@ def hello(
         fallback_dir=config.fallback_dir or "",
         stripes=config.stripes if source.writes_parts else WHOLE,
         copies_at=copies_at,
+        pages_at=pages_at,
     )
 
 

@@ -11,6 +11,7 @@ import ctypes
 import random
 import struct
 import sys
+from collections.abc import Callable
 from typing import Any
 
 from ttp.processor.pages import Buffer
@@ -41,6 +42,20 @@ class HostStreams:
             self._numpy = _NumpyStream()
         return (*self._python.capture(), *self._numpy.capture())
 
+    def standing(self) -> Callable[[], bool] | None:
+        """To be asked behind ``capture``: what tells whether its parts are still all there is to be said.
+
+        Live memory has become what the stream is now. None: not all of it is live.
+        """
+        numpy, python = self._numpy, self._python.source
+        spare = self._python.spare
+        if not self._python.is_live or (numpy is not None and not numpy.is_live):
+            return None
+        if numpy is None:
+            return lambda: python.gauss_next is spare and "numpy.random" not in sys.modules
+        owner, generator = numpy.owner, numpy.generator
+        return lambda: python.gauss_next is spare and owner._bit_generator is generator
+
     def restore(self, python: bytes, python_gauss: bytes, numpy: bytes, numpy_gauss: bytes) -> list[str]:
         """Put back what ``capture`` gave. Returns notes on streams that this process does not have.
 
@@ -66,12 +81,19 @@ class _PythonStream:
     """State of module ``random``: position, then 624 words; the spare normal number apart."""
 
     def __init__(self) -> None:
-        self._random: Any = random.getstate.__self__  # type: ignore[attr-defined]
-        self._live = _python_memory(self._random) if _NATIVE_ORDER and _python_layout_holds() else None
+        self.source: Any = random.getstate.__self__  # type: ignore[attr-defined]
+        self._live = _python_memory(self.source) if _NATIVE_ORDER and _python_layout_holds() else None
+        self.spare: float | None = None
+        """The spare normal number, as it was captured."""
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the words are given as the memory they lie in."""
+        return self._live is not None
 
     def capture(self) -> tuple[Buffer, bytes]:
         if self._live is not None:
-            spare = self._random.gauss_next
+            spare = self.spare = self.source.gauss_next
             return self._live, _NO_GAUSS if spare is None else _GAUSS.pack(1, spare)
         _, words, gauss = random.getstate()
         return struct.pack(f"<{_WORDS + 1}I", words[-1], *words[:-1]), _pack_gauss(gauss)
@@ -140,17 +162,23 @@ class _NumpyStream:
 
         streams: Any = numpy.random
         self._get_state: Any = streams.get_state
-        self._owner: Any = self._get_state.__self__
-        self._gauss_at = _numpy_gauss_offset(type(self._owner)) if _NATIVE_ORDER else None
-        self._known: Any = None  # the bit generator that ``_words`` belongs to; ``set_bit_generator`` replaces it
+        self.owner: Any = self._get_state.__self__
+        self._gauss_at = _numpy_gauss_offset(type(self.owner)) if _NATIVE_ORDER else None
+        self.generator: Any = None
+        """The bit generator that ``_words`` belongs to; ``set_bit_generator`` replaces it."""
         self._words: memoryview | None = None
         if self._gauss_at is not None:
-            self._gauss = memory_at(id(self._owner) + self._gauss_at - 8, _LIVE_GAUSS.size)
+            self._gauss = memory_at(id(self.owner) + self._gauss_at - 8, _LIVE_GAUSS.size)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the words are given as the memory they lie in."""
+        return self._words is not None
 
     def capture(self) -> tuple[Buffer, Buffer]:
-        generator = self._owner._bit_generator
-        if generator is not self._known:
-            self._known = generator
+        generator = self.owner._bit_generator
+        if generator is not self.generator:
+            self.generator = generator
             self._words = _numpy_words(generator, self._get_state) if self._gauss_at is not None else None
         if self._words is not None:
             return self._words, self._gauss

@@ -27,10 +27,15 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     def submit(self, job: Callable[[], None]) -> None:
-        """Do ``job`` after those before it."""
+        """Do ``job`` after those before it.
+
+        Raises:
+            RuntimeError: no thread can be started now. Nothing is done later, then; the next job tries again.
+        """
         if self._thread is None:
-            self._thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
         self._jobs.put(job)
 
     def wait_done(self, timeout_s: float) -> bool:

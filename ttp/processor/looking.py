@@ -74,6 +74,7 @@ class Looker:
     ) -> None:
         self._source, self._gate, self._held, self._put = source, gate, held, say
         self._lane = Lane("ttp-looker")
+        self._looks_during = 0  # which closure of the gate
         self._took_s = 0.0
         self._came = threading.Event()  # to the gate, since it was closed
         self._patience_s = DEVICE_PATIENCE_S
@@ -111,8 +112,7 @@ class Looker:
 
     def look_again(self) -> None:
         """The state has moved: say how it is now. Returns when that was said."""
-        state = self._gate.state()
-        self._lane.submit(lambda: self._look(state))
+        self._submit(self._gate.state())
         self._lane.wait_done(2 * DEVICE_PATIENCE_S)
 
     def close(self) -> None:
@@ -126,7 +126,14 @@ class Looker:
             # The freeze is acknowledged, the answer follows.
             self._put(Look(state.closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
         if not updating:
-            self._lane.submit(lambda: self._look(state))
+            self._submit(state)
+
+    def _submit(self, state: GateState) -> None:
+        """A look that still hangs, as a device does not answer, is left behind when the gate has been open since."""
+        if self._lane.busy and state.closure != self._looks_during:
+            self._lane.leave_behind()
+        self._looks_during = state.closure
+        self._lane.submit(lambda: self._look(state))
 
     def _look(self, state: GateState) -> None:
         """The host is quiet; say what there is, on the device too.
@@ -168,7 +175,7 @@ class Looker:
         def run() -> None:
             while not enough.wait(FOLLOW_S) and self._gate.state() == state:
                 if self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said:
-                    self._lane.submit(lambda: self._look(state))
+                    self._submit(state)
                     return
 
         threading.Thread(target=run, name="ttp-follower", daemon=True).start()

@@ -23,7 +23,7 @@ HandOver = Callable[[int, bool, int, bytes], None]
 """Gets version, final, incarnation and the bytes of a page."""
 
 PAGE_BYTES_MAX = 8 << 20
-"""A larger page is not mirrored: sent with every step it would crowd out what else the controller has to say."""
+"""A larger page is not mirrored: it is sent with every step."""
 
 VERSIONS_KEPT = 2
 """Two ranks of a job differ by at most one version."""

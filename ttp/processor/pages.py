@@ -54,6 +54,9 @@ __all__ = ["Buffer", "Kept", "Page", "PageWriter", "page_name", "read_page"]
 
 log = logging.getLogger("ttp.processor.pages")
 
+_PREFIX_SIZE = PREFIX.size
+_store_prefix, _store_record, _store_sequence = PREFIX.pack_into, RECORD.pack_into, SEQUENCE.pack_into
+
 Buffer = bytes | bytearray | memoryview
 """Contiguous bytes; a memoryview has one dimension and format ``B``."""
 
@@ -72,12 +75,25 @@ class _Region:
     users: int = 0
 
 
-@dataclass(slots=True)
 class _Slot:
-    record_at: int
-    region: _Region
-    sequence: int = 0
-    refs: list[_Region] = field(default_factory=list)
+    """One of the two places of a version; ``other`` is the other one."""
+
+    __slots__ = ("body", "data", "length", "other", "record_at", "refs", "region", "sequence")
+
+    def __init__(self, record: int, arena: _Arena, capacity: int) -> None:
+        self.record_at, self.region = record, arena.allocate(capacity + _PREFIX_SIZE)
+        self.sequence, self.refs, self.other = 0, list[_Region](), self
+        self.fit(arena, 0)
+
+    def fit(self, arena: _Arena, length: int) -> None:
+        """What comes next has so many bytes behind its prefix."""
+        if _PREFIX_SIZE + length > self.region.capacity:
+            arena.free(self.region)
+            self.region = arena.allocate(_PREFIX_SIZE + length)
+        start = self.region.offset
+        self.length = length
+        self.body = arena.view[start : start + _PREFIX_SIZE + length]
+        self.data = self.body[_PREFIX_SIZE:]
 
 
 @dataclass(slots=True)
@@ -151,7 +167,7 @@ class PageWriter:
         self._incarnation = incarnation
         self._pid = os.getpid()
         self._writes = 0
-        self._newest = [0, 0, 0]  # which of its two slots a version wrote last
+        self._older: list[_Slot] = []  # of the two slots of a version, the one that is written next
         self._kept: list[_KeptPart] = []
         self._orphans: list[_Region] = []  # of kept parts that changed their length
         self._placed: Sequence[Kept] | None = None  # what was given as kept last, and where it lies in the file
@@ -173,7 +189,10 @@ class PageWriter:
             fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=directory)
             try:
                 arena = _Arena(fd)
-                self._slots = [_Slot(record_at(i), arena.allocate(capacity + PREFIX.size)) for i in range(SLOTS)]
+                slots = [_Slot(record_at(index), arena, capacity) for index in range(SLOTS)]
+                for one, two in zip(slots[::2], slots[1::2], strict=True):
+                    one.other, two.other = two, one
+                self._older = slots[1::2]
                 self._arena = arena
                 self._write_header()
                 os.rename(draft, self.path.name, src_dir_fd=directory, dst_dir_fd=directory)
@@ -210,39 +229,32 @@ class PageWriter:
         if arena is None:
             return False
         try:
-            self._write(arena, version, final, parts, kept)
+            slot = self._older[version % 3]
+            slot.sequence = sequence = slot.sequence + 2
+            _store_sequence(arena.map, slot.record_at, sequence - 1)  # odd: being written
+            table = self._place(arena, slot, kept) if kept or slot.refs else b""
+            data = parts[0] if len(parts) == 1 and not table else b"".join((table, *parts))
+            length = len(data)
+            if length != slot.length:
+                slot.fit(arena, length)
+            target, start = arena.map, slot.region.offset
+            self._writes = writes = self._writes + 1
+            flags, small = final | len(kept) << 1, length - len(table)
+            _store_prefix(target, start, version, self._incarnation, writes, self._rank, flags, small)
+            slot.data[:] = data
+            # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
+            digest = xxhash.xxh3_64_intdigest(slot.body)
+            _store_record(target, slot.record_at + 8, start, _PREFIX_SIZE + length, digest)
+            _store_sequence(target, slot.record_at, sequence)
+            self._older[version % 3] = slot.other
         except Exception as problem:  # whatever it is, training goes on
             self._disable(problem)
             return False
         return True
 
-    def _write(self, arena: _Arena, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept]) -> None:
-        third = version % 3
-        turn = self._newest[third] ^ 1
-        slot = self._slots[2 * third + turn]
-        slot.sequence += 1
-        SEQUENCE.pack_into(arena.map, slot.record_at, slot.sequence)  # odd: being written
-        table = self._place(arena, slot, kept) if kept or slot.refs else b""
-        small = sum(map(len, parts))
-        length = PREFIX.size + len(table) + small
-        if length > slot.region.capacity:
-            arena.free(slot.region)
-            slot.region = arena.allocate(length)
-        target, start = arena.map, slot.region.offset
-        self._writes += 1
-        flags = final | len(kept) << 1
-        PREFIX.pack_into(target, start, version, self._incarnation, self._writes, self._rank, flags, small)
-        at = start + PREFIX.size
-        for part in (table, *parts) if table else parts:
-            end = at + len(part)
-            target[at:end] = part
-            at = end
-        # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
-        digest = xxhash.xxh3_64_intdigest(arena.view[start:at])
-        RECORD.pack_into(target, slot.record_at + 8, start, length, digest)
-        slot.sequence += 1
-        SEQUENCE.pack_into(target, slot.record_at, slot.sequence)
-        self._newest[third] = turn
+    def record_of(self, version: int) -> int:
+        """Where in the file the record of the slot is that ``version`` was written to last."""
+        return self._older[version % 3].other.record_at
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
         """Make every kept part be in the file; returns the slot's table of references to them."""
@@ -294,6 +306,7 @@ class PageWriter:
 
     def _release(self) -> None:
         arena, self._arena = self._arena, None
+        self._older = []  # with it goes the memory
         if arena is not None:
             os.close(arena.fd)
 

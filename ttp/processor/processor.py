@@ -96,8 +96,10 @@ class Processor:
         self._lease_writer = Lane("ttp-lease")  # the run directory may hang, and the gate has to close all the same
         self._inbox: queue.SimpleQueue[pm.Event | Look] = queue.SimpleQueue()
         put = self._inbox.put
-        self.copying, copies_at = self._keep_copies() if buddy and layout.unreplicated() else (None, "")
-        greeting = hello(config, env, layout, source, save_dir, version, copies_at)
+        self._receiver: Receiver | None = None
+        self.copying: Copying | None = None
+        at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
+        greeting = hello(config, env, layout, source, save_dir, version, *at)
         self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
         self._line = Line(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
@@ -108,9 +110,9 @@ class Processor:
             self.run_dir,
             nonce=greeting.nonce,
             died=self.neighbour_died,
-            put=put,
-            backlog=lambda: self._line.backlog,
         )
+        if self._receiver is not None and config.mirror:
+            self._receiver.keep = self.company.keep
         self._looker = Looker(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
         self._saver = Saver(
             config,
@@ -303,6 +305,8 @@ class Processor:
         self.company.stop()
         if self.copying is not None:
             self.copying.close()
+        elif self._receiver is not None:
+            self._receiver.close()
         self._close_source()
 
     # ------------------------------------------------------------------------------------------------ the owner thread
@@ -326,8 +330,21 @@ class Processor:
             self._perform(action)
         except Exception as problem:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
-            if isinstance(action, pm.Connect):
-                self._inbox.put(pm.StreamDown(repr(problem)))  # so that it is tried again
+            self._not_done(action, repr(problem))
+
+    def _not_done(self, action: pm.Action, text: str) -> None:
+        """So that it is tried again, or somebody else does it: a thread that cannot be started does nothing."""
+        match action:
+            case pm.Connect():
+                self._inbox.put(pm.StreamDown(text))
+            case pm.StartSave(order):
+                self._inbox.put(pm.WriteFailed(order.incident, order.generation, text))
+            case pm.StartCommit(order):
+                self._inbox.put(pm.CommitBroken(order.incident, order.generation, text))
+            case pm.StartStandby():
+                self._inbox.put(pm.StandbyStarted(""))
+            case pm.ProbeHost(order):
+                self._inbox.put(pm.HostProbed(order.subject, False, text))
 
     def _next_event(self) -> pm.Event | Look:
         deadline = self._machine.deadline()
@@ -382,6 +399,8 @@ class Processor:
                 self._exit(code, text)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
                 self._serve(action)
+            case pm.NameKeeper(order):
+                self.company.mirror_to(order)
             case pm.NameBuddy(order) if self.copying is not None:
                 self.copying.named(order)
             case pm.SettleCopy() if self.copying is not None:
@@ -485,17 +504,28 @@ class Processor:
     def _wrote(self, count: int) -> None:
         self.written += count
 
-    def _keep_copies(self) -> tuple[Copying | None, str]:
-        """What keeps copies, and where it takes those of others (host:port). Training does not depend on it."""
+    def _keep_for_others(self, *, copies: bool) -> tuple[str, str]:
+        """Take copies and pages of other ranks, where that is wanted. Training does not depend on it.
+
+        Returns:
+            Where copies are taken, and where pages are (host:port); empty: they are not.
+        """
         config, env = self.config, self.env
+        if not (copies or config.mirror):
+            return "", ""
         try:
-            receiver = Receiver(config, env.run_id)
+            receiver = self._receiver = Receiver(config, env.run_id)
         except Exception as problem:
-            log.error("buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED: %s", problem)
-            return None, ""
-        rank, every = Rank(env.rank), config.buddy_every
-        copying = Copying(self.source, self.layout, rank, every, receiver, config.token, env.run_id, self._inbox.put)
-        return copying, target(own_address(config, env.master_addr), receiver.port)
+            what = "buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED"
+            log.error("%s: %s", what if copies else "TTP_MIRROR: no pages of other hosts can be kept here", problem)
+            return "", ""
+        if copies:
+            rank, every = Rank(env.rank), config.buddy_every
+            self.copying = Copying(
+                self.source, self.layout, rank, every, receiver, config.token, env.run_id, self._inbox.put
+            )
+        at = target(own_address(config, env.master_addr), receiver.port)
+        return at if copies else "", at if config.mirror else ""
 
     # --------------------------------------------------------------------------------------------------------- leaving
 

@@ -61,11 +61,6 @@ class Stream:
         """Queue a report; never blocks."""
         self._outbox.put(report_to_wire(report))
 
-    @property
-    def backlog(self) -> int:
-        """Reports that the network has not taken yet."""
-        return self._outbox.qsize()
-
     def finish(self, timeout_s: float) -> None:
         """Say no more, and wait until everything said has arrived."""
         self._outbox.put(None)

@@ -248,13 +248,17 @@ _LONG = 16
 """Shorter lists are packed as fast as they are compared."""
 
 
+_NOTHING = object()
+
+
 class _Part:
     """What is known of a value at one place of the state."""
 
-    __slots__ = ("copy", "inside", "key", "packed")
+    __slots__ = ("copy", "inside", "key", "last", "packed")
 
     def __init__(self, key: bytes) -> None:
         self.key = key
+        self.last: object = _NOTHING  # what ``packed`` is of, if it cannot change
         self.inside: dict[Any, _Part] = {}
         self.copy: list[Any] | None = None
         self.packed = b""
@@ -309,7 +313,7 @@ class Encoder:
     def _list(self, part: _Part, value: list[Any], depth: int) -> bytes:
         if part.copy is not None and part.copy == value:
             return part.packed
-        part.copy = None
+        part.copy, part.last = None, _NOTHING
         kinds = set(map(type, value))
         if not kinds <= _NATIVE:
             return self._inside(part, self._packer.pack_array_header(len(value)), enumerate(value), depth, keyed=False)
@@ -321,14 +325,19 @@ class Encoder:
     def _inside(
         self, part: _Part, header: bytes, items: Iterable[tuple[Any, Any]], depth: int, *, keyed: bool
     ) -> bytes:
-        known, part.inside = part.inside, {}  # what is gone is forgotten
-        pieces = [header]
+        inside, pieces = part.inside, [header]
         for key, item in items:
-            found = known.get(key)
+            found = inside.get(key)
             if found is None:
-                found = _Part(self._packed(key) if keyed else b"")
-            part.inside[key] = found
-            pieces += (found.key, self._value(found, item, depth))
+                found = inside[key] = _Part(self._packed(key) if keyed else b"")
+            if type(item) not in _NATIVE:
+                pieces += (found.key, self._value(found, item, depth))
+                continue
+            if item is not found.last:
+                found.last, found.packed, found.copy = item, self._packer.pack(item), None
+            pieces += (found.key, found.packed)
+        if 2 * len(inside) >= len(pieces):
+            part.inside = {}  # something is gone, and is forgotten with the rest
         return b"".join(pieces)
 
     def _packed(self, plain: object) -> bytes:

@@ -103,11 +103,13 @@ class Judge:
             case "released":
                 self._released(machine, incident, record.facts["exit_code"], record.facts["text"])
             case "thawed":
-                if machine.job.suspects or machine.job.broken:
+                if machine.job.in_doubt or machine.job.broken:
                     raise InvariantBroken(f"I6: thawed while ranks {machine.job.broken} cannot train on")
 
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
         assert incident.plan is not None or exit_code == 70
+        if machine.job.silent and "TTP_OT" not in text:
+            raise InvariantBroken(f"I6: released for a doubt: nothing comes from ranks {sorted(machine.job.silent)}")
         if exit_code == 75:
             version = incident.saved
             if version not in self._world.storage.checkpoints and version > 0:

@@ -48,8 +48,8 @@ class Stream:
     """
 
     __slots__ = (
-        "_clock", "_cut_down", "_cut_up", "_delay_s", "_last_down", "_last_up", "_rank", "_repeats", "_rng",
-        "connection", "controller", "open",
+        "_clock", "_cut_down", "_cut_up", "_delay_s", "_held_until", "_last_down", "_last_up", "_rank", "_repeats",
+        "_rng",        "connection", "controller", "open",
     )  # fmt: skip
 
     def __init__(
@@ -70,6 +70,7 @@ class Stream:
         self._delay_s, self._repeats = delay_s, repeats
         self._last_up = self._last_down = clock.now
         self._cut_up = self._cut_down = float("inf")
+        self._held_until = 0.0
 
     def report(self, report: m.Report) -> None:
         """The rank speaks."""
@@ -94,12 +95,17 @@ class Stream:
         down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         self._break(up, down, rank_learns_s, controller_learns_s)
 
+    def hold(self, until: float) -> None:
+        """Nothing arrives before that; then all that was said does, as TCP says it again, unless it is cut."""
+        self._held_until = until
+
     def _break(self, up: float, down: float, rank_learns_s: float, controller_learns_s: float) -> None:
         if not self.open:
             return
         self.open = False
-        self._cut_up, self._cut_down = up, down
         now = self._clock.now
+        held = now < self._held_until
+        self._cut_up, self._cut_down = (-1.0, -1.0) if held else (up, down)
         ended = StreamEnded(self.connection)
         self._clock.at(max(up, now) + controller_learns_s + 1e-6, self.controller.on_event, ended)
         self._clock.at(max(down, now) + rank_learns_s + 1e-6, self._rank.on_down, self)
@@ -109,17 +115,25 @@ class Stream:
         return max(last, self._clock.now + delay) + 1e-7
 
     def _arrive(self, at: float, report: m.Report) -> None:
-        if at <= self._cut_up:
+        if self._clock.now < self._held_until:
+            self._clock.at(self._held_until, self._arrive, at, report)
+        elif at <= self._cut_up:
             received = Received(self.connection, report)
             self.controller.on_event(received)
             if self._repeats and self._rng.random() < self._repeats and not isinstance(report, m.Hello):
-                self._clock.at(at + self._rng.random() * 20 * self._delay_s, self.controller.on_event, received)
+                self._clock.at(
+                    self._clock.now + self._rng.random() * 20 * self._delay_s, self.controller.on_event, received
+                )
 
     def _obey(self, at: float, order: m.Order) -> None:
-        if at <= self._cut_down:
+        if self._clock.now < self._held_until:
+            self._clock.at(self._held_until, self._obey, at, order)
+        elif at <= self._cut_down:
             self._rank.on_order(self, order)
             if self._repeats and self._rng.random() < self._repeats and not isinstance(order, ONCE):
-                self._clock.at(at + self._rng.random() * 20 * self._delay_s, self._rank.on_order, self, order)
+                self._clock.at(
+                    self._clock.now + self._rng.random() * 20 * self._delay_s, self._rank.on_order, self, order
+                )
 
 
 ONCE = (m.Welcome, m.Refused, m.RestoreDecision)

@@ -42,11 +42,13 @@ POINTS = (
 KINDS = {
     "kill": "SIGKILL of a rank",
     "host": "the rank's host dies: every rank on it, its shared memory, a controller that runs there",
+    "power": "the same without a last word: its streams stay, and nothing comes on them until they are given up",
     "stop": "SIGSTOP of a rank, SIGCONT after LASTS",
     "silent": "a rank does nothing for LASTS, and its connections stay alive (something holds the interpreter lock)",
     "hang": "the training thread of a rank does not move for LASTS",
     "flap": "the stream of a rank breaks; it cannot connect for LASTS",
     "partition": "nobody on the rank's host reaches a controller elsewhere for LASTS, nor the other way round",
+    "silence": "the same, but no stream breaks: nothing passes on it for LASTS, or until it is given up",
     "split": "a second controller is alive: for LASTS some ranks reach only that one, the others only the first",
     "controller": "SIGKILL of the controller; a rank that misses it starts another one",
     "controller_restart": "the same, and it is started again at once",
@@ -68,6 +70,7 @@ NEVER = float("inf")
 LASTS: dict[str, tuple[float, ...]] = {
     "flap": (0.0, 0.05, 0.2, 1.0),
     "partition": (0.05, 0.2, 1.0, 3.0),
+    "silence": (0.2, 0.7, 1.2, 2.0, 3.5),
     "split": (0.3, 2.0, 10.0),
     "stop": (0.05, 0.3, 1.5, 4.0, NEVER),
     "silent": (0.05, 0.3, 2.0, NEVER),
@@ -80,12 +83,12 @@ LASTS: dict[str, tuple[float, ...]] = {
 """How long what goes wrong lasts, for kinds that end; one is drawn."""
 
 AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
-             "controller_twice", "controller_stop")  # fmt: skip
+             "power", "silence", "controller_twice", "controller_stop")  # fmt: skip
 """Kinds that strike when a rank is at a point, weighted."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
-    "commit", "commit", "host", "stop", "silent", "hang", "partition", "split", "controller_restart", "controller_stop",
-    "slow",
+    "commit", "commit", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
+    "controller_restart", "controller_stop", "slow",
 )  # fmt: skip
 """Kinds that strike at some time, weighted."""
 

@@ -10,6 +10,8 @@ from ttp.core.controller_events import (
     Action,
     ConnectionId,
     Event,
+    LookAt,
+    LookedAt,
     Patience,
     Received,
     Record,
@@ -82,13 +84,13 @@ class SimController:
             self._world.trace(self.name, f"does nothing for {lasts_s} s")
             self._missed = []
             self._world.after(lasts_s, self._cont)
-            if lasts_s > KEEPALIVE_S:
-                self._world.after(KEEPALIVE_S, self._not_kept_alive)
+            if lasts_s > self._world.keepalive_s:
+                self._world.after(self._world.keepalive_s, self._not_kept_alive)
 
     def _not_kept_alive(self) -> None:
         if self.stopped:
             for stream in list(self._streams.values()):
-                stream.cut(rank_learns_s=self._world.rng.random() * KEEPALIVE_S, controller_learns_s=0.0)
+                stream.cut(rank_learns_s=self._world.rng.random() * self._world.keepalive_s, controller_learns_s=0.0)
 
     def _cont(self) -> None:
         missed, self._missed = self._missed or [], None
@@ -138,6 +140,9 @@ class SimController:
                         stream.end()
             case Record(kind, incident, facts):
                 self._world.trace(self.name, f"[{incident}] {kind} {facts}")
+            case LookAt(host):
+                looked = LookedAt(host, self._world.roads.silent_s(self, host))
+                self._world.after(0.0, self.on_event, looked)
             case Stop():
                 self.alive = False
                 for stream in list(self._streams.values()):
@@ -176,6 +181,8 @@ def _describe(event: Event) -> str:
             return f"< stream {connection} ended"
         case Accused(ranks):
             return f"< accused {ranks}"
+        case LookedAt(host, silent_s):
+            return f"< looked at {host}: {silent_s}"
         case SaveRequested():
             return "< save requested"
     return "tick"

@@ -9,7 +9,6 @@ from ttp.core import messages as m
 from ttp.core.controller_events import Accused, SaveRequested
 from ttp.core.layout import Rank
 from ttp.testing.scenario import Fault
-from ttp.testing.sim_controller import KEEPALIVE_S
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
@@ -94,6 +93,11 @@ class Faults:
                 rank.exit(None)
             case "host":
                 self._host_dies(rank.host)
+            case "power":
+                world.roads.lose_power(rank.host)
+                self._host_dies(rank.host)
+            case "silence":
+                world.roads.fall_silent(rank.host, fault.lasts_s)
             case "stop" | "silent":
                 self._stop(rank, fault)
             case "hang":
@@ -132,8 +136,8 @@ class Faults:
         self._world.trace(rank.name, f"does nothing for {fault.lasts_s} s")
         rank.stop(fault.lasts_s)
         self._watch(rank, fault)
-        if fault.kind == "stop" and fault.lasts_s > KEEPALIVE_S:
-            self._world.after(KEEPALIVE_S * (1 + self._world.rng.random()), self._not_kept_alive, rank)
+        if fault.kind == "stop" and fault.lasts_s > self._world.keepalive_s:
+            self._world.after(self._world.keepalive_s * (1 + self._world.rng.random()), self._not_kept_alive, rank)
 
     def _not_kept_alive(self, rank: SimRank) -> None:
         if rank.stopped and rank.stream is not None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
 from ttp.core import processor_machine as pm
-from ttp.core.layout import Version
+from ttp.core.layout import Rank, Version
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED
 from ttp.processor.gate import GateState
@@ -57,8 +57,8 @@ class SimRank:
 
     __slots__ = (
         "_inbox", "_looked_at", "_missed", "_pumping", "_rng", "_timer_at",
-        "acked", "alive", "copies", "exit_code", "hello", "host", "machine", "mood", "name", "rank", "saver", "stream",
-        "trainer", "world",
+        "acked", "alive", "copies", "exit_code", "hello", "host", "keeper", "machine", "mood", "name", "rank", "saver",
+        "stream", "trainer", "world",
     )  # fmt: skip
 
     def __init__(self, world: Simulation, hello: m.Hello, manners: pm.Manners) -> None:
@@ -70,6 +70,7 @@ class SimRank:
         self.copies = SimCopies(self)
         self.alive = True
         self.acked = False
+        self.keeper: Rank | None = None
         self.exit_code: int | None = None
         self.stream: Stream | None = None
         self.mood = world.rng.choice((0.2, 1.0, 1.0, 3.0))  # some ranks are slow
@@ -214,6 +215,8 @@ class SimRank:
                 self.exit(code)
             case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
                 self._serve(action)
+            case pm.NameKeeper(order):
+                self.keeper = order.keeper
             case pm.NameBuddy(order):
                 self.copies.named(order)
             case pm.SettleCopy():
@@ -234,6 +237,16 @@ class SimRank:
             case pm.KeepPage(order):
                 page = (order.version, int.from_bytes(order.data, "big"))
                 world.pages(self.host)[order.of, order.version % SLOTS] = page
+
+    def mirror(self, version: Version, random: int) -> None:
+        """The page of this rank goes to its keeper, if that can be reached."""
+        keeper = self.world.ranks.get(self.keeper) if self.keeper is not None else None
+        if keeper is not None and self.world.roads.hosts_speak(self.host, keeper.host):
+            page = (version, random)
+            self.world.after(self.world.delay(), keeper.run, self._keep, keeper.host, version, page)
+
+    def _keep(self, host: str, version: Version, page: tuple[Version, int]) -> None:
+        self.world.pages(host)[self.rank, version % SLOTS] = page
 
     def _start_standby(self) -> None:
         self.put(pm.StandbyStarted(self.world.roads.start_standby(self.host)))

@@ -22,12 +22,25 @@ if TYPE_CHECKING:
 
 LEARNS_S = (0.0, 0.001, 0.01, 0.1)
 """How long an end may need to see that its stream is broken."""
+NEVER = float("inf")
 NO_ANSWER_S = 1.5
 """How long it takes until an attempt is given up that nobody answers."""
 KNOCK_S = 0.05
 """Between two tries of such an attempt."""
+GIVES_UP_S = 2.5
+"""After so long gRPC takes a stream for dead on which nothing passes; in ``ttp.wire.channel`` that is ten seconds."""
+RETRANSMIT_S = 0.2
+"""After so long TCP says again what was not acknowledged."""
 NO_STANDBY = 0.1
 """Share of the standby controllers that cannot be started."""
+
+
+def _said_again(lasts_s: float) -> float:
+    """When TCP repeats what was not acknowledged, after such a silence; it waits twice as long each time."""
+    again_s = RETRANSMIT_S
+    while again_s < lasts_s < NEVER:
+        again_s = 2 * again_s + RETRANSMIT_S
+    return again_s if lasts_s < NEVER else NEVER
 
 
 class Roads:
@@ -46,6 +59,8 @@ class Roads:
         self._controllers = 0
         self._blocked_until: dict[Rank, float] = {}
         self._cut_off_until: dict[str, float] = {}
+        self._silent_since: dict[str, float] = {}
+        self.gives_up_s = GIVES_UP_S
         self._split_until = 0.0
         self._split_from: SimController | None = None
         self._beyond: set[Rank] = set()
@@ -54,6 +69,7 @@ class Roads:
         """What cut off the last one is over."""
         self._blocked_until.clear()
         self._cut_off_until.clear()
+        self._silent_since.clear()
         self._split_until = 0.0
 
     # ----------------------------------------------------------------------------------------------------- controllers
@@ -153,9 +169,10 @@ class Roads:
     def _road(self, rank: SimRank, controller: SimController) -> bool:
         if self._world.now < self._split_until and (rank.rank in self._beyond) == (controller is self._split_from):
             return False
-        return self._hosts_speak(rank.host, controller.host)
+        return self.hosts_speak(rank.host, controller.host)
 
-    def _hosts_speak(self, one: str, other: str) -> bool:
+    def hosts_speak(self, one: str, other: str) -> bool:
+        """Whether messages pass between two hosts now."""
         if not self._cut_off_until or one == other:
             return True
         return all(self._cut_off_until.get(host, 0.0) <= self._world.now for host in (one, other))
@@ -163,7 +180,7 @@ class Roads:
     def reaches(self, rank: SimRank, host: str) -> bool:
         """Whether another host answers a rank; what cuts off a host may concern the controller's side only."""
         there = any(r.alive for r in self._world.ranks.values() if r.host == host)
-        return there and (self._hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
+        return there and (self.hosts_speak(rank.host, host) or self._world.rng.random() < 0.5)
 
     # --------------------------------------------------------------------------------------------------------- cut off
 
@@ -181,6 +198,46 @@ class Roads:
             other = rank.stream.controller if rank.stream is not None else None
             if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
                 self._cut(rank)
+
+    def fall_silent(self, host: str, lasts_s: float) -> None:
+        """The same, and no stream breaks: nothing passes on it, until it is given up."""
+        now, world = self._world.now, self._world
+        self._cut_off_until[host], self._silent_since[host] = now + lasts_s, now
+        world.trace(host, f"falls silent for {lasts_s} s")
+        for rank in world.ranks.values():
+            other = rank.stream.controller if rank.stream is not None else None
+            if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
+                assert rank.stream is not None
+                rank.stream.hold(now + _said_again(lasts_s))
+                if _said_again(lasts_s) >= self.gives_up_s:
+                    world.after(self.gives_up_s, self._give_up, rank, rank.stream)
+
+    def _give_up(self, rank: SimRank, stream: Stream) -> None:
+        if rank.stream is stream:
+            stream.cut(rank_learns_s=self._world.rng.random() * 0.2, controller_learns_s=self._world.rng.random() * 0.2)
+
+    def lose_power(self, host: str) -> None:
+        """Nothing on it says a last word."""
+        self._silent_since[host], self._cut_off_until[host] = self._world.now, NEVER
+
+    def learns_late(self, rank: SimRank) -> float:
+        """How long a controller elsewhere needs to learn that the stream of a dead rank has ended; 0: it is told."""
+        elsewhere = rank.stream is not None and getattr(rank.stream.controller, "host", "") != rank.host
+        silent = rank.host in self._silent_since and self._cut_off_until[rank.host] > self._world.now
+        return self.gives_up_s if silent and elsewhere else 0.0
+
+    def silent_s(self, controller: SimController, host: str) -> float:
+        """How long nothing has come to a controller from the kernel of a host: no word and no acknowledgement."""
+        now, ends = self._world.now, (host, controller.host)
+        since = [self._silent_since[h] for h in ends if h in self._silent_since and self._passes_at(h) > now]
+        if controller.host == host or not since:
+            return 0.0
+        seen = (mb.last_seen for mb in controller.machine.job.members.values() if mb.hello.host == host)
+        return now - min(*since, max(seen, default=now))
+
+    def _passes_at(self, host: str) -> float:
+        since = self._silent_since[host]
+        return since + _said_again(self._cut_off_until[host] - since)
 
     def split(self, lasts_s: float) -> None:
         """Some ranks lose the controller that leads and reach every other one; the others reach only that."""

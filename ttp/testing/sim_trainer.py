@@ -289,7 +289,7 @@ class Trainer:
     def _write_page(self, version: Version) -> None:
         self._world.pages(self._rank.host)[self._rank.rank, version % SLOTS] = (version, self.random)
         if self._world.scenario.mirror:
-            self._rank.put(pm.PageChanged(version, True, self.random.to_bytes(4, "big")))
+            self._rank.mirror(version, self.random)
 
     def _raise(self, where: str, kind: m.FaultKind = m.FaultKind.EXCEPTION) -> Thread:
         self._world.trace(self._rank.name, f"raises {where}")

@@ -31,11 +31,11 @@ from ttp.testing.invariants import Judge
 from ttp.testing.network import Stream
 from ttp.testing.scenario import Scenario, random_scenario
 from ttp.testing.sim_collectives import Collectives
-from ttp.testing.sim_controller import SimController
+from ttp.testing.sim_controller import KEEPALIVE_S, SimController
 from ttp.testing.sim_copies import Copies
 from ttp.testing.sim_faults import Faults
 from ttp.testing.sim_rank import Killed, SimRank
-from ttp.testing.sim_roads import Roads
+from ttp.testing.sim_roads import GIVES_UP_S, Roads
 from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, mix
 
 PATIENCE = Patience(
@@ -45,6 +45,9 @@ PATIENCE = Patience(
     rescue_s=20.0,
     gather_s=1.0,
     silent_s=1.0,
+    quiet_s=0.6,
+    doubt_s=1.0,
+    doubt_max_s=4.0,
     partition_s=1.5,
     stall_s=3.0,
     second_look_s=0.5,
@@ -106,9 +109,20 @@ class Simulation(Clock):
     Args:
         scenario: the job and its faults.
         keep_trace: keep the text of the trace; its digest is always made.
+        patience: of every controller; as a rule a fraction of what it is in real jobs.
+        manners: of every rank; likewise.
+        keepalive_s: when gRPC takes a stream for dead whose other end gives no answer.
     """
 
-    def __init__(self, scenario: Scenario, *, keep_trace: bool = False) -> None:
+    def __init__(
+        self,
+        scenario: Scenario,
+        *,
+        keep_trace: bool = False,
+        patience: Patience = PATIENCE,
+        manners: pm.Manners = MANNERS,
+        keepalive_s: float = KEEPALIVE_S,
+    ) -> None:
         super().__init__(keep_trace=keep_trace)
         self.scenario, self.layout, self.steps = scenario, scenario.layout, scenario.steps
         self.rng = random.Random(f"run {scenario.seed}")
@@ -116,11 +130,12 @@ class Simulation(Clock):
         self.keepers = keepers(self.layout)
         """Who keeps copies of which shards; the same on all ranks, and computed once for all of them here."""
         self.judge = Judge(self)
-        self.patience, self.manners = PATIENCE, MANNERS
+        self.patience, self.manners = patience, manners
         if scenario.watched:
-            self.patience = replace(PATIENCE, heartbeat_s=WATCHED_BEAT_S, hang_s=WATCHED_FLOOR_S)
-            self.manners = replace(MANNERS, heartbeat_s=WATCHED_BEAT_S)
+            self.patience = replace(patience, heartbeat_s=WATCHED_BEAT_S, hang_s=WATCHED_FLOOR_S)
+            self.manners = replace(manners, heartbeat_s=WATCHED_BEAT_S)
         self.roads = Roads(self, self.patience)
+        self.keepalive_s, self.roads.gives_up_s = keepalive_s, max(keepalive_s, GIVES_UP_S)
         self.ranks: dict[Rank, SimRank] = {}
         self.collectives = Collectives(self)
         self.points: Counter[str] = Counter()
@@ -208,6 +223,7 @@ class Simulation(Clock):
             resume=False,
             address=self.scenario.hosts[rank],
             fallback_dir="/fallback" if self.scenario.fallback else "",
+            pages_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.mirror else "",
             copies_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.buddy else "",
         )
 
@@ -218,7 +234,8 @@ class Simulation(Clock):
         self._alive -= 1
         if rank.stream is not None:
             if rank.exit_code is None:
-                rank.stream.cut(rank_learns_s=0.0, controller_learns_s=self.rng.choice((0.0, 0.001, 0.02, 0.5)))
+                late_s = self.roads.learns_late(rank) + self.rng.choice((0.0, 0.001, 0.02, 0.5))
+                rank.stream.cut(rank_learns_s=0.0, controller_learns_s=late_s)
             else:
                 rank.stream.end()
         if rank.exit_code != 0:
@@ -226,7 +243,7 @@ class Simulation(Clock):
                 self._somebody_died = True
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
             self._neighbours_see(rank)
-            if self.rng.random() < 0.4:
+            if self.rng.random() < 0.4 and not self.roads.learns_late(rank):  # nor has its launcher power
                 accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,))
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
         self.collectives.broken_by(rank.rank)

@@ -197,11 +197,10 @@ _MAKERS = {
 }
 
 
-def _like(handler: Any, behaviour: Callable[[Any], Any], *, reads: bool) -> Any:
-    """A handler of the same kind with ``behaviour(inner)``. What a refused request says ``reads`` nobody."""
+def _like(handler: Any, behaviour: Callable[[Any], Any]) -> Any:
+    """A handler of the same kind with ``behaviour(inner)``."""
     make, name = _MAKERS[bool(handler.request_streaming), bool(handler.response_streaming)]
-    deserializer = handler.request_deserializer if reads else None
-    return make(behaviour(getattr(handler, name)), deserializer, handler.response_serializer)
+    return make(behaviour(getattr(handler, name)), handler.request_deserializer, handler.response_serializer)
 
 
 class _Guard(grpc.ServerInterceptor):
@@ -213,25 +212,31 @@ class _Guard(grpc.ServerInterceptor):
         handler = continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        problem = self._door.about_token(handler_call_details.invocation_metadata)
-        if not problem and not self._door.looks_at_peers:
+        if problem := self._door.about_token(handler_call_details.invocation_metadata):
+
+            def refuse(requests: Any, context: Any) -> Iterator[Any]:
+                context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
+                yield  # makes this a generator
+
+            return grpc.stream_stream_rpc_method_handler(refuse)  # of whatever kind: not even read
+        if not self._door.looks_at_peers:
             return handler
 
         def behaviour(inner: Any) -> Any:
             def unary(request: Any, context: Any) -> Any:
-                self._admit(problem, context)
+                self._admit(context)
                 return inner(request, context)
 
             def stream(request: Any, context: Any) -> Iterator[Any]:
-                self._admit(problem, context)
+                self._admit(context)
                 yield from inner(request, context)
 
             return stream if handler.response_streaming else unary
 
-        return _like(handler, behaviour, reads=not problem)
+        return _like(handler, behaviour)
 
-    def _admit(self, problem: str, context: Any) -> None:
-        if problem := problem or self._door.about_peer(context.peer(), context.auth_context()):
+    def _admit(self, context: Any) -> None:
+        if problem := self._door.about_peer(context.peer(), context.auth_context()):
             context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
 
 
@@ -244,27 +249,32 @@ class _AioGuard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(OPEN_TO_ALL):
             return handler
-        problem = self._door.about_token(handler_call_details.invocation_metadata)
-        if not problem and not self._door.looks_at_peers:
+        if problem := self._door.about_token(handler_call_details.invocation_metadata):
+
+            async def refuse(requests: Any, context: Any) -> AsyncIterator[Any]:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)
+                yield  # makes this a generator
+
+            return grpc.stream_stream_rpc_method_handler(refuse)  # of whatever kind: not even read
+        if not self._door.looks_at_peers:
             return handler
 
         def behaviour(inner: Any) -> Any:
             async def unary(request: Any, context: Any) -> Any:
-                await self._admit(problem, context)
+                await self._admit(context)
                 return await inner(request, context)
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
-                await self._admit(problem, context)
+                await self._admit(context)
                 async with contextlib.aclosing(inner(request, context)) as answers:
                     async for answer in answers:
                         yield answer
 
             return stream if handler.response_streaming else unary
 
-        return _like(handler, behaviour, reads=not problem)
+        return _like(handler, behaviour)
 
-    async def _admit(self, problem: str, context: Any) -> None:
-        if not problem:
-            problem = await asyncio.to_thread(self._door.about_peer, context.peer(), context.auth_context())
+    async def _admit(self, context: Any) -> None:
+        problem = await asyncio.to_thread(self._door.about_peer, context.peer(), context.auth_context())
         if problem:
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, problem)

@@ -14,12 +14,16 @@ from ttp.wire.v1 import controller_pb2_grpc as rpc
 MESSAGE_BYTES_MAX = 256 << 20
 """Tables of pieces travel in messages: about 300 bytes per tensor."""
 
+
+def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
+    """A peer that was silent for ``after_ms`` is asked, and taken for dead when no answer comes for ``patience_ms``."""
+    patience = [("grpc.keepalive_timeout_ms", patience_ms), ("grpc.http2.ping_timeout_ms", patience_ms)]
+    return [("grpc.keepalive_time_ms", after_ms), *patience]
+
+
 _COMMON: list[tuple[str, Any]] = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
-    ("grpc.keepalive_time_ms", 5_000),
-    ("grpc.keepalive_timeout_ms", 5_000),
-    ("grpc.http2.ping_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.bdp_probe", 0),
@@ -27,6 +31,7 @@ _COMMON: list[tuple[str, Any]] = [
 
 CLIENT_OPTIONS = [
     *_COMMON,
+    *_keepalive(5_000, 5_000),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
     ("grpc.enable_http_proxy", 0),
@@ -34,6 +39,7 @@ CLIENT_OPTIONS = [
 
 SERVER_OPTIONS = [
     *_COMMON,
+    *_keepalive(1_250, 8_750),  # asks early, so that its kernel can tell who is cut off, and believes late
     ("grpc.so_reuseport", 0),  # two controllers on one port must not be possible
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
     ("grpc.http2.max_ping_strikes", 0),

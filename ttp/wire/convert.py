@@ -171,7 +171,7 @@ def _snake(kind: type) -> str:
 
 
 def _known_fields() -> dict[type, list[tuple[str, Any]]]:
-    values = [lm.ShardGroup, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
+    values = [lm.ShardGroup, m.Mirror, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
     kinds = [*REPORTS, *ORDERS, *values]
     fields: dict[type, list[tuple[str, Any]]] = {}

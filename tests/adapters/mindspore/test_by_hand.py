@@ -217,11 +217,26 @@ def in_job(monkeypatch: pytest.MonkeyPatch, rank: int, address: str = "pod-0") -
         monkeypatch.setenv(name, value)
 
 
-def test_the_controller_is_where_the_program_says(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("said", "launcher", "home"),
+    [
+        ("10.0.0.9", {"MASTER_ADDR": "pod-0"}, "10.0.0.9"),
+        ("127.0.0.1", {"MASTER_ADDR": "pod-0"}, "pod-0"),  # as in the documentation's program, on several hosts
+        ("127.0.0.1", {"MS_SCHED_HOST": "10.0.0.7"}, "10.0.0.7"),
+        ("127.0.0.1", {}, "127.0.0.1"),
+        ("", {}, "127.0.0.1"),
+    ],
+)
+def test_the_controller_is_where_the_program_says(
+    said: str, launcher: dict[str, str], home: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     in_job(monkeypatch, 3)
-    joining.meet_at("127.0.0.1", 30051, 2)
+    monkeypatch.delenv("MASTER_ADDR")
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    joining.meet_at(said, 30051, 2)
     assert session.current().config.port == 30051
-    assert os.environ["MASTER_ADDR"] == "127.0.0.1"
+    assert os.environ.pop("MASTER_ADDR") == home
 
 
 @pytest.mark.parametrize(

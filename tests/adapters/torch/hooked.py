@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ttp.adapters.torch.device import HostFence
-from ttp.adapters.torch.hooks import attach
+from ttp.adapters.torch.hooks import Calls, attach
 from ttp.adapters.torch.tail import Tail
 from ttp.processor.gate import Gate
 
@@ -38,7 +38,7 @@ class Job:
             tail=self.tail,
             fence=self.fence,
             version=lambda: self.gate.version,
-            after_update=lambda: self.log.append("after"),
+            calls=Calls(after_update=lambda: self.log.append("after")),
         )
 
     def begin_update(self, again: bool = False) -> None:

@@ -85,7 +85,7 @@ class TestCaught:
         """``torch.cuda.empty_cache()`` and once more: no other rank has made a step meanwhile."""
         job = loop()
         barriers: list[int] = []
-        job.detach._before_gate = lambda: barriers.append(1)
+        job.detach._calls = job.detach._calls._replace(before_gate=lambda: barriers.append(1))
         job.backward()
         failed(job)
         job.optimizer.step()
@@ -123,7 +123,7 @@ class TestCaught:
         """The copy of the version before is what ``undo`` needs; a copy of half an update is of no version."""
         job = loop()
         copies: list[int] = []
-        job.detach._before_update = copies.append
+        job.detach._calls = job.detach._calls._replace(before_update=copies.append)
         job.backward()
         job.optimizer.step()
         job.backward()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch import hooks
+from ttp.adapters.torch import bracket
 from ttp.adapters.torch.closures import evaluates_first
 from ttp.core.messages import Phase
 
@@ -152,7 +152,7 @@ class TestUpdate:
         """It turns them on for the closure; what ttp does behind it is done without, as everywhere."""
         job = with_optimizer(SGD)
         seen: list[bool] = []
-        job.detach._before_gate = lambda: seen.append(torch.is_grad_enabled())
+        job.detach._calls = job.detach._calls._replace(before_gate=lambda: seen.append(torch.is_grad_enabled()))
         with torch.no_grad():
             job.optimizer.step(job.closure)
         assert seen == [False]
@@ -211,7 +211,7 @@ class TestUpdate:
             def step(self, closure: Any = None) -> Any:
                 """Does not want it after all."""
 
-        monkeypatch.setattr(hooks, "evaluates_first", lambda kind: True)
+        monkeypatch.setattr(bracket, "evaluates_first", lambda kind: True)
         job = with_optimizer(Lazy)
         job.optimizer.step(job.closure)
         assert job.gate.version == 1

@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch.hooks import EVALUATING, attach, gradient_triggers  # noqa: E402
+from ttp.adapters.torch.hooks import EVALUATING, Calls, attach, gradient_triggers  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
 
@@ -102,8 +102,7 @@ class TestBracket:
             tail=job.tail,
             fence=job.fence,
             version=lambda: job.gate.version,
-            before_gate=lambda: job.log.append("barrier"),
-            before_update=lambda version: job.log.append(("copy of", version)),
+            calls=Calls(lambda: job.log.append("barrier"), lambda version: job.log.append(("copy of", version))),
         )
         job.optimizer.step()
         assert job.taken() == [(1, "again"), "barrier", "begin", ("copy of", 0), (1, "final"), "end"]
@@ -114,11 +113,12 @@ class TestBracket:
         def fail() -> None:
             raise RuntimeError("gloo: connection closed by peer")
 
-        job.detach._before_gate, before = fail, job.detach._before_gate
+        before = job.detach._calls
+        job.detach._calls = before._replace(before_gate=fail)
         with pytest.raises(RuntimeError, match="connection closed"):
             job.optimizer.step()
         assert job.gate.state().phase is Phase.IDLE
-        job.detach._before_gate = before
+        job.detach._calls = before
         job.taken()
         job.optimizer.step()
         assert job.taken() == UPDATE

@@ -117,6 +117,7 @@ class TestGraphs:
 
     def test_torch_is_asked_where_it_uses_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert not misuse.capturing()
+        monkeypatch.setattr(misuse, "_CUDA_BUILT", True)
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         assert misuse.capturing()

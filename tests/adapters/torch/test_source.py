@@ -14,11 +14,12 @@ from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch import source  # noqa: E402
-from ttp.adapters.torch.adapter import DeviceReporter, TorchAdapter  # noqa: E402
+from ttp.adapters.torch import standing  # noqa: E402
+from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device import DeviceFence  # noqa: E402
 from ttp.adapters.torch.preimage import PreImage  # noqa: E402
 from ttp.adapters.torch.reader import read_values  # noqa: E402
+from ttp.adapters.torch.reporting import DeviceReporter  # noqa: E402
 from ttp.adapters.torch.table import items_of  # noqa: E402
 from ttp.adapters.torch.to_host import HostCopier  # noqa: E402
 from ttp.core.layout import Rank  # noqa: E402
@@ -263,7 +264,7 @@ def test_a_device_that_goes_on_while_it_is_saved_is_an_error(
 def test_half_an_update_is_of_no_version(
     make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(source, "INSIDE_S", 0.01)
+    monkeypatch.setattr(standing, "INSIDE_S", 0.01)
     job = make(adam)
     on = OnDevice(job, device)
     with Watching(device.device):
@@ -296,7 +297,7 @@ def test_state_on_both_sides_is_whole_only_when_the_device_has_come_to_the_hosts
     make: Callable[..., Job], device: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An optimizer that keeps its moments on the host has those of the update that the device has yet to get."""
-    monkeypatch.setattr(source, "INSIDE_S", 0.01)
+    monkeypatch.setattr(standing, "INSIDE_S", 0.01)
     job = make(adam)
     on = OnDevice(job, device)
     with Watching(device.device):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -94,6 +96,102 @@ class TestCaptures:
             capture.look_again(version)
             assert state_of(page, version)["n"] == version
             capture.capture(version, final=True)
+
+
+def _swap(model: Any) -> None:
+    model.running_mean = model.running_mean.clone()
+
+
+def _elsewhere(model: Any) -> None:
+    model.running_var.data = model.running_var.data + 1
+
+
+def _appears(model: Any) -> None:
+    model.num_batches_tracked = None if model.num_batches_tracked is not None else torch.tensor(7)
+
+
+def _another_bit_generator(_model: Any) -> None:
+    numpy.random.set_bit_generator(numpy.random.MT19937(int(numpy.random.randint(1 << 30))))
+
+
+class TestImage:
+    """The parts of an image are kept from capture to capture; what is in the page is what is there all the same."""
+
+    CHANGES: ClassVar[dict[str, Any]] = {
+        "python": lambda _model: random.random(),
+        "python's spare number": lambda _model: random.gauss(0, 1),
+        "another stream of python": lambda _model: random.seed(random.random()),
+        "numpy": lambda _model: numpy.random.rand(),
+        "numpy's spare number": lambda _model: numpy.random.standard_normal(),
+        "another bit generator": _another_bit_generator,
+        "torch": lambda _model: torch.randn(1),
+        "a buffer": lambda model: model.running_mean.add_(1),
+        "a buffer, uncounted": lambda model: model.running_mean.data.add_(1),
+        "another tensor": _swap,
+        "other memory": _elsewhere,
+        "a buffer comes and goes": _appears,
+    }
+
+    @pytest.mark.parametrize("when", [1, 3])
+    @pytest.mark.parametrize("what", CHANGES)
+    def test_it_is_what_a_fresh_one_takes(self, page: PageWriter, tmp_path: Path, what: str, when: int) -> None:
+        model, counting = nn.BatchNorm1d(4), Counting(n=0, text="")
+        capture = LocalCapture(model, ExtraState(counting), page=page)
+        generator = numpy.random.get_bit_generator()
+        try:
+            for version in range(1, 14):
+                for final in (False, True):
+                    if version % when == 0:
+                        self.CHANGES[what](model)
+                    counting.state = {"n": version, "text": "x" * (version // 5)}
+                    capture.capture(version, final)
+                    fresh = PageWriter(tmp_path / "fresh", 0)
+                    LocalCapture(model, ExtraState(counting), page=fresh).capture(version, final)
+                    assert self.image(page, version) == self.image(fresh, version), (version, final)
+                    fresh.close(unlink=True)
+        finally:
+            numpy.random.set_bit_generator(generator)
+
+    def image(self, page: PageWriter, version: int) -> bytes:
+        found = read_page(page.path.parent, 0, version, 0)
+        assert isinstance(found, Page), found
+        return bytes(found.data)
+
+    def test_the_gate_sees_a_change_that_leaves_the_length(self, page: PageWriter) -> None:
+        model: Any = nn.BatchNorm1d(4)
+        capture = LocalCapture(model, page=page)
+        for version in range(1, 6):
+            capture.capture(version, final=False)
+            _swap(model)
+            model.running_mean.fill_(version)
+            capture.look_again(version)
+            assert read(page, version).buffers["running_mean"].tolist() == [version] * 4
+            capture.capture(version, final=True)
+
+
+class TestCalls:
+    def test_a_step_takes_few_calls(self) -> None:
+        """Of functions of ttp, a schedule included; without a capture, which has none of its own here."""
+        job = Job(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+        called: list[str] = []
+
+        def step() -> None:
+            job.backward()
+            job.optimizer.step()
+            job.scheduler.step()
+
+        def note(frame: Any, event: str, _arg: Any) -> None:
+            if event == "call" and str(frame.f_globals.get("__name__")).startswith("ttp."):
+                called.append(frame.f_code.co_name)
+
+        for _ in range(8):
+            step()
+        sys.setprofile(note)
+        try:
+            step()
+        finally:
+            sys.setprofile(None)
+        assert len(called) <= 70, called
 
 
 class TestExtraState:

@@ -14,7 +14,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17ttp/wire/v1/buddy.proto\x12\x0bttp.wire.v1\"j\n\nStoreBegin\x12\n\n\x02of\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0c\n\x04size\x18\x05 \x01(\x04\x12\x0c\n\x04keep\x18\x06 \x03(\x04\"\'\n\tStoreFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"x\n\x0cStoreRequest\x12(\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x17.ttp.wire.v1.StoreBeginH\x00\x12&\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x16.ttp.wire.v1.StoreFileH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"\x0f\n\rStoreResponse2I\n\x05\x42uddy\x12@\n\x05Store\x12\x19.ttp.wire.v1.StoreRequest\x1a\x1a.ttp.wire.v1.StoreResponse(\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17ttp/wire/v1/buddy.proto\x12\x0bttp.wire.v1\"j\n\nStoreBegin\x12\n\n\x02of\x18\x01 \x01(\x05\x12\x0f\n\x07version\x18\x02 \x01(\x04\x12\x13\n\x0bincarnation\x18\x03 \x01(\r\x12\x0e\n\x06run_id\x18\x04 \x01(\t\x12\x0c\n\x04size\x18\x05 \x01(\x04\x12\x0c\n\x04keep\x18\x06 \x03(\x04\"\'\n\tStoreFile\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04size\x18\x02 \x01(\x04\"x\n\x0cStoreRequest\x12(\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x17.ttp.wire.v1.StoreBeginH\x00\x12&\n\x04\x66ile\x18\x02 \x01(\x0b\x32\x16.ttp.wire.v1.StoreFileH\x00\x12\x0e\n\x04\x64\x61ta\x18\x03 \x01(\x0cH\x00\x42\x06\n\x04part\"\x0f\n\rStoreResponse\"|\n\x0bKeepRequest\x12\n\n\x02of\x18\x01 \x01(\x05\x12\x0e\n\x06keeper\x18\x02 \x01(\x05\x12\x0f\n\x07version\x18\x03 \x01(\x04\x12\r\n\x05\x66inal\x18\x04 \x01(\x08\x12\x13\n\x0bincarnation\x18\x05 \x01(\r\x12\x0e\n\x06run_id\x18\x06 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x07 \x01(\x0c\"\x1f\n\x0cKeepResponse\x12\x0f\n\x07refused\x18\x01 \x01(\t2\x86\x01\n\x05\x42uddy\x12@\n\x05Store\x12\x19.ttp.wire.v1.StoreRequest\x1a\x1a.ttp.wire.v1.StoreResponse(\x01\x12;\n\x04Keep\x12\x18.ttp.wire.v1.KeepRequest\x1a\x19.ttp.wire.v1.KeepResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -29,6 +29,10 @@ if _descriptor._USE_C_DESCRIPTORS == False:
   _globals['_STOREREQUEST']._serialized_end=309
   _globals['_STORERESPONSE']._serialized_start=311
   _globals['_STORERESPONSE']._serialized_end=326
-  _globals['_BUDDY']._serialized_start=328
-  _globals['_BUDDY']._serialized_end=401
+  _globals['_KEEPREQUEST']._serialized_start=328
+  _globals['_KEEPREQUEST']._serialized_end=452
+  _globals['_KEEPRESPONSE']._serialized_start=454
+  _globals['_KEEPRESPONSE']._serialized_end=485
+  _globals['_BUDDY']._serialized_start=488
+  _globals['_BUDDY']._serialized_end=622
 # @@protoc_insertion_point(module_scope)

@@ -19,6 +19,11 @@ class BuddyStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreRequest.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreResponse.FromString,
                 )
+        self.Keep = channel.unary_unary(
+                '/ttp.wire.v1.Buddy/Keep',
+                request_serializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepRequest.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepResponse.FromString,
+                )
 
 
 class BuddyServicer(object):
@@ -32,6 +37,13 @@ class BuddyServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Answers when the page is in the memory of this host, or says why it is not kept.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_BuddyServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -39,6 +51,11 @@ def add_BuddyServicer_to_server(servicer, server):
                     servicer.Store,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreRequest.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreResponse.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepRequest.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -64,5 +81,22 @@ class Buddy(object):
         return grpc.experimental.stream_unary(request_iterator, target, '/ttp.wire.v1.Buddy/Store',
             ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreRequest.SerializeToString,
             ttp_dot_wire_dot_v1_dot_buddy__pb2.StoreResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Buddy/Keep',
+            ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepRequest.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_buddy__pb2.KeepResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

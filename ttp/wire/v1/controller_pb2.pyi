@@ -378,6 +378,7 @@ class Hello(google.protobuf.message.Message):
     TAKEOVER_FIELD_NUMBER: builtins.int
     COPIES_AT_FIELD_NUMBER: builtins.int
     STRIPES_FIELD_NUMBER: builtins.int
+    PAGES_AT_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -407,6 +408,7 @@ class Hello(google.protobuf.message.Message):
     takeover: builtins.bool
     copies_at: builtins.str
     stripes: builtins.int
+    pages_at: builtins.str
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -442,8 +444,9 @@ class Hello(google.protobuf.message.Message):
         takeover: builtins.bool = ...,
         copies_at: builtins.str = ...,
         stripes: builtins.int = ...,
+        pages_at: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "pages_at", b"pages_at", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -904,7 +907,6 @@ class RankReport(google.protobuf.message.Message):
     STACK_TAKEN_FIELD_NUMBER: builtins.int
     PROBED_FIELD_NUMBER: builtins.int
     STANDBY_UP_FIELD_NUMBER: builtins.int
-    MIRROR_FIELD_NUMBER: builtins.int
     COPIED_FIELD_NUMBER: builtins.int
     HANDLERS_FIELD_NUMBER: builtins.int
     AILING_FIELD_NUMBER: builtins.int
@@ -937,8 +939,6 @@ class RankReport(google.protobuf.message.Message):
     @property
     def standby_up(self) -> global___StandbyUp: ...
     @property
-    def mirror(self) -> global___Mirror: ...
-    @property
     def copied(self) -> global___Copied: ...
     @property
     def handlers(self) -> ttp.wire.v1.rounds_pb2.Handlers: ...
@@ -964,16 +964,15 @@ class RankReport(google.protobuf.message.Message):
         stack_taken: global___StackTaken | None = ...,
         probed: global___Probed | None = ...,
         standby_up: global___StandbyUp | None = ...,
-        mirror: global___Mirror | None = ...,
         copied: global___Copied | None = ...,
         handlers: ttp.wire.v1.rounds_pb2.Handlers | None = ...,
         ailing: ttp.wire.v1.rounds_pb2.Ailing | None = ...,
         acted: ttp.wire.v1.rounds_pb2.Acted | None = ...,
         layout_part: global___LayoutPart | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "mirror", b"mirror", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "mirror", "copied", "handlers", "ailing", "acted", "layout_part"] | None: ...
+    def HasField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["acted", b"acted", "ailing", b"ailing", "commit_failed", b"commit_failed", "committed", b"committed", "copied", b"copied", "fault", b"fault", "frozen", b"frozen", "goodbye", b"goodbye", "handlers", b"handlers", "heartbeat", b"heartbeat", "hello", b"hello", "layout_part", b"layout_part", "probed", b"probed", "report", b"report", "restore_view", b"restore_view", "save_failed", b"save_failed", "saved", b"saved", "stack_taken", b"stack_taken", "standby_up", b"standby_up"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["report", b"report"]) -> typing.Literal["hello", "heartbeat", "fault", "frozen", "saved", "save_failed", "committed", "commit_failed", "restore_view", "goodbye", "stack_taken", "probed", "standby_up", "copied", "handlers", "ailing", "acted", "layout_part"] | None: ...
 
 global___RankReport = RankReport
 
@@ -1418,6 +1417,30 @@ class CopyTo(google.protobuf.message.Message):
 global___CopyTo = CopyTo
 
 @typing.final
+class MirrorTo(google.protobuf.message.Message):
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    KEEPER_FIELD_NUMBER: builtins.int
+    ADDRESS_FIELD_NUMBER: builtins.int
+    rank: builtins.int
+    term: builtins.int
+    keeper: builtins.int
+    address: builtins.str
+    def __init__(
+        self,
+        *,
+        rank: builtins.int = ...,
+        term: builtins.int = ...,
+        keeper: builtins.int = ...,
+        address: builtins.str = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "keeper", b"keeper", "rank", b"rank", "term", b"term"]) -> None: ...
+
+global___MirrorTo = MirrorTo
+
+@typing.final
 class Settled(google.protobuf.message.Message):
     DESCRIPTOR: google.protobuf.descriptor.Descriptor
 
@@ -1463,6 +1486,7 @@ class ControllerOrder(google.protobuf.message.Message):
     SETTLED_FIELD_NUMBER: builtins.int
     ACT_FIELD_NUMBER: builtins.int
     TELL_LAYOUT_FIELD_NUMBER: builtins.int
+    MIRROR_TO_FIELD_NUMBER: builtins.int
     @property
     def welcome(self) -> global___Welcome: ...
     @property
@@ -1499,6 +1523,8 @@ class ControllerOrder(google.protobuf.message.Message):
     def act(self) -> ttp.wire.v1.rounds_pb2.Act: ...
     @property
     def tell_layout(self) -> global___TellLayout: ...
+    @property
+    def mirror_to(self) -> global___MirrorTo: ...
     def __init__(
         self,
         *,
@@ -1520,10 +1546,11 @@ class ControllerOrder(google.protobuf.message.Message):
         settled: global___Settled | None = ...,
         act: ttp.wire.v1.rounds_pb2.Act | None = ...,
         tell_layout: global___TellLayout | None = ...,
+        mirror_to: global___MirrorTo | None = ...,
     ) -> None: ...
-    def HasField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
-    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act", "tell_layout"] | None: ...
+    def HasField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "mirror_to", b"mirror_to", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["act", b"act", "commit", b"commit", "copy_to", b"copy_to", "finished", b"finished", "freeze", b"freeze", "keep", b"keep", "mirror_to", b"mirror_to", "order", b"order", "probe", b"probe", "refused", b"refused", "release", b"release", "restore_decision", b"restore_decision", "save", b"save", "settled", b"settled", "stand_by", b"stand_by", "standbys", b"standbys", "take_stack", b"take_stack", "tell_layout", b"tell_layout", "thaw", b"thaw", "welcome", b"welcome"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["order", b"order"]) -> typing.Literal["welcome", "refused", "freeze", "thaw", "save", "commit", "release", "restore_decision", "finished", "take_stack", "probe", "stand_by", "standbys", "keep", "copy_to", "settled", "act", "tell_layout", "mirror_to"] | None: ...
 
 global___ControllerOrder = ControllerOrder
 

@@ -1,0 +1,53 @@
+"""What the kernel knows of a connection, whatever its two processes do."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from ttp.controller.sockets import Sockets, parse
+
+
+@pytest.fixture(params=["127.0.0.1", "::1", "mapped"])
+def pair(request: pytest.FixtureRequest) -> Iterator[tuple[socket.socket, str]]:
+    """An accepted connection, and what gRPC calls its peer; the other end reads nothing."""
+    mapped = request.param == "mapped"
+    family = socket.AF_INET if request.param == "127.0.0.1" else socket.AF_INET6
+    with closing(
+        socket.create_server(("::" if mapped else request.param, 0), family=family, dualstack_ipv6=mapped)
+    ) as s:
+        with closing(
+            socket.create_connection(("127.0.0.1" if mapped else request.param, s.getsockname()[1]))
+        ) as client:
+            accepted, _ = s.accept()
+            port = client.getsockname()[1]
+            name = f"ipv6:%5B::1%5D:{port}" if request.param == "::1" else f"ipv4:127.0.0.1:{port}"
+            with closing(accepted):
+                yield accepted, name
+
+
+def test_a_connection_is_found_by_the_name_of_its_peer(pair: tuple[socket.socket, str]) -> None:
+    accepted, peer = pair
+    silent_s = Sockets().silent_s([peer])
+    assert silent_s is not None and 0 <= silent_s < 60
+    assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE), "the kernel asks from now on"
+
+
+def test_one_that_is_closed_is_not_taken_for_its_successor(pair: tuple[socket.socket, str]) -> None:
+    accepted, peer = pair
+    sockets = Sockets()
+    assert sockets.silent_s([peer]) is not None
+    number = accepted.fileno()
+    accepted.close()
+    with socket.socket() as other:
+        assert other.fileno() == number
+        assert sockets.silent_s([peer]) is None
+
+
+def test_what_cannot_be_known_is_said() -> None:
+    assert Sockets().silent_s([]) is None
+    assert Sockets().silent_s(["unix:/tmp/x", "ipv4:127.0.0.1:1"]) is None
+    assert parse("unix:/tmp/x") is None and parse("ipv4:nonsense:5") is None and parse("") is None

@@ -1,0 +1,254 @@
+"""Hosts from which nothing comes: looked at, doubted, saved around, and never released for a doubt."""
+
+from __future__ import annotations
+
+from tests.core.talk import PATIENCE, Talk, hello
+from ttp.core import messages as m
+from ttp.core.controller_events import Action, LookAt, LookedAt
+from ttp.core.incident import Stage
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.silence import LATE_S, LOOK_S
+from ttp.testing.scenario import grid
+
+QUIET_S, DOUBT_S = PATIENCE.quiet_s, PATIENCE.doubt_s
+
+
+class Hosts(Talk):
+    """Three hosts of two ranks; the controller is on the first. Its clock stops at every deadline, as a real one."""
+
+    def __init__(self, layout: Layout | None = None) -> None:
+        super().__init__(layout or grid(1, 6), formed=False)
+        self.down: set[str] = set()
+        self.down_at = 0.0
+        for r in range(self.layout.world_size):
+            self.hello(r, host=self.host(r))
+
+    def host(self, rank: int) -> str:
+        return "h" if rank < 2 else f"h{rank // 2}"
+
+    def beat(self, rank: int, version: int = 0) -> str:
+        return self.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE, 0, "", 0))
+
+    def cut(self, *hosts: str) -> None:
+        self.down, self.down_at = set(hosts), self.now
+
+    def passes(self, seconds: float, *silent: str) -> list[Action]:
+        """Ranks of other hosts beat, but for those of ``silent``; the kernel knows which hosts are ``down``."""
+        said: list[Action] = []
+        end, beat_at = self.now + seconds, self.now + 1.0
+        while True:
+            due = self.machine.deadline()
+            self.now = min(end, beat_at, max(self.now, due) if due is not None else end)
+            if self.now == beat_at:
+                beat_at += 1.0
+                for rank in sorted(self.machine.job.live):
+                    if self.host(rank) not in self.down | set(silent):
+                        self.beat(rank)
+                        said += self.said
+            if due is not None and due <= self.now:
+                self.after(0)
+                said += self.said
+            for look in [action for action in self.said if isinstance(action, LookAt)]:
+                age_s = self.now - self.down_at if look.host in self.down else 0.0
+                self.event(LookedAt(look.host, age_s))
+                said += self.said
+            if self.now >= end:
+                return said
+
+    def frozen_at(self, version: int, *ranks: int) -> None:
+        for rank in ranks:
+            self.frozen(rank, version)
+
+
+def looks(said: list[Action]) -> list[str]:
+    return [action.host for action in said if isinstance(action, LookAt)]
+
+
+def test_a_job_that_beats_is_not_looked_at() -> None:
+    talk = Hosts()
+    assert looks(talk.passes(10)) == []
+    assert talk.machine.incident is None
+
+
+def test_a_host_that_is_cut_off_is_in_doubt_and_the_others_save_at_once() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.cut("h1")
+    talk.passes(DOUBT_S + LOOK_S)
+    assert talk.machine.incident is not None
+    assert (
+        "rank 2 on h1" in talk.machine.incident.cause
+        and "nothing has come from its host" in talk.machine.incident.cause
+    )
+    assert talk.machine.job.silent == {2, 3}
+    talk.frozen_at(7, 0, 1, 4, 5)
+    assert talk.machine.stage == "saving", "nobody waits for those of whom nothing comes"
+    savers = [order.rank for order in talk.orders(m.Save)]
+    assert savers and not {2, 3} & set(savers)
+    for rank in savers:
+        talk.saved(rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    assert talk.machine.incident.stage is Stage.SAVED
+    talk.passes(6)
+    assert talk.machine.incident is not None and talk.machine.incident.stage is Stage.SAVED, "a doubt releases nobody"
+
+
+def saved_in_doubt() -> Hosts:
+    talk = Hosts()
+    talk.passes(3)
+    talk.cut("h1")
+    talk.passes(DOUBT_S + LOOK_S)
+    talk.frozen_at(7, 0, 1, 4, 5)
+    savers = [order.rank for order in talk.orders(m.Save)]
+    for rank in savers:
+        talk.saved(rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    return talk
+
+
+def test_when_it_is_heard_again_all_go_on() -> None:
+    talk = saved_in_doubt()
+    talk.cut()
+    assert "[heard_again]" in (said := talk.beat(2)) and "[thawed]" in said and "Thaw:0,1,2,3,4,5" in said
+    assert talk.machine.incident is None and not talk.machine.job.silent
+    assert talk.machine.false_alarms == 1
+    assert talk.frozen(3, 7) == "Thaw:3", "its answer came late"
+
+
+def test_one_word_is_enough_for_all_ranks_of_the_host() -> None:
+    talk = saved_in_doubt()
+    talk.beat(3)
+    assert talk.machine.incident is None
+
+
+def test_when_its_streams_end_the_grace_decides() -> None:
+    talk = saved_in_doubt()
+    talk.lost(2)
+    assert talk.machine.job.silent == {3}, "one is known to be lost, of the other it is not known"
+    talk.lost(3)
+    assert talk.machine.incident is not None and talk.machine.incident.stage is Stage.SAVED
+    said = talk.passes(PATIENCE.grace_s)
+    assert any(isinstance(getattr(action, "order", None), m.Release) for action in said)
+
+
+def test_streams_that_end_and_come_back_leave_nothing() -> None:
+    talk = saved_in_doubt()
+    for rank in (2, 3):
+        talk.lost(rank)
+    for rank in (2, 3):
+        talk.back(rank, host="h1")
+        talk.frozen(rank, 7)
+    assert talk.machine.incident is None
+
+
+def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
+    talk = Hosts(Layout(6, {"a": tuple(map(Rank, (0, 1, 4, 5))), "b": (Rank(2), Rank(3))}))  # type: ignore[dict-item]
+    talk.passes(3)
+    talk.cut("h1")
+    talk.passes(DOUBT_S + LOOK_S)
+    talk.frozen_at(7, 0, 1, 4, 5)
+    talk.passes(6)
+    assert talk.machine.stage == "freezing", "nothing is given up for a doubt"
+    talk.cut()
+    talk.beat(2)
+    talk.frozen_at(7, 2, 3)
+    assert talk.machine.stage == "saving" and talk.machine.incident is not None
+    assert not talk.machine.incident.faulty, "everybody is there: what is saved is a bonus"
+
+
+def test_another_fault_is_saved_without_waiting_for_the_silent() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.cut("h1")
+    talk.passes(DOUBT_S + LOOK_S)
+    talk.fault(0)
+    talk.frozen_at(7, 0, 1, 4, 5)
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    talk.passes(2)
+    assert talk.machine.stage == "saved"
+    talk.cut()
+    talk.beat(2)
+    assert talk.machine.stage == "saved", "they are asked for what they have"
+    talk.frozen_at(7, 2, 3)
+    assert talk.machine.stage == "released"
+
+
+def test_a_saver_that_falls_silent_is_replaced() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.fault(0)
+    talk.frozen_at(7, 1, 2, 3, 4, 5)
+    talk.frozen_at(7, 0)
+    asked = {order.rank for order in talk.orders(m.Save)}
+    silent = next(rank for rank in asked | {Rank(2)} if rank > 1)
+    talk.cut(talk.host(silent))
+    talk.passes(DOUBT_S + LOOK_S)
+    assert talk.machine.incident is not None
+    assert talk.host(silent) not in {talk.host(rank) for rank in talk.machine.incident.pending}
+
+
+def test_ranks_that_say_nothing_on_a_host_that_answers_are_no_evidence() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    said = talk.passes(60, "h1")
+    assert set(looks(said)) == {"h1"}
+    assert talk.machine.incident is None
+
+
+def test_where_nothing_can_be_known_nothing_is_believed() -> None:
+    talk = Hosts()
+    talk.now += QUIET_S
+    assert [action.host for action in (talk.after(0), talk.said)[1] if isinstance(action, LookAt)] == ["h1", "h2"]
+    talk.event(LookedAt("h1", None))
+    talk.event(LookedAt("h2", 0.0))
+    assert set(looks(talk.passes(20, "h1", "h2"))) == {"h2"}
+    assert talk.machine.incident is None
+
+
+def test_a_controller_that_was_stopped_gives_everybody_time() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.now += QUIET_S + LATE_S + 10
+    talk.after(0)
+    assert looks(talk.said) == []
+    talk.event(LookedAt("h1", 12.0))
+    assert talk.machine.incident is None, "nobody has asked"
+
+
+def test_a_doubt_has_an_end() -> None:
+    talk = saved_in_doubt()
+    talk.passes(PATIENCE.doubt_max_s)
+    assert talk.machine.stage == "released"
+
+
+def test_a_job_that_forms_has_nothing_to_lose() -> None:
+    talk = Hosts()
+    other = Talk(grid(1, 3), formed=False)
+    other.hello(0, host="far")
+    other.after(0)
+    other.now = QUIET_S
+    other.after(0)
+    other.event(LookedAt("far", 50.0))
+    assert other.machine.incident is None and talk.machine.incident is None
+
+
+def test_a_doubt_that_is_over_before_it_is_saved_costs_an_answer() -> None:
+    talk = Hosts()
+    talk.passes(3)
+    talk.cut("h1")
+    talk.passes(DOUBT_S + LOOK_S)
+    talk.cut()
+    said = talk.beat(2)
+    assert "Freeze:2" in said and "Freeze:3" in said
+    talk.frozen_at(7, 0, 1, 2, 3, 4, 5)
+    assert talk.machine.incident is not None and talk.machine.stage == "saving"
+
+
+def test_the_rank_says_hello_from_another_host() -> None:
+    talk = Hosts()
+    talk.lost(2)
+    talk.streams[2] += 100
+    talk.report(2, hello(2, talk.layout, host="h9", incarnation=1, resume=True, term_seen=1))
+    assert talk.machine.incident is None or talk.machine.stage != "released"

@@ -1,0 +1,90 @@
+"""Hosts that lose their power or their network, with the patience of real jobs, in virtual time."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import pytest
+
+from ttp.core.controller_events import Patience
+from ttp.core.layout import Rank
+from ttp.core.processor_machine import Manners
+from ttp.testing.scenario import Fault, Scenario, grid
+from ttp.testing.simulation import Simulation
+
+KEEPALIVE_S = 10.0
+"""See ``ttp.wire.channel``."""
+BUDGET_S = 3.0
+"""From the loss of a host to a checkpoint that is durable; see ``docs/performance.md``."""
+HOSTS = ("h0", "h0", "h1", "h1", "h2", "h2")
+
+
+@dataclass(frozen=True)
+class Played:
+    """Exit codes of every launch, and the trace."""
+
+    exits: list[list[int | None]]
+    trace: str
+
+    def when(self, pattern: str) -> list[float]:
+        """Times, in seconds, of the lines in which that is found."""
+        found = re.findall(rf"^ *([\d.]+) .*{pattern}", self.trace, flags=re.MULTILINE)
+        return [float(seconds) for seconds in found]
+
+
+def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1) -> Played:
+    """A job of three hosts, whose training takes some four seconds."""
+    layout = grid(shards, len(HOSTS) // shards)
+    scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,))
+    patience, manners = Patience(), Manners()
+    simulation = Simulation(scenario, keep_trace=True, patience=patience, manners=manners, keepalive_s=KEEPALIVE_S)
+    result = simulation.run()
+    return Played(result.exits, result.trace)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+@pytest.mark.parametrize("kind", ["power", "silence"])
+def test_a_host_that_falls_silent_is_saved_around_within_the_budget(kind: str, shards: int) -> None:
+    took: list[float] = []
+    for seed in range(8):
+        rank, at = Rank(2 + seed % 4), 0.5 + 0.13 * seed
+        played = play(seed, Fault(kind, at, rank, lasts_s=15), shards=shards)
+        took.append(played.when(r"\] committed")[0] - at)
+        assert played.exits[-1] == [0] * 6
+        released = min(played.when(r"\] released"), default=float("inf"))  # never, if a witness reaches the host
+        assert released >= at + KEEPALIVE_S - 1, "nobody is released before it is sure"
+    assert max(took) <= BUDGET_S, took
+
+
+def harmless(chance: random.Random) -> Fault:
+    """Something that a healthy job has to survive."""
+    kind = chance.choice(("silence", "silence", "controller_stop", "stop", "silent"))
+    rank, at = Rank(chance.randrange(len(HOSTS))), chance.uniform(0.3, 2.5)
+    return Fault(kind, at, rank, lasts_s=chance.uniform(0.2, 2.0))
+
+
+def soak(seeds: range) -> Counter[str]:
+    """Freezes, thaws and launches of healthy jobs to which several such things happen."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        chance = random.Random(f"soak {seed}")
+        played = play(seed, *(harmless(chance) for _ in range(chance.randint(1, 4))), shards=chance.choice((1, 2, 3)))
+        assert played.exits == [[0] * 6], f"seed {seed}: a healthy job was restarted"
+        seen += Counter({"jobs": 1, "freezes": len(played.when(r"\] opened")), "thaws": len(played.when(r"\] thawed"))})
+        assert not played.when(r"\] released"), f"seed {seed}"
+    return seen
+
+
+def test_flaps_and_processes_that_stop_cost_no_job() -> None:
+    seen = soak(range(40))
+    assert seen["freezes"] == seen["thaws"] > 0, "some freeze, or nothing was tried"
+
+
+@pytest.mark.slow
+def test_many_flaps_cost_no_job() -> None:
+    seen = soak(range(1000, 6000))
+    print(dict(seen))
+    assert seen["freezes"] == seen["thaws"] > 0
