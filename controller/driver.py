@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
 import itertools
 import json
 import logging
@@ -21,6 +22,7 @@ from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import ManagerCall, Notice
+from ttp.store.history import HISTORY_KINDS
 
 log = logging.getLogger("ttp.controller")
 
@@ -95,6 +97,7 @@ class Driver:
         self._calls: asyncio.Queue[ManagerCall | None] | None = None
         self._problem = ""
         self._timer: asyncio.TimerHandle | None = None
+        self._loop = asyncio.get_running_loop()
         self._plan_timer()
 
     # --------------------------------------------------------------------------------------------------------- inwards
@@ -244,8 +247,15 @@ class Driver:
         self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)
-        elif kind == "incarnation":
-            self._journal.expect(self.machine.save_dir)
+        if kind == "incarnation":
+            self._journal.launch_begins(self.machine.save_dir, happening, bool(facts.get("resumed")), self._remembered)
+        elif kind in HISTORY_KINDS:
+            self._journal.launch_goes_on(self.machine.save_dir, happening)
+
+    def _remembered(self, fruitless: int, progress: bool) -> None:
+        """Called on the journal's thread."""
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
 
     def _remember(self, happening: Happening) -> None:
         self.history.append(happening)

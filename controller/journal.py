@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ttp.launch.run_dir import journals_allowed
+from ttp.store import history
 from ttp.store.durable import make_directory, naming, sync_directory
 from ttp.store.mounts import Mounts
 
@@ -72,11 +73,32 @@ class Journal:
         self._writers: dict[Path, _Writer] = {}
         self._lock = threading.Lock()  # nobody holds it while a disk is asked
 
-    def expect(self, save_dir: str) -> None:
-        """A job begins whose stories go there: notice when it is not mounted any more."""
+    def launch_begins(
+        self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
+    ) -> None:
+        """A launch begins whose stories go there: notice when it is not mounted any more, and write down that it began.
+
+        Args:
+            save_dir: of the job.
+            happening: with the facts of the launch.
+            resumed: it goes on under this controller; another one has written down its beginning.
+            told: called on another thread with how many launches before it came to nothing, and whether this one has
+                brought a new version.
+        """
+        if not save_dir:
+            return
+        with self._lock:
+            writer = self._writer(Path(save_dir))
+        writer.read(resumed, told)
+        if not resumed:
+            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
+
+    def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
+        """Write down what happens to the launch. Where storage refuses it is lost; the incident's file tells it too."""
         if save_dir:
             with self._lock:
-                self._writer(Path(save_dir))
+                writer = self._writer(Path(save_dir))
+            writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
 
     def write(self, save_dir: str, happening: Happening) -> None:
         """Queue one line; never blocks. What a disk that hangs has not taken for long is lost."""
@@ -152,7 +174,8 @@ class _Writer:
     def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
         self.ended = self._last = False
         self._place, self._refused, self._may_write_to = place, refused, may_write_to
-        self._inbox: queue.SimpleQueue[tuple[str, str, bool] | None] = queue.SimpleQueue()
+        self._mounts = Mounts()
+        self._inbox: queue.SimpleQueue[tuple[str, str, bool] | Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="ttp-journal", daemon=True)
         self._thread.start()
 
@@ -160,6 +183,27 @@ class _Writer:
         """Queue lines."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put((incident, text, durable))
+
+    def note(self, line: str) -> None:
+        """Queue a line of the history of launches, which is only kept where the job has a directory already."""
+        if self._inbox.qsize() < LINES_MAX:
+            self._inbox.put(lambda: self._note(line))
+
+    def read(self, resumed: bool, told: Callable[[int, bool], None]) -> None:
+        """Have ``told`` called with what is known of launches by now; see ``Journal.launch_begins``."""
+        self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
+
+    def _do(self, job: Callable[[], None]) -> None:
+        """What has to do with the history of launches, which nobody needs to know of when it cannot be kept."""
+        try:
+            self._mounts.check(self._place)
+            job()
+        except (OSError, ValueError) as problem:
+            log.info("the history of launches under %s: %s", self._place, problem)
+
+    def _note(self, line: str) -> None:
+        if self._place.is_dir() and self._may_write_to(self._place):
+            _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
         """Write what is queued and no more."""
@@ -172,17 +216,15 @@ class _Writer:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        try:
-            mounts = Mounts(self._place)
-        except (OSError, ValueError):  # no path that can be: said with the first line
-            mounts = Mounts()
+        with contextlib.suppress(OSError, ValueError):  # no path that can be: said with the first line
+            self._mounts = Mounts(self._place)
         refused: dict[str, str] = {}
         warned: set[str] = set()
         while waiting := self._batch():
             for incident, (lines, durable) in waiting.items():
                 text = refused.pop(incident, "") + "".join(lines)
                 try:
-                    mounts.check(self._place)
+                    self._mounts.check(self._place)
                     if not self._may_write_to(self._place):
                         raise PermissionError(NOT_TOLD)
                     _append(self._place / FOLDER, f"{incident}.jsonl", text.encode(), durable)
@@ -203,11 +245,14 @@ class _Writer:
         batch: dict[str, tuple[list[str], bool]] = {}
         item = None if self._last else self._inbox.get()
         while item is not None:
-            incident, text, durable = item
-            lines, one_is = batch.get(incident, ([], False))
-            lines.append(text)
-            batch[incident] = lines, durable or one_is
-            if self._inbox.empty():
+            if callable(item):
+                self._do(item)
+            else:
+                incident, text, durable = item
+                lines, one_is = batch.get(incident, ([], False))
+                lines.append(text)
+                batch[incident] = lines, durable or one_is
+            if batch and self._inbox.empty():
                 return batch
             item = self._inbox.get()
         self._last = True

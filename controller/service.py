@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, cast
 
 import grpc
@@ -29,6 +29,7 @@ from ttp.core import messages as m
 from ttp.core.accusation import who_is_meant
 from ttp.core.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
+from ttp.errors import EXIT_BAD_CONFIG
 from ttp.wire import limits, tls
 from ttp.wire.access import aio_guards, listening_address
 from ttp.wire.channel import SERVER_OPTIONS, target
@@ -132,6 +133,9 @@ class ControllerService(rpc.ControllerServicer):
         except WireError as problem:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
         pid_of = dict(zip(map(Rank, request.ranks), request.pids or (0,) * len(request.ranks), strict=True))
+        if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
+            words = limits.text("reason", request.reason)
+            self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
         meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
@@ -143,10 +147,28 @@ class ControllerService(rpc.ControllerServicer):
         )
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
+    def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
+        """Whether no rank has come with another process; one that never came may have ended before it could."""
+        members = self._driver.machine.job.members
+        return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
+
     async def SaveNow(self, request: pb.SaveNowRequest, context: Any) -> pb.SaveNowResponse:
         """See the proto."""
         answer = await self._driver.save(limits.text("reason", request.reason))
         return pb.SaveNowResponse(saved=answer.saved, version=answer.version, path=answer.path, text=answer.text)
+
+    async def GetVerdict(self, request: pb.GetVerdictRequest, context: Any) -> pb.GetVerdictResponse:
+        """See the proto."""
+        self._driver.feed(ce.LauncherSaid(limits.text("host", request.host), request.starts, request.code))
+        machine = self._driver.machine
+        return pb.GetVerdictResponse(
+            code=machine.verdict.code,
+            text=machine.verdict.text,
+            final=machine.verdict.final,
+            incarnation=machine.job.incarnation,
+            term=machine.term,
+            hosts=machine.unheard_hosts,
+        )
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:

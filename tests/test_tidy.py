@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -141,3 +142,15 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
     assert shipped == {
         name.replace(".", "/") + ("/__init__.py" if p.name == "__init__.py" else ".py") for name, p in MODULES.items()
     }
+
+
+def test_the_index_of_decisions_lists_each_record_once() -> None:
+    folder = ROOT / "docs" / "decisions"
+    index = (folder / "README.md").read_text()
+    listed = re.findall(r"^([0-9]+)\. \[(.+)\]\((.+)\)$", index, re.MULTILINE)
+    for number, title, file in listed:
+        assert file.startswith(f"{int(number):04}-"), file
+        head = (folder / file).read_text().splitlines()[0]
+        assert head == f"# {number}. {title}", (file, head, title)
+    records = sorted(path.name for path in folder.glob("0*.md"))
+    assert [file for *_, file in listed] == records, "docs/decisions/README.md lists other records than there are"

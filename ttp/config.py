@@ -13,7 +13,7 @@ from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.core.stripes import AUTO, PARTS_ASKED_MAX, WHOLE
-from ttp.errors import ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.token_file import secret_in
 
@@ -31,6 +31,8 @@ NAMES_OF_MINDIO = frozenset({
     "TTP_RETRY_TIMES", "TTP_SAVE_CKPT_TIME_LIMIT", "TTP_STOP_CLEAN_BEFORE_DUMP",
 })  # fmt: skip
 """The original's settings. Programs for it set them; they mean nothing here, and are not a slip of the pen there."""
+OTHER_CODES = (1, EXIT_BAD_CONFIG, EXIT_NOT_SAVED)
+"""Exit codes of ``ttp run`` that mean something else than "saved"."""
 COUNT_MAX = 2**31 - 1
 NAME_MAX = 4000
 """Characters; a little less than a message or a system call takes."""
@@ -69,6 +71,20 @@ def _count(text: str) -> int:
     value = int(text)
     if not 1 <= value <= COUNT_MAX:
         raise ValueError("a whole number of at least 1 is wanted")
+    return value
+
+
+def saved_exit_code(text: str) -> int:
+    """An exit code that means "saved", and that no other of ours can be taken for.
+
+    Raises:
+        ValueError: it is none.
+    """
+    value = int(text)
+    if not 1 <= value <= 255 or value in OTHER_CODES:
+        raise ValueError(
+            f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
+        )
     return value
 
 
@@ -254,6 +270,9 @@ class Config:
 
     standbys: int = _setting("TTP_STANDBYS", _natural, 2)
     """Controllers that stand by on other hosts, to take over when the first one or its host is lost."""
+
+    saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
+    """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
     relay: str = _setting("TTP_RELAY", _relay_mode, "off")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""

@@ -227,6 +227,8 @@ class Session:
             rank, world_size = self._place()
             version = self.adapter.load(checkpoint, rank, world_size, protected=self.processor is not None)
             log.info("restored %s: training goes on with step %s", checkpoint, version + 1)
+            if self.processor is not None:
+                self.processor.tidy_after(checkpoint)
         if self.processor is not None:
             self.processor.set_base_version(version)
         return int(version)

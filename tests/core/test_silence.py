@@ -10,7 +10,9 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.core.silence import LATE_S, LOOK_S
 from ttp.testing.scenario import grid
 
-QUIET_S, DOUBT_S = PATIENCE.quiet_s, PATIENCE.doubt_s
+assert PATIENCE.quiet_s is not None
+QUIET_S: float = PATIENCE.quiet_s
+DOUBT_S = PATIENCE.doubt_s
 
 
 class Hosts(Talk):

@@ -161,7 +161,7 @@ def test_very_many_reports_for_a_rank_of_somebody_else(controller: Controller, c
 
 
 @pytest.mark.parametrize("token", ["", "wrong", "x" * 4000])
-@pytest.mark.parametrize("method", ["Attach", "GetStatus", "WatchEvents", "ReportFault", "SaveNow"])
+@pytest.mark.parametrize("method", ["Attach", "GetStatus", "WatchEvents", "ReportFault", "SaveNow", "GetVerdict"])
 def test_strangers_are_refused_whatever_they_send(controller: Controller, method: str, token: str) -> None:
     channel = open_channel("127.0.0.1", controller.port)
     path = f"/ttp.wire.v1.Controller/{method}"
@@ -176,7 +176,7 @@ def test_strangers_are_refused_whatever_they_send(controller: Controller, method
     channel.close()
 
 
-@pytest.mark.parametrize("method", ["GetStatus", "WatchEvents", "ReportFault", "SaveNow", "Nothing"])
+@pytest.mark.parametrize("method", ["GetStatus", "WatchEvents", "ReportFault", "SaveNow", "GetVerdict", "Nothing"])
 def test_noise_in_other_calls_is_an_error_of_grpc(controller: Controller, method: str) -> None:
     channel = open_channel("127.0.0.1", controller.port)
     path = f"/ttp.wire.v1.Controller/{method}"

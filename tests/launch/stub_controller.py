@@ -37,7 +37,7 @@ class Stub(ControllerServicer):
         said["pages"] = [[page.rank, page.version, page.data.decode()] for page in request.pages]
         with self._faults.open("a") as file:
             file.write(json.dumps(said) + "\n")
-        return wire.ReportFaultResponse()
+        return wire.ReportFaultResponse(accused=request.ranks)
 
     def Attach(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")

@@ -24,7 +24,8 @@ from ttp.errors import ConfigError
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
-from ttp.launch.presence import is_local, job_is_busy, listens, may_be_bound, port_owner, probe, target
+from ttp.launch.presence import is_local, listens, may_be_bound, port_owner, probe, target
+from ttp.launch.ring import job_is_busy
 
 HERE = Path(__file__).parent
 TOKEN = "sesame"
@@ -98,9 +99,9 @@ def test_controller_is_known_by_its_token(run_dir: Path, unused_port: int) -> No
     child = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token=TOKEN)
     assert subject.wait_until_serving("127.0.0.1", unused_port, TOKEN, LONG_S)
     assert probe("127.0.0.1", unused_port, "wrong") == "refused"
-    assert not job_is_busy("127.0.0.1", unused_port, TOKEN)
+    assert not job_is_busy([target("127.0.0.1", unused_port)], TOKEN)
     (run_dir / "busy").touch()
-    assert job_is_busy("127.0.0.1", unused_port, TOKEN)
+    assert job_is_busy([target("127.0.0.1", unused_port)], TOKEN)
     assert TOKEN not in " ".join(psutil.Process(child.pid).cmdline())
     assert os.getsid(child.pid) == child.pid
     subject.stop_controller(child)
@@ -297,7 +298,7 @@ def test_first_node_waits_for_the_others_before_it_ends_the_controller(config: C
     host = Host(config, run_dir)
     host.before_workers("127.0.0.1", first_node=True)
     (run_dir / "busy").touch()
-    closing = threading.Thread(target=lambda: host.close(several_nodes=True))
+    closing = threading.Thread(target=lambda: host.close(several_nodes=True, code=0))
     closing.start()
     closing.join(1.0)
     assert closing.is_alive()
@@ -317,5 +318,5 @@ def test_later_a_missing_controller_does_not_stop_the_job(
     (run_dir / "refuse-to-start").touch()
     wait_until(lambda: "no luck today" in caplog.text)
     host.before_workers("127.0.0.1", first_node=True)
-    host.close(several_nodes=False)
+    host.close(several_nodes=False, code=0)
     assert "restarts without a controller" in caplog.text

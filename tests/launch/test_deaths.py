@@ -80,7 +80,7 @@ class Notes:
     def __init__(self) -> None:
         self.heard: queue.Queue[tuple[int, int, str]] = queue.Queue()
 
-    def exited(self, rank: int, pid: int, reason: str) -> None:
+    def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
         self.heard.put((rank, pid, reason))
 
 

@@ -32,7 +32,7 @@ def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 def host(unused_port: int, tmp_path: Path) -> Iterator[Host]:
     there = Host(Config(port=unused_port, rescue_patience_s=5.0), tmp_path / "run")
     yield there
-    there.close(several_nodes=False)
+    there.close(several_nodes=False, code=0)
 
 
 @pytest.fixture

@@ -171,7 +171,7 @@ def host(controller: Controller, tmp_path: Path) -> Iterator[Host]:
     there = Host(Config(port=controller.port, token="sesame"), tmp_path / "run")
     there.before_workers("127.0.0.1", first_node=False)
     yield there
-    there.close(several_nodes=False)
+    there.close(several_nodes=False, code=0)
 
 
 def test_the_controller_hears_of_the_death_and_then_of_its_kind(
@@ -213,6 +213,6 @@ def test_threads_end_with_the_host(host: Host, start: Start) -> None:
     before = set(threading.enumerate())
     host.watch({0: start(0).process})
     (thread,) = [t for t in threading.enumerate() if t not in before and t.name == "ttp-sentinel-0"]
-    host.close(several_nodes=False)
+    host.close(several_nodes=False, code=0)
     thread.join(LONG_S)
     assert not thread.is_alive()

@@ -42,7 +42,7 @@ def source() -> SlowToLook:
     return SlowToLook()
 
 
-def alone(source: SlowToLook, tmp_path: Path) -> Processor:
+def alone(source: FakeSource, tmp_path: Path) -> Processor:
     """Whose machine has an incident."""
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))

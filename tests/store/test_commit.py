@@ -17,6 +17,7 @@ from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
 from ttp.store import names
 from ttp.store.catalog import find_whole, scan
+from ttp.store.commit import tidy
 from ttp.store.disk import Disk
 from ttp.store.manifest import Manifest
 from ttp.testing.plug import Loss, Moment, PluggedDisk, PowerCut
@@ -87,8 +88,43 @@ def test_a_newer_incarnation_is_not_overruled(world: World) -> None:
 def test_old_checkpoints_go_only_after_the_new_one_is_there(world: World) -> None:
     for version in (2, 4, 6, 8):
         world.make(version)
-    world.make(10, keep=2)
+    path = world.make(10)
+    assert [e.version for e in scan(world.save_dir)] == [10, 8, 6, 4, 2], "nobody waits for that"
+    assert len(tidy(world.save_dir, 2, path.name, verified=False)) == 3
     assert [e.version for e in scan(world.save_dir)] == [10, 8]
+
+
+def flip_a_bit(piece: Path) -> None:
+    """As broken memory between a saver and the platter would: the size stays."""
+    data = bytearray(piece.read_bytes())
+    data[len(data) // 2] ^= 1
+    piece.write_bytes(data)
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_the_last_good_checkpoint_stays_when_a_new_one_is_damaged(world: World, keep: int) -> None:
+    for version in (2, 4, 6):
+        world.make(version)
+    path = world.make(8)
+    flip_a_bit(next(path.glob("*.distcp")))
+    tidy(world.save_dir, keep, path.name, verified=False)
+    versions = [e.version for e in scan(world.save_dir)]
+    assert versions == [8, 6, 4][: keep + 1], "the damaged one does not count"
+    whole, _ = find_whole(world.save_dir)
+    assert [c.version for c in whole] == versions[1:]
+
+
+def test_when_all_are_damaged_none_goes(world: World) -> None:
+    for version in (2, 4, 6):
+        flip_a_bit(next(world.make(version).glob("*.distcp")))
+    assert tidy(world.save_dir, 1, "tft_saved_checkpoints-step_6", verified=False) == []
+
+
+def test_what_the_restore_has_just_read_is_not_read_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (2, 4):
+        world.make(version)
+    monkeypatch.setattr("ttp.store.verify.digest_file", None)
+    assert tidy(world.save_dir, 1, "tft_saved_checkpoints-step_4", verified=True) == ["tft_saved_checkpoints-step_2"]
 
 
 @pytest.mark.parametrize(
@@ -319,6 +355,7 @@ def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -
         return
     assert world.holds(path, 12, "first"), at
     check_reader(world, occupied)
+    tidy(world.save_dir, 2, path.name, verified=False)
     assert not [entry for entry in scan(world.save_dir) if entry.kind == "draft"], at
 
 

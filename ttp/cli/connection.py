@@ -50,29 +50,47 @@ class UnreachableError(TtpError):
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A controller's place, and the secret that it asks for."""
+    """A controller's place, the secret that it asks for, and where others may lead the job by now (``host:port``)."""
 
     address: str
     port: int
     token: str
+    others: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
+
+    @property
+    def around(self) -> tuple[str, ...]:
+        """All places, the likeliest first."""
+        from ttp.wire.channel import target
+
+        return tuple(dict.fromkeys((*self.others, target(self.address, self.port))))
 
 
 def find(address: str | None, port: int | None, token: str | None) -> Where:
     """The controller that is meant. What is not given comes from the environment, then from what jobs here left.
 
+    A run directory of the job on this host says where its other controllers are, unless an address is given.
+
     Raises:
         ConfigError: nothing says which port, or the environment is wrong.
     """
+    from ttp.launch.ring import read_ring, split
+    from ttp.launch.token_file import read_token
+
     config = Config.from_env()
-    chosen = address or os.environ.get("MASTER_ADDR") or LOCAL
-    found = port or config.port or _only_local_job(chosen)
-    secret = token if token is not None else config.token or _left_behind(dataclasses.replace(config, port=found))
-    if not secret:
+    named = address or os.environ.get("MASTER_ADDR")
+    found = port or config.port or _port_of(config) or _only_local_job(named or LOCAL)
+    run_dir = dataclasses.replace(config, port=found).resolved_run_dir()
+    ring = read_ring(run_dir)
+    if address or (ring is not None and split(ring.home)[1] != found):
+        ring = None
+    chosen = named or (split(ring.home)[0] if ring is not None else LOCAL)
+    secret = token if token is not None else config.token or read_token(run_dir) or ""
+    if not secret and ring is None:
         chosen = _on_this_host(config, chosen, found)
-    return Where(chosen, found, secret)
+    return Where(chosen, found, secret, ring.places if ring is not None else ())
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:
@@ -86,21 +104,32 @@ def _on_this_host(config: Config, address: str, port: int) -> str:
     return address
 
 
-def _left_behind(config: Config) -> str:
-    from ttp.launch.token_file import read_token
+def _port_of(config: Config) -> int | None:
+    """Of the job whose run directory the environment names."""
+    from ttp.launch.ring import read_ring, split
 
-    return read_token(config.resolved_run_dir()) or ""
+    ring = read_ring(Path(config.run_dir)) if config.run_dir else None
+    return None if ring is None else split(ring.home)[1]
 
 
 def _only_local_job(address: str) -> int:
-    from ttp.launch.presence import listens
-
-    running = [port for port in _known_ports() if listens(LOCAL, port, 1.0)] if address == LOCAL else []
+    running = [port for port in _known_ports() if _runs_here(port)] if address == LOCAL else []
     if len(running) == 1:
         return running[0]
     several = f"You have several jobs here, on ports {', '.join(map(str, running))}"
     none = "No running job of yours was found on this host" if address == LOCAL else "None was given"
     raise ConfigError(f"which port? {several if running else none}: use --port, or set TTP_PORT as the job has it")
+
+
+def _runs_here(port: int) -> bool:
+    """Whether the job that left a run directory for this port goes on, led from here or from another host."""
+    from ttp.launch.presence import listens
+    from ttp.launch.ring import read_ring, split
+
+    if listens(LOCAL, port, 1.0):
+        return True
+    ring = read_ring(Config(port=port).resolved_run_dir())
+    return ring is not None and any(listens(*split(place), 1.0) for place in ring.places)
 
 
 def _known_ports() -> list[int]:
@@ -113,55 +142,93 @@ def _known_ports() -> list[int]:
 
 
 class Client:
-    """The controller's questions and answers, with its errors in plain words. Use ``connected``."""
+    """The controller's questions and answers, with its errors in plain words. Use ``connected``.
 
-    def __init__(self, where: Where, stub: ControllerStub) -> None:
-        self._where = where
-        self._stub = stub
+    With several controllers each first question, and each after one that came to nothing, goes to the one that reigns.
+    """
+
+    def __init__(self, where: Where) -> None:
         from ttp.wire.channel import metadata
 
+        self.where = where
+        """Who was asked last."""
+        self._channel: grpc.Channel | None = None
         self._metadata = metadata(where.token)
 
     def status(self) -> pb.GetStatusResponse:
         """A picture of the job now."""
         from ttp.wire.v1 import controller_pb2 as pb
 
-        with self._translated(ANSWER_S):
-            return self._stub.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S, metadata=self._metadata)
+        with self._asking(ANSWER_S) as stub:
+            return stub.GetStatus(pb.GetStatusRequest(), timeout=ANSWER_S, metadata=self._metadata)
 
     def save(self, reason: str, timeout_s: float) -> pb.SaveNowResponse:
         """A checkpoint now; returns when it is committed or refused."""
         from ttp.wire.v1 import controller_pb2 as pb
 
-        with self._translated(timeout_s):
-            return self._stub.SaveNow(pb.SaveNowRequest(reason=reason), timeout=timeout_s, metadata=self._metadata)
+        with self._asking(timeout_s) as stub:
+            return stub.SaveNow(pb.SaveNowRequest(reason=reason), timeout=timeout_s, metadata=self._metadata)
 
     def report_fault(self, ranks: list[int], host: str, reason: str) -> pb.ReportFaultResponse:
         """Accuse ranks, or all ranks of a host."""
         from ttp.wire.v1 import controller_pb2 as pb
 
         request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason)
-        with self._translated(ANSWER_S):
-            return self._stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
+        with self._asking(ANSWER_S) as stub:
+            return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
+
+    def close(self) -> None:
+        """Hang up."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
     @contextlib.contextmanager
-    def _translated(self, timeout_s: float) -> Iterator[None]:
+    def _asking(self, timeout_s: float) -> Iterator[ControllerStub]:
         import grpc
 
+        from ttp.wire.channel import open_channel, stub
+
+        if self._channel is None:
+            self.where = _reigning(self.where)
+            self._channel = open_channel(self.where.address, self.where.port)
         try:
-            yield
+            yield stub(self._channel)
         except grpc.RpcError as problem:
-            raise _explain(problem, self._where, timeout_s) from None
+            if self.where.others:
+                self.close()
+            raise _explain(problem, self.where, timeout_s) from None
+
+
+def _reigning(where: Where) -> Where:
+    """Where the job is led from now.
+
+    Raises:
+        UnreachableError: several controllers are known, and none of them answers.
+    """
+    from ttp.launch.ring import reigning, split
+
+    if len(where.around) < 2:
+        return where
+    found = reigning(where.around, where.token)
+    if found is None:
+        raise UnreachableError(
+            f"no controller of this job answers, neither the first one nor any that stood by: "
+            f"{', '.join(where.around)}. Is the job running, and has it this token (TTP_TOKEN)?"
+        )
+    address, port = split(found[0])
+    return dataclasses.replace(where, address=address, port=port)
 
 
 @contextlib.contextmanager
 def connected(where: Where) -> Iterator[Client]:
     """A client for as long as the block runs. Connects with the first question."""
-    from ttp.wire.channel import open_channel, stub
-
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would garble one clear message
-    with open_channel(where.address, where.port) as channel:
-        yield Client(where, stub(channel))
+    client = Client(where)
+    try:
+        yield client
+    finally:
+        client.close()
 
 
 def _about_refusal(where: Where, details: str) -> str:

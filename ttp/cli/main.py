@@ -26,6 +26,7 @@ from ttp.cli import (
     save,
     simulate,
     status,
+    verdict,
     verify,
     version,
 )
@@ -105,6 +106,7 @@ _register("convert", _SAVED, convert.convert)
 _register("reshard", _SAVED, reshard.reshard)
 _register("recover", _SAVED, recover.recover)
 _register("redundancy", _SAVED, redundancy.redundancy)
+_register("verdict", _SAVED, verdict.verdict)
 _register("incidents", _SAVED, incidents.incidents)
 _register("simulate", _TRUST, simulate.simulate)
 _register("chaos", _TRUST, chaos.chaos)

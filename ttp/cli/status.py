@@ -62,19 +62,19 @@ def status(
     with connected(where) as client:
         if watch:
             with contextlib.suppress(KeyboardInterrupt):
-                _watch(client, where, interval, all_ranks, json)
+                _watch(client, interval, all_ranks, json)
             return
         now = client.status()
     if json:
-        print_json(describe(now, where))
+        print_json(describe(now, client.where))
     else:
         screen().print(picture(now, all_ranks))
 
 
-def _watch(client: Client, where: Where, interval_s: float, all_ranks: bool, json: bool) -> None:
+def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> None:
     if json:
         for answer in _looks(client, interval_s):
-            seen = {"error": str(answer)} if isinstance(answer, UnreachableError) else describe(answer, where)
+            seen = {"error": str(answer)} if isinstance(answer, UnreachableError) else describe(answer, client.where)
             sys.stdout.write(json_format.dumps(seen) + "\n")
             sys.stdout.flush()
         return

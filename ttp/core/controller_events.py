@@ -93,6 +93,30 @@ class Accused:
 
 
 @dataclass(frozen=True, slots=True)
+class LauncherSaid:
+    """A launcher starts ranks, or is at its end and would leave with ``code``."""
+
+    host: str
+    starts: bool
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankWasWrong:
+    """A rank has left with 64: its configuration or its program is wrong."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What was written down of earlier launches: see ``JobVerdict.remember``."""
+
+    fruitless: int
+    progress: bool
+
+
+@dataclass(frozen=True, slots=True)
 class ManagerCame:
     """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
 
@@ -125,7 +149,20 @@ class Tick:
     """Time has passed."""
 
 
-Event = Received | StreamEnded | SaveRequested | Accused | ManagerCame | ManagerLeft | Noticed | LookedAt | Tick
+Event = (
+    Received
+    | StreamEnded
+    | SaveRequested
+    | Accused
+    | LauncherSaid
+    | RankWasWrong
+    | Remembered
+    | ManagerCame
+    | ManagerLeft
+    | Noticed
+    | LookedAt
+    | Tick
+)
 
 # ------------------------------------------------------------------------------------------------------------- actions
 

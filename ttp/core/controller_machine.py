@@ -50,12 +50,15 @@ from ttp.core.controller_events import (
     AnswerNotice,
     ConnectionId,
     Event,
+    LauncherSaid,
     LookedAt,
     ManagerCame,
     ManagerLeft,
     Noticed,
     Patience,
+    RankWasWrong,
     Received,
+    Remembered,
     SaveRequested,
     Stop,
     StreamEnded,
@@ -64,6 +67,7 @@ from ttp.core.controller_events import (
 from ttp.core.gathering import Gathering
 from ttp.core.hangs import HangWatch
 from ttp.core.incident import Incident, Stage
+from ttp.core.job_verdict import Verdict
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.layout_messages import LayoutPart
 from ttp.core.layouts import Layouts
@@ -75,6 +79,7 @@ from ttp.core.restoring import Restoring
 from ttp.core.silence import Silence
 from ttp.core.standby import Standby
 from ttp.core.witnesses import Witnesses
+from ttp.errors import EXIT_BAD_CONFIG
 
 STACKS_MAX = 8
 """Suspects whose stacks are asked for."""
@@ -133,6 +138,8 @@ class ControllerMachine:
                 self._accused(event, now)
             case SaveRequested():
                 self._rescue.request(event, now)
+            case LauncherSaid() | RankWasWrong() | Remembered():
+                self._about_the_end(event)
             case ManagerCame(wait_s):
                 self._rescue.mending.manager_came(wait_s)
             case ManagerLeft():
@@ -225,6 +232,17 @@ class ControllerMachine:
     def last_commit(self) -> tuple[Version, str] | None:
         """The last checkpoint of this incarnation: version and path."""
         return self._rescue.saving.last_commit
+
+    @property
+    def verdict(self) -> Verdict:
+        """One exit code for the whole job, as far as it is known."""
+        return self._rescue.verdict.now
+
+    @property
+    def unheard_hosts(self) -> list[str]:
+        """Hosts whose ranks have left in good order, and whose launcher has not asked for the verdict."""
+        left = {mb.hello.host for mb in self.job.members.values() if mb.left}
+        return sorted(left - self._rescue.verdict.asked)
 
     @property
     def save_dir(self) -> str:
@@ -338,6 +356,8 @@ class ControllerMachine:
         self.job.start_incarnation(hello)
         self._forget_incarnation()
         self._hangs.reset(now)
+        if not hello.resume:
+            self._rescue.verdict.launch_begins(same_job=same_job)
         self._rescue.base_version, self._rescue.saving.last_commit = hello.base_version, None
         self._outbox.record(
             "incarnation",
@@ -345,6 +365,7 @@ class ControllerMachine:
             run_id=hello.run_id,
             world_size=hello.world_size,
             save_dir=hello.save_dir,
+            resumed=hello.resume,
             groups={
                 shard: compact_ranks(ranks) for shard, ranks in self.job.layouts[hello.layout_digest].groups.items()
             },
@@ -403,6 +424,21 @@ class ControllerMachine:
         witness = min(others, default=subject)
         incident = self.incident.id if self.incident is not None else ""
         self._outbox.send_to(witness, m.TakeStack(witness, self.term, incident, subject, hello.pid))
+
+    def _about_the_end(self, event: LauncherSaid | RankWasWrong | Remembered) -> None:
+        verdict = self._rescue.verdict
+        before = verdict.now
+        match event:
+            case LauncherSaid(_, True, _):
+                verdict.starts()
+            case LauncherSaid(host, False, code):
+                verdict.asks(host, code)
+            case RankWasWrong(text):
+                verdict.is_wrong(text)
+            case Remembered(fruitless, progress):
+                verdict.remember(fruitless, progress)
+        if verdict.now.code == EXIT_BAD_CONFIG != before.code:
+            self._outbox.record("wrong", text=verdict.now.text)
 
     def _accused(self, event: Accused, now: float) -> None:
         for index, rank in enumerate(event.ranks):
@@ -558,6 +594,7 @@ class ControllerMachine:
         if len(self.job.done) < len(self.job.members):
             return
         self.finished_at, self.job.ended = now, True
+        self._rescue.verdict.finished()
         for rank in self.job.members:
             self._finish(rank)
         self._outbox.record("finished", version=max(mb.version for mb in self.job.members.values()))

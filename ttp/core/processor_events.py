@@ -363,6 +363,21 @@ class StartStandby:
 
 
 @dataclass(frozen=True, slots=True)
+class NoteRing:
+    """Leave word on this host of which controller reigns, and which stand by, for those who speak to it from outside.
+
+    Args:
+        term: of the controller that reigns.
+        address: where it listens (host:port); ``route.HOME``: where the job was started with.
+        standbys: where others do.
+    """
+
+    term: int
+    address: str
+    standbys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class KeepPage:
     """Keep the page of a rank of another host."""
 
@@ -410,6 +425,7 @@ Action = (
     | TakeStack
     | ProbeHost
     | StartStandby
+    | NoteRing
     | KeepPage
     | NameBuddy
     | NameKeeper

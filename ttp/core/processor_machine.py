@@ -55,6 +55,7 @@ from ttp.core.processor_events import (
     NameBuddy,
     NameKeeper,
     NeighbourDied,
+    NoteRing,
     NotRedone,
     Observed,
     OpenGate,
@@ -109,6 +110,7 @@ __all__ = [
     "NameKeeper",
     "NeighbourDied",
     "NotRedone",
+    "NoteRing",
     "Observed",
     "OpenGate",
     "OrderReceived",
@@ -198,6 +200,7 @@ class ProcessorMachine:
         self._redo_until: float | None = None
         self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
         self._route = Route(manners.failover_s)
+        self._noted: NoteRing | None = None
         self._copy: m.Copied | None = None
         self._unsettled = False
         self._skipped = Version(0)
@@ -245,6 +248,7 @@ class ProcessorMachine:
                 self._report(m.Probed(self._hello.rank, subject, reachable, text))
             case StandbyStarted(address):
                 self._route.knows(address)  # whether or not the announcement arrives
+                self._note_ring()
                 self._report(m.StandbyUp(self._hello.rank, address))
             case CopyMade() | CopySkipped():
                 self._copied(event)
@@ -402,12 +406,20 @@ class ProcessorMachine:
                 self._do(StartStandby())
             case m.Standbys(_, _, addresses):
                 self._route.announced(addresses)
+                self._note_ring()
             case m.Keep():
                 self._do(KeepPage(order))
             case m.CopyTo():
                 self._do(NameBuddy(order))
             case m.MirrorTo():
                 self._do(NameKeeper(order))
+
+    def _note_ring(self) -> None:
+        """Said only where there is more than one controller to choose from, and once."""
+        ring = NoteRing(self.term, self._route.current, self._route.standbys)
+        if ring.standbys and ring != self._noted:
+            self._noted = ring
+            self._do(ring)
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
@@ -416,6 +428,7 @@ class ProcessorMachine:
         self.term, self.incarnation = order.term, order.incarnation
         self._welcomed, self._attempts, self._down_since = True, 0, None
         self._route.connected()
+        self._note_ring()
         self._beat_at = now + self.manners.heartbeat_s
         self._do(Joined(order.incarnation, first))
         if self._view is not None and (self._undecided or self._version <= self._hello.base_version):

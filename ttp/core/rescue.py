@@ -13,6 +13,7 @@ from ttp.core.buddies import keepers
 from ttp.core.controller_events import AnswerSave, Patience, SaveRequested
 from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.incident import OVER, Evidence, Incident, Stage
+from ttp.core.job_verdict import JobVerdict
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.membership import Membership
 from ttp.core.mending import Mending
@@ -54,6 +55,7 @@ class Rescue:
         self.false_alarms = 0
         self.base_version = Version(0)
         self.saving = Saving(job, outbox, mirrors)
+        self.verdict = JobVerdict()
         self._job = job
         self._outbox = outbox
         self._patience = patience
@@ -104,6 +106,7 @@ class Rescue:
         self.incident, self._outbox.incident = incident, incident.id
         self._outbox.record(
             "opened",
+            run_id=self._job.run_id,
             incarnation=self._job.incarnation,
             term=self._job.term,
             world_size=self._job.layout.world_size,
@@ -542,10 +545,14 @@ class Rescue:
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
         self.mending.over(resumed=False)
+        self.verdict.progress |= self.saving.last_commit is not None
+        end = self.verdict.released(exit_code, text, incident.cause)
+        assert end.code is not None
+        exit_code, text = end.code, end.text
         incident.stage, incident.exit_code, incident.release_text = Stage.RELEASED, exit_code, text
         incident.released_at = now
         self._job.ended = True
-        self._outbox.record("released", exit_code=exit_code, text=text)
+        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress)
         self._answer_requests(incident)
         for rank in sorted(self._job.live):
             self._send_release(incident, rank)

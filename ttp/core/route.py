@@ -30,6 +30,11 @@ class Route:
         self._moved = False
 
     @property
+    def current(self) -> str:
+        """The controller that has welcomed this rank last."""
+        return self._current
+
+    @property
     def went_round(self) -> bool:
         """Everybody was asked since the controller was lost; trivially so without standbys."""
         return not self.standbys or self.rounds > 0

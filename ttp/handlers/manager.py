@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Protocol
 
 import grpc
 
 from ttp.core.layout import Rank
 from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.launch.ring import places, reigning, split
 from ttp.wire import channel as wire
 from ttp.wire.limits import WireError
 from ttp.wire.manager import call_from_wire, notice_to_wire
@@ -71,6 +73,7 @@ class Manager:
         report_strategies: see ``ReportStrategies``.
         report_result: see ``ReportResult``.
         wait_s: how long the controller waits for each answer before it decides by itself.
+        run_dir: of the job on this host: says where its other controllers are, should this one be lost.
     """
 
     def __init__(
@@ -84,11 +87,13 @@ class Manager:
         report_strategies: ReportStrategies,
         report_result: ReportResult,
         wait_s: float = WAIT_S,
+        run_dir: Path | None = None,
     ) -> None:
+        self._home, self._run_dir, self._token = wire.target(address, port), run_dir, token
         self._channel = wire.open_channel(address, port)
         self._metadata = wire.metadata(token)
         self._stub = rpc.ManagerStub(self._channel)
-        self._where, self._wait_s = f"{address}:{port}", wait_s
+        self._where, self._wait_s = self._home, wait_s
         self._closed, self._attached = threading.Event(), threading.Event()
         self._call: grpc.Call | None = None
         self._thread = threading.Thread(target=self._attend, name="ttp-manager", daemon=True)
@@ -196,7 +201,19 @@ class Manager:
             except Exception:  # whatever happens here, it is tried again
                 log.exception("the manager stumbled")
             self._attached.clear()
-            self._closed.wait(RETRY_S)
+            if not self._closed.wait(RETRY_S):
+                self._look_for_another()
+
+    def _look_for_another(self) -> None:
+        """The controller is lost: it may be started again where it was, or another one has taken over."""
+        around = places(self._run_dir, self._home) if self._run_dir is not None else ()
+        found = reigning(around, self._token) if len(around) > 1 else None
+        if found is None or self._closed.is_set() or found[0] == self._where:
+            return
+        lost, self._where = self._channel, found[0]
+        self._channel = wire.open_channel(*split(found[0]))
+        self._stub = rpc.ManagerStub(self._channel)
+        lost.close()
 
     def _take(self, message: pb.ManagerCall) -> None:
         try:

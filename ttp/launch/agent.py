@@ -17,10 +17,11 @@ from typing import Any
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from ttp.errors import EXIT_BAD_CONFIG
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
+from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.shared_token import SharedToken
 
 logger = logging.getLogger("ttp.launch")
@@ -39,16 +40,26 @@ class TtpAgent(LocalElasticAgent):
     def __init__(self, *args: Any, host: Host, token: SharedToken, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._host, self._token = host, token
+        self.job_code = EXIT_FAILED
+        """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
         give_fresh_stores(self._worker_group.spec)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; ends what we started."""
+        """As torch's; ends what we started, and learns ``job_code``."""
+        result = None
         try:
-            return super().run(*args, **kwargs)
+            result = super().run(*args, **kwargs)
+            return result
         finally:
-            self._fail_open(lambda: self._host.close(several_nodes=(self._worker_group.group_world_size or 1) > 1))
+            trained = result is not None and not result.is_failed()
+            self.job_code = EXIT_TRAINED if trained else verdict(self.exit_codes())
+            self._fail_open(self._end)
             if self._token.made_here:
                 self._fail_open(self._host.forget_token)
+
+    def _end(self) -> None:
+        several_nodes = (self._worker_group.group_world_size or 1) > 1
+        self.job_code = self._host.close(several_nodes, self.job_code)
 
     def exit_codes(self) -> list[int]:
         """How the workers of the last attempt ended, negative for a signal."""
@@ -77,7 +88,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._host.expect_stop(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._forgo_restarts(workers)
+            self._fail_open(lambda: self._forgo_restarts(workers))
         result.failures = _root_causes_first(result.failures)
         return result
 
@@ -90,6 +101,9 @@ class TtpAgent(LocalElasticAgent):
                 wrong[0],
                 EXIT_BAD_CONFIG,
             )
+            self._remaining_restarts = 0
+        unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
+        if unsaved and self._remaining_restarts and self._host.is_final():
             self._remaining_restarts = 0
 
     def _shutdown(self, *args: Any, **kwargs: Any) -> None:

@@ -1,47 +1,84 @@
-"""Telling the controller from outside that a rank's process has ended."""
+"""Telling the controller that reigns from outside that a rank's process has ended.
+
+A report goes at once to the controller that was known last, on a connection that is open already. Where it is not
+accepted, because that controller has just died with its host or has been replaced, it goes round the ring
+(``ttp.launch.ring``) until somebody accepts it or ``PATIENCE_S`` have passed.
+"""
 
 from __future__ import annotations
 
 import logging
+import queue
+import threading
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from ttp.core.messages import Mirror
-from ttp.launch.presence import channel_options, target
+from ttp.launch.presence import channel_options
 
 logger = logging.getLogger("ttp.launch")
 
 TIMEOUT_S = 1.0
-"""The stream that broke tells the same, only later: nobody retries."""
+"""How long one controller may take."""
+PATIENCE_S = 15.0
+"""How long a report is repeated: ranks take seconds to agree on a new controller, if hosts do not answer at all."""
+LAST_S = 3.0
+"""How long ``close`` waits for reports that nobody could be told yet."""
+LOOK_S = 1.0
+AGAIN_S = 0.2
+
+
+@dataclass(slots=True)
+class _Report:
+    """One death, until somebody has accepted it."""
+
+    rank: int
+    request: Any
+    until: float
+    heard: set[str] = field(default_factory=set)
+    """Who has answered that it accuses nobody; it may once it leads the job."""
+    waited_for: bool = True
+    """``close`` waits for it: somebody may lead the job and not know of it."""
 
 
 class FaultReporter:
-    """Sends ``ReportFault``, fire and forget: never blocks, never raises. Opens its connection ahead of time.
+    """Sends ``ReportFault``: never blocks, never raises. Opens its connection ahead of time.
 
     Args:
-        address: host of the controller, as the ranks know it.
-        port: its port.
+        places: where the job may have its controller (``host:port``), the likeliest first. Asked on a thread.
+        home: the address that the job was started with (``host:port``).
         token: the job's shared secret; may be empty.
         pages_after: what is to be handed over when a rank has died; must not raise.
     """
 
     def __init__(
-        self, address: str, port: int, token: str, pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: ()
+        self,
+        places: Callable[[], Sequence[str]],
+        home: str,
+        token: str,
+        pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: (),
     ) -> None:
-        from ttp.wire.tls import open_channel
-        from ttp.wire.v1.controller_pb2_grpc import ControllerStub
-
+        self._places, self._around = places, (home,)
         self._pages_after = pages_after
         self._metadata = (("ttp-token", token),)
-        self._channel = open_channel(target(address, port), channel_options())
-        self._channel.subscribe(lambda _state: None, try_to_connect=True)
-        self._stub = ControllerStub(self._channel)
+        self._channels: dict[str, tuple[Any, Any]] = {}
+        self._lock = threading.Lock()
+        self._pending: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()
+        self._unheard = 0
+        self._all_heard = threading.Condition(self._lock)
+        self._closing = False
+        self._stub(home)
+        self._thread = threading.Thread(target=self._run, name="ttp-fault-report", daemon=True)
+        self._thread.start()
 
-    def exited(self, rank: int, pid: int, reason: str) -> None:
-        """Accuse ``rank``, whose process ``pid`` ended for ``reason``."""
+    def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
+        """Accuse ``rank``, whose process ``pid`` ended for ``reason``, with this exit code (0: not known)."""
         from ttp.wire.v1 import controller_pb2 as wire
 
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
+        request.exit_code = code
         for page in self._pages_after(rank):
             request.pages.add(
                 rank=page.rank,
@@ -50,23 +87,107 @@ class FaultReporter:
                 incarnation=page.incarnation,
                 data=page.data,
             )
-        try:
-            call = self._stub.ReportFault.future(
-                request, timeout=TIMEOUT_S, metadata=self._metadata, wait_for_ready=True
-            )
-            call.add_done_callback(lambda done: _note(rank, done))
-        except Exception as problem:  # the rescue goes on without this witness
-            logger.debug("cannot report the end of rank %d: %s", rank, problem)
+        with self._lock:
+            self._unheard += 1
+        report = _Report(rank, request, time.monotonic() + PATIENCE_S)
+        place = self._around[0]
+        call = self._send(place, report)
+        if call is None:
+            self._pending.put(report)
+        else:
+            call.add_done_callback(lambda done: self._answered(place, report, done))
 
     def close(self) -> None:
-        """Drop the connection."""
+        """Wait a moment for reports that nobody could be told yet, and drop the connections."""
+        with self._all_heard:
+            self._all_heard.wait_for(lambda: self._unheard == 0, LAST_S)
+            self._closing = True
+        self._pending.put(None)
+        self._thread.join(TIMEOUT_S)
+        with self._lock:
+            channels, self._channels = self._channels, {}
+        for channel, _ in channels.values():
+            try:
+                channel.close()
+            except Exception as problem:
+                logger.debug("closing the connection to the controller: %s", problem)
+
+    # ------------------------------------------------------------------------------------------------------- any thread
+
+    def _stub(self, place: str) -> Any:
+        from ttp.wire.tls import open_channel
+        from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+        with self._lock:
+            if place not in self._channels:
+                channel = open_channel(place, channel_options())
+                channel.subscribe(lambda _state: None, try_to_connect=True)
+                self._channels[place] = (channel, ControllerStub(channel))
+            return self._channels[place][1]
+
+    def _send(self, place: str, report: _Report) -> Any:
         try:
-            self._channel.close()
+            return self._stub(place).ReportFault.future(
+                report.request, timeout=TIMEOUT_S, metadata=self._metadata, wait_for_ready=True
+            )
+        except Exception as problem:  # the rescue goes on without this witness
+            logger.debug("cannot report the end of rank %d to %s: %s", report.rank, place, problem)
+            return None
+
+    def _answered(self, place: str, report: _Report, call: Any) -> None:
+        """The first attempt has come to an end."""
+        if self._accepted(place, report, call):
+            self._settle(report)
+        else:
+            self._pending.put(report)
+
+    def _accepted(self, place: str, report: _Report, call: Any) -> bool:
+        problem = "cancelled" if call.cancelled() else call.exception()
+        if problem is None and call.result().accused:
+            return True
+        if problem is None:
+            report.heard.add(place)
+            problem = call.result().text
+        logger.debug("%s was not told of the end of rank %d: %s", place, report.rank, problem)
+        return False
+
+    def _settle(self, report: _Report) -> None:
+        with self._all_heard:
+            self._unheard -= report.waited_for
+            report.waited_for = False
+            self._all_heard.notify_all()
+
+    # ------------------------------------------------------------------------------------------------------- the thread
+
+    def _run(self) -> None:
+        reports: list[_Report] = []
+        while not self._closing:
+            try:
+                self._around = tuple(self._places()) or self._around
+                self._stub(self._around[0])
+                reports = [report for report in reports if not self._went_round(report)]
+            except Exception as problem:
+                logger.debug("cannot look for the controller: %s", problem)
+            try:
+                report = self._pending.get(timeout=AGAIN_S if reports else LOOK_S)
+            except queue.Empty:
+                continue
+            if report is not None:
+                reports.append(report)
+
+    def _went_round(self, report: _Report) -> bool:
+        """Whether nobody has to be told any more: one has accepted it, or it took too long."""
+        calls = {place: self._send(place, report) for place in self._around}
+        accepted = [place for place, call in calls.items() if call is not None and self._told(place, report, call)]
+        over = bool(accepted) or time.monotonic() >= report.until
+        if over or report.heard.issuperset(self._around):
+            self._settle(report)
+        return over
+
+    def _told(self, place: str, report: _Report, call: Any) -> bool:
+        try:
+            call.exception(timeout=2 * TIMEOUT_S)
         except Exception as problem:
-            logger.debug("closing the connection to the controller: %s", problem)
-
-
-def _note(rank: int, call: Any) -> None:
-    problem = call.exception() if not call.cancelled() else "cancelled"
-    if problem is not None:
-        logger.debug("the controller was not told of the end of rank %d: %s", rank, problem)
+            logger.debug("%s does not answer: %s", place, problem)
+            return False
+        return self._accepted(place, report, call)

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import signal
+import socket
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,13 +14,15 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
-from ttp.errors import ConfigError
+from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
+from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
-from ttp.launch.presence import job_is_busy
+from ttp.launch.presence import target
+from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.worker_watch import WorkerWatch
@@ -36,6 +39,8 @@ Workers = Mapping[int, Popen[Any]]
 LOOK_S = 0.02
 GRACE_S = 30.0
 """How long torch leaves a worker between SIGTERM and SIGKILL."""
+OTHERS_S = 10.0
+"""How long the first node keeps the controller for launchers of other hosts, whose ranks have left, to ask it."""
 
 
 class Host:
@@ -58,6 +63,7 @@ class Host:
         self._address = ""
         self._relay: RelayServer | None = None
         self._leases.sweep()
+        forget_ring(run_dir)
 
     def use(self, config: Config) -> None:
         """Settings that the launchers of the job have agreed on, from now on; its token is left for this host's users.
@@ -84,15 +90,16 @@ class Host:
         self._leases.sweep()
         first_start, self._address = not self._address, address
         self._keep_relay(world_size)
-        if not first_node:
-            return
         try:
-            self._keeper.start(address)
-            self._keeps = True
+            if first_node:
+                self._keeper.start(address)
+                self._keeps = True
         except ConfigError as problem:
             if first_start:
                 raise
             logger.error("the job restarts without a controller: a failure would lose steps. %s", problem)
+        if not first_start:
+            say_start(self._places(), self._config.token, self._name)
 
     def _keep_relay(self, world_size: int) -> None:
         """One for all starts; without it ranks connect by themselves."""
@@ -109,12 +116,11 @@ class Host:
 
     def watch(self, workers: Workers) -> None:
         """Report deaths of these from now on."""
-        assert self._config.port is not None
         if self._reporter is not None:
             self._reporter.close()
         pids = {rank: worker.pid for rank, worker in workers.items()}
         pages = DeadPages(self._run_dir, pids)
-        self._reporter = FaultReporter(self._address, self._config.port, self._config.token, pages.after)
+        self._reporter = FaultReporter(self._places, self._home, self._config.token, pages.after)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 
@@ -153,8 +159,23 @@ class Host:
         """The launcher stops what is left of these now."""
         self._watch.expect(_alive(workers))
 
-    def close(self, several_nodes: bool) -> None:
-        """The job is over here. With several nodes the controller outlives us until nobody needs it."""
+    def is_final(self) -> bool:
+        """Whether the job's verdict is one that no restart mends."""
+        answer = ask_verdict(self._places(), self._config.token, "", EXIT_TRAINED) if self._address else None
+        if answer is not None and answer.final:
+            logger.error("the job is not started again: %s", answer.text)
+        return answer is not None and bool(answer.final)
+
+    def close(self, several_nodes: bool, code: int) -> int:
+        """The job is over here. With several nodes the controller outlives us until nobody needs it.
+
+        Args:
+            several_nodes: other hosts take part.
+            code: exit code, as far as the ranks of this host tell.
+
+        Returns:
+            The exit code: that of the whole job, if its controller says it within ``ASK_S``.
+        """
         self._watch.close()
         self._sentinels.close()
         if self._reporter is not None:
@@ -162,11 +183,30 @@ class Host:
         try:
             if self._keeps and several_nodes:
                 self._wait_for_other_nodes()
+            return self._ask_verdict(several_nodes, code)
         finally:
             self._keeper.stop()
             if self._relay is not None:
                 self._relay.close()
             self._leases.sweep()
+
+    def _ask_verdict(self, several_nodes: bool, code: int) -> int:
+        """The first node looks on while other launchers may still want to ask: it ends the controller."""
+        if not self._address:
+            return code
+        deadline_s = time.monotonic() + OTHERS_S
+        answer = ask_verdict(self._places(), self._config.token, self._name, code)
+        while self._keeps and several_nodes and answer is not None and answer.hosts and time.monotonic() < deadline_s:
+            time.sleep(LOOK_S * 10)
+            again = ask_verdict(self._places(), self._config.token, self._name, code)
+            if again is None:
+                break
+            answer = again
+        return settled_code(code, answer)
+
+    @property
+    def _name(self) -> str:
+        return self._config.host or socket.gethostname()
 
     def _on_death(self, rank: int, pid: int) -> None:
         """Called before the kernel has freed its memory; how it died ``WorkerWatch`` will say."""
@@ -211,10 +251,18 @@ class Host:
 
     def _wait_for_other_nodes(self) -> None:
         """Their ranks may still be saving: ours can have died without a local survivor to wait for."""
-        assert self._config.port is not None
         deadline_s = time.monotonic() + self._config.rescue_patience_s
-        while time.monotonic() < deadline_s and job_is_busy(self._address, self._config.port, self._config.token):
+        while time.monotonic() < deadline_s and job_is_busy(self._places(), self._config.token):
             time.sleep(LOOK_S * 10)
+
+    @property
+    def _home(self) -> str:
+        assert self._config.port is not None
+        return target(self._address, self._config.port)
+
+    def _places(self) -> tuple[str, ...]:
+        """Where the job may have its controller by now."""
+        return places(self._run_dir, self._home)
 
 
 def _alive(workers: Workers) -> set[int]:

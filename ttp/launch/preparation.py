@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import dataclasses
 import logging
@@ -10,7 +11,7 @@ import shutil
 import sys
 from collections.abc import Collection, Iterator
 
-from ttp.config import Config
+from ttp.config import Config, saved_exit_code
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, ConfigError
 from ttp.launch.ports import hold_port
 from ttp.launch.run_dir import prepare_run_dir
@@ -19,6 +20,10 @@ from ttp.launch.token_file import TOKEN_FILE, write_token
 
 EXIT_FAILED = 1
 
+SAVED_CODE_HELP = (
+    "exit with N instead of 75 when the job is saved and wants to be started again, for launchers that take 1 to 127 "
+    "for permanent (default: TTP_SAVED_EXIT_CODE, else 75)"
+)
 MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
 
 
@@ -80,6 +85,14 @@ def _settle(config: Config, several_nodes: bool) -> Config:
         write_token(run_dir, config.token)
     os.environ.update(TTP_PORT=str(config.port), TTP_TOKEN=config.token, TTP_RUN_DIR=str(run_dir))
     return dataclasses.replace(config, run_dir=str(run_dir))
+
+
+def saved_code(text: str) -> int:
+    """The value of ``--saved-exit-code``, for argparse."""
+    try:
+        return saved_exit_code(text)
+    except ValueError as problem:
+        raise argparse.ArgumentTypeError(f"{text!r:.100} is not valid: {problem!s:.200}") from None
 
 
 def verdict(codes: Collection[int]) -> int:

@@ -116,19 +116,14 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
     return "controller"
 
 
-def job_is_busy(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> bool:
-    """Whether a rank is attached that still trains or saves; False if no controller answers."""
-    status = _status(address, port, token, timeout_s)
-    return status is not None and any(rank.state in ("live", "frozen") for rank in status.ranks)
-
-
 def controller_pid(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> int | None:
     """Process id of the controller that serves there, as it sees itself; None if none answers."""
-    status = _status(address, port, token, timeout_s)
+    status = ask_status(address, port, token, timeout_s)
     return None if status is None else int(status.pid)
 
 
-def _status(address: str, port: int, token: str, timeout_s: float) -> Any:
+def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Any:
+    """What goes on there (``GetStatusResponse``); None if no controller answers, or it does not take our token."""
     import grpc
 
     from ttp.wire.tls import open_channel

@@ -13,8 +13,17 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
-from ttp.launch.preparation import MINDIO_HELP, forget_run_dir, refuse, settled, show_log, verdict
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, EXIT_TRAINED, ConfigError
+from ttp.launch.preparation import (
+    EXIT_FAILED,
+    MINDIO_HELP,
+    SAVED_CODE_HELP,
+    forget_run_dir,
+    refuse,
+    saved_code,
+    settled,
+    show_log,
+)
 
 logger = logging.getLogger("ttp.launch")
 
@@ -22,9 +31,10 @@ EPILOG = """
 ttp run takes every flag of torchrun and launches in the same way. In addition: it starts the job's controller on the
 first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy ones get up to TTP_OT seconds
 (default 360) to save before they are stopped; and a restart (--max-restarts) works and resumes from what they saved,
-with any rendezvous. A rank that exits with 64 is not restarted: its message says what to change. Exit code: 0 trained
-to the end, 75 saved and wants to be started again, 70 could not save, 64 bad configuration or a call of ttp that is
-wrong, 1 anything else. For MindSpore jobs see ttp run --mindspore --help.
+with any rendezvous. A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same on
+every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
+launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else. For MindSpore jobs see
+ttp run --mindspore --help.
 """
 
 MINDSPORE = "--mindspore"
@@ -40,6 +50,10 @@ class Launch(Protocol):
     @property
     def mindio(self) -> bool:
         """Whether programs written for mindio_ttp are to run on ttp."""
+
+    @property
+    def saved_exit_code(self) -> int | None:
+        """With what to leave instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
     def run(self, config: Config) -> int:
         """Launch it with these settings and return the exit code."""
@@ -61,6 +75,8 @@ def run(argv: list[str]) -> int:
             code = launch.run(job)
         if code == EXIT_TRAINED:
             forget_run_dir(config, job)
+        if code == EXIT_SAVED:
+            return launch.saved_exit_code or config.saved_exit_code
         return code
     except ConfigError as problem:
         return refuse(str(problem))
@@ -99,6 +115,7 @@ def _parse(argv: list[str]) -> Any:
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
     parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
+    parser.add_argument("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
     return parser.parse_args(argv)
 
 
@@ -129,6 +146,7 @@ class _TorchLaunch:
         self._arguments = _parse(argv)
         self.several_nodes = _several_nodes(self._arguments.nnodes)
         self.mindio: bool = self._arguments.mindio
+        self.saved_exit_code: int | None = self._arguments.saved_exit_code
         self._agent: Any = None
 
     def run(self, config: Config) -> int:
@@ -148,8 +166,8 @@ class _TorchLaunch:
                 return refuse(str(problem))  # torch did not like the flags
             traceback.print_exc()
         else:
-            return EXIT_TRAINED
-        return verdict([] if self._agent is None else self._agent.exit_codes())
+            return EXIT_TRAINED if self._agent is None else int(self._agent.job_code)
+        return EXIT_FAILED if self._agent is None else int(self._agent.job_code)
 
     def _our_agent(self, config: Config) -> AbstractContextManager[None]:
         from ttp.launch.install import agent_maker, installed

@@ -20,8 +20,8 @@ TURN_S = 0.2
 class Reporter(Protocol):
     """Who is told. Must neither block nor raise."""
 
-    def exited(self, rank: int, pid: int, reason: str) -> None:
-        """``rank``, process ``pid``, ended for ``reason``."""
+    def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
+        """``rank``, process ``pid``, ended for ``reason``, with this exit code (0: not known)."""
 
 
 class WorkerWatch:
@@ -86,5 +86,5 @@ class WorkerWatch:
         if code in ORDERLY_EXITS or self.expects(pid):
             return
         reason = describe_exit(code, self._oom.explain(pid) if code in SIGKILLED else "")
-        reporter.exited(rank, pid, reason)
+        reporter.exited(rank, pid, reason, code)
         logger.warning("rank %d (pid %d): %s", rank, pid, reason)

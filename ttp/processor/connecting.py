@@ -11,6 +11,7 @@ from ttp.core import messages as m
 from ttp.core import processor_machine as pm
 from ttp.errors import ConfigError, TtpError
 from ttp.launch.controller_process import ensure_controller, is_local
+from ttp.launch.ring import Ring, write_ring
 from ttp.processor.shortcut import Shortcut
 from ttp.processor.stream import Stream
 from ttp.wire import tls
@@ -84,6 +85,12 @@ class Line:
         except Exception as problem:
             log.debug("cannot connect", exc_info=True)
             self._put(pm.StreamDown(repr(problem)))
+
+    def note(self, ring: pm.NoteRing, incarnation: int) -> None:
+        """Leave word of the controllers on this host."""
+        home = target(self._env.master_addr, self._config.port or 0)
+        found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
+        write_ring(self._run_dir, found)
 
     def _open(self, address: str, within_s: float | None) -> None:
         """To the controller at ``address`` (host:port), or to the one of the environment."""

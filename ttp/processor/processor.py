@@ -104,13 +104,7 @@ class Processor:
         self._line = Line(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
         )
-        self.company = Company(
-            config,
-            env,
-            self.run_dir,
-            nonce=greeting.nonce,
-            died=self.neighbour_died,
-        )
+        self.company = Company(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if self._receiver is not None and config.mirror:
             self._receiver.keep = self.company.keep
         self._looker = Looker(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
@@ -154,7 +148,10 @@ class Processor:
         self._thread.start()
         if not self._joined.wait(JOIN_PATIENCE_S):
             self._started = True
-            log.error("%s: training begins UNPROTECTED, ttp keeps trying", self._unjoined())
+            log.error(
+                "%s: training begins UNPROTECTED (restore() waits as long again, then refuses); ttp keeps trying",
+                self._unjoined(),
+            )
         if self._problem is not None:
             self._leases.disarm(os.getpid())
             raise self._problem
@@ -193,6 +190,11 @@ class Processor:
         self.gate.end_update(version)
         if self.copying is not None:
             self.copying.updated(version)
+
+    def tidy_after(self, checkpoint: Path) -> None:
+        """This checkpoint has been restored, after all of its digests were found right: older ones may go."""
+        if self.env.rank == 0:
+            self._saver.tidy(checkpoint.parent, self.config.keep, checkpoint.name, verified=True)
 
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
@@ -387,6 +389,8 @@ class Processor:
                 self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
             case pm.DropLease():
                 self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
+            case pm.NoteRing():
+                self._lease_writer.submit(lambda: self._line.note(action, self._machine.incarnation))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case pm.Rejected(code, text):

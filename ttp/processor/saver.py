@@ -54,7 +54,7 @@ class Saver:
         self._source, self._save_dir, self._copying = source, save_dir, copying
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
-        self._lane = Lane("ttp-saver")
+        self._lane, self._tidying = Lane("ttp-saver"), Lane("ttp-tidy")
         self._cancel = threading.Event()
 
     @property
@@ -73,11 +73,16 @@ class Saver:
 
     def commit(self, order: m.Commit) -> None:
         """Make a checkpoint of all pieces."""
-        self._work(lambda: self._put(self._commit(order)))
+        self._work(lambda: self._commit_and_tidy(order))
+
+    def tidy(self, directory: Path, keep: int, newest: str, *, verified: bool) -> None:
+        """Remove old checkpoints when there is time for it; see ``ttp.store.commit.tidy``."""
+        self._tidying.submit(lambda: _tidy(directory, keep, newest, verified))
 
     def close(self) -> None:
         """Take no more orders."""
         self._lane.close()
+        self._tidying.close()
 
     def directory(self, order: m.Save | m.Commit) -> Path:
         """Where the checkpoint of this order goes.
@@ -131,6 +136,14 @@ class Saver:
             pieces += copying.bring(brought, order, draft, cancelled, self._wrote)
         return pieces
 
+    def _commit_and_tidy(self, order: m.Commit) -> None:
+        """Old checkpoints go when the new one is told of; after a fault mostly only once it has been restored."""
+        done = self._commit(order)
+        self._put(done)
+        if isinstance(done, pm.CommitDone) and Path(done.path).is_dir():
+            path = Path(done.path)
+            self.tidy(path.parent, order.keep, path.name, verified=False)
+
     def _commit(self, order: m.Commit) -> pm.Event:
         try:
             path, size = self._source.commit(order)
@@ -138,6 +151,12 @@ class Saver:
         except BaseException as problem:
             log.exception("committing version %s failed", order.version)
             return pm.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
+
+
+def _tidy(directory: Path, keep: int, newest: str, verified: bool) -> None:
+    from ttp.store.commit import tidy
+
+    tidy(directory, keep, newest, verified=verified)
 
 
 def _of_storage(problem: BaseException) -> bool:

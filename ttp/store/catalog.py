@@ -6,7 +6,7 @@ Whatever cannot be read is left alone: it may be somebody's, or a newer ttp's, o
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -148,8 +148,18 @@ def _first(reasons: list[str]) -> list[str]:
     return [*reasons[:SKIPPED_MAX], *([f"and {more} more"] if more > 0 else [])]
 
 
-def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk | None = None) -> list[str]:
+def prune(
+    save_dir: Path,
+    keep: int,
+    protect: Collection[str] = (),
+    disk: Disk | None = None,
+    *,
+    verified: Collection[str] = (),
+) -> list[str]:
     """Remove what is too old and return the names removed.
+
+    Before a checkpoint goes, the newest one is read as a reader would, with all digests; one that is damaged does not
+    count, and the next one is read. That takes as long as reading it, so nobody should wait for this.
 
     Too old are whole checkpoints beyond the ``keep`` newest, superseded ones older than all that stay, and drafts older
     than the newest whole one (a draft of that version or newer may be somebody's work in progress). Never touched: the
@@ -162,13 +172,15 @@ def prune(save_dir: Path, keep: int, protect: Collection[str] = (), disk: Disk |
         keep: whole checkpoints to keep, at least 1.
         protect: names in ``save_dir`` that stay.
         disk: where to delete.
+        verified: names of checkpoints whose digests have just been found right; they are not read again.
 
     Raises:
         CheckpointError: ``save_dir`` cannot be listed.
         OSError: something could not be renamed; what was, is deleted by the next call.
     """
     disk = disk or Disk()
-    victims = [e for e in _too_old(scan(save_dir), max(keep, 1)) if e.path.name not in protect]
+    found = _too_old(scan(save_dir), max(keep, 1), lambda e: e.path.name in verified or _is_sound(e))
+    victims = [e for e in found if e.path.name not in protect]
     taken = set(disk.names(Path(save_dir))) if victims else set()
     doomed = [_set_aside(entry, taken, disk) for entry in victims]
     if doomed:
@@ -222,16 +234,31 @@ def _unfinished(entries: list[Entry], whole: list[Candidate]) -> list[str]:
     return [f"{entry.path.name}: a draft, never committed" for entry in drafts]
 
 
-def _too_old(entries: list[Entry], keep: int) -> Iterator[Entry]:
+def _too_old(entries: list[Entry], keep: int, is_sound: Callable[[Entry], bool]) -> Iterator[Entry]:
     whole = [entry for entry in entries if entry.kind == "checkpoint" and entry.whole]
-    if not whole:
-        return
-    newest, oldest_kept = _version(whole[0]), _version(whole[:keep][-1])
+    newest = _version(whole[0]) if whole else -1
+    while _aged(entries, whole, keep) and not is_sound(whole[0]):
+        del whole[0]
+    aged = _aged(entries, whole, keep)
     for entry in entries:
-        aged = entry.whole and _version(entry) < oldest_kept
         stale = entry.kind == "draft" and _version(entry) < newest
-        if (aged or stale) and not entry.path.is_symlink():
+        if (stale or entry in aged) and not entry.path.is_symlink():
             yield entry
+
+
+def _aged(entries: list[Entry], whole: list[Entry], keep: int) -> list[Entry]:
+    """What is older than the ``keep`` newest of ``whole``; nothing where nothing is whole."""
+    oldest_kept = _version(whole[:keep][-1]) if whole else -1
+    return [entry for entry in entries if entry.whole and _version(entry) < oldest_kept]
+
+
+def _is_sound(entry: Entry) -> bool:
+    try:
+        sound(entry)
+    except (CheckpointError, NotTriedError) as problem:
+        _log.error("an older checkpoint is kept, as a newer one is damaged: %s", problem)
+        return False
+    return True
 
 
 def _version(entry: Entry) -> int:

@@ -10,8 +10,11 @@ is the contract: what the rename shows is durable before it, so a plug pulled an
 2. **Finalise.** The adapter adds the framework's own files, such as torch's ``.metadata``.
 3. **Manifest**, then the names of all of that.
 4. **Rename** to the final name, which either exists whole or not at all; then the names of ``save_dir``.
-5. **Verify** what now has the name, as a reader would. Only then is it a success, and only then are drafts and
-   checkpoints beyond ``keep`` removed; failing at that does not undo the success.
+5. **Look** at what now has the name: the manifest, and the size of every piece. Only then is it a success, and only
+   then is the draft removed; failing at that does not undo the success.
+
+Checkpoints beyond ``keep`` go afterwards, when nobody waits any more (``tidy``), and not before the digests of the new
+one have been read back from the storage: whatever happened to its bytes on the way, the last good one stays.
 
 Two committers of one incident may live at the same time: one was declared lost and was not. They share no file that
 either of them writes, and renaming to the final name is won by one of them; the other finds the checkpoint there and is
@@ -78,6 +81,29 @@ def commit(
     """
     job = _Job(Path(save_dir), order, run_id, world_size, groups, framework, finalise, disk or Disk())
     return job.run()
+
+
+def tidy(save_dir: Path, keep: int, newest: str, *, verified: bool, disk: Disk | None = None) -> list[str]:
+    """Remove checkpoints beyond ``keep``, and left-overs, and return the names removed. Never raises.
+
+    Takes as long as reading the newest checkpoint where some have to go, unless it is verified: nobody should wait for
+    it. May be cut off anywhere, and done again.
+
+    Args:
+        save_dir: where checkpoints live.
+        keep: how many whole ones stay.
+        newest: name of the one that was committed or restored; it stays.
+        verified: all of its digests have just been found right.
+        disk: the disk.
+    """
+    try:
+        removed = catalog.prune(save_dir, keep, {newest}, disk or Disk(), verified={newest} if verified else ())
+    except (OSError, CheckpointError, RecursionError) as problem:
+        _log.warning("old files in %s could not be removed: %s", save_dir, str(problem))
+        return []
+    if removed:
+        _log.info("removed %s", ", ".join(removed))
+    return removed
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,12 +299,8 @@ class _Job:
         try:
             for left in (self.save_dir / self.order.draft, *self._claims()):
                 self.disk.remove_tree(left)
-            removed = catalog.prune(self.save_dir, self.order.keep, {self.final.name}, self.disk)
-        except (OSError, CheckpointError, RecursionError) as problem:  # the last: directories in directories in ...
+        except (OSError, RecursionError) as problem:  # the last: directories in directories in ...
             _log.warning("%s is committed, but old files could not be removed: %s", self.final, str(problem))
-        else:
-            if removed:
-                _log.info("removed %s", ", ".join(removed))
 
     def _claims(self) -> list[Path]:
         found = self.disk.names(self.save_dir)

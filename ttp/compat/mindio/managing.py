@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from ttp.compat.mindio import tls_info as tls_settings
@@ -17,6 +18,8 @@ from ttp.errors import ConfigError, TtpError, UsageError
 from ttp.handlers import Manager
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
+from ttp.launch.presence import target
+from ttp.launch.ring import places
 from ttp.launch.run_dir import prepare_run_dir
 
 log = logging.getLogger("ttp.compat.mindio")
@@ -43,8 +46,9 @@ class Managing:
             return
         address, config = self.place
         assert config.port is not None
+        run_dir = Path(tls_settings.run_dir_of(config.port))
         called: dict[str, Any] = {name: _fitting(func) for name, func in self.callbacks.items()}
-        self.manager = Manager(address, config.port, config.token, wait_s=wait_s(), **called)
+        self.manager = Manager(address, config.port, config.token, wait_s=wait_s(), run_dir=run_dir, **called)
         self.manager.start()
 
 
@@ -123,7 +127,9 @@ def dump() -> int:
 
     address, config = HERE.place
     try:
-        with connected(Where(address, config.port or 0, config.token)) as client:
+        port = config.port or 0
+        around = places(Path(tls_settings.run_dir_of(port)), target(address, port))
+        with connected(Where(address, port, config.token, around)) as client:
             saved = client.save("tft_notify_controller_dump", config.rescue_patience_s)
     except TtpError as problem:
         log.error("tft_notify_controller_dump: %s", problem)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
-from ttp.launch.preparation import MINDIO_HELP
+from ttp.launch.preparation import MINDIO_HELP, SAVED_CODE_HELP, saved_code
 from ttp.launch.presence import is_local
 from ttp.launch.rank_table import RankTable, read_rank_table
 
@@ -25,9 +25,9 @@ EPILOG = """
 Scheduler and workers are started as msrun does, on every host with the same flags but --node-rank. In addition: the
 job's controller runs on the first node (on TTP_PORT; one node: a free port when unset); when a rank dies, the healthy
 ones get up to TTP_OT seconds (default 360) to save before they are stopped; and the job is then started again up to
---max-restarts times. A rank that exits with 64 is not restarted: its message says what to change. Exit code: 0 trained
-to the end, 75 saved and wants to be started again, 70 could not save, 64 bad configuration or a call of ttp that is
-wrong, 1 anything else.
+--max-restarts times. A rank that exits with 64 is not restarted: its message says what to change. Exit code, the same
+on every host: 0 trained to the end, 75 saved and wants to be started again, 70 could not save, or nothing new in three
+launches in a row, 64 bad configuration or a call of ttp that is wrong, 1 anything else.
 """
 
 
@@ -47,6 +47,7 @@ class Job:
         log_dir: where the output of each worker goes; None: to that of the launcher.
         rank_table: exported for the workers, as msrun does; empty: none.
         mindio: programs written for mindio_ttp are to run on ttp.
+        saved_exit_code: with what to leave instead of 75; None: as the settings say.
         command: what each process runs.
     """
 
@@ -61,6 +62,7 @@ class Job:
     log_dir: Path | None
     rank_table: str
     mindio: bool
+    saved_exit_code: int | None
     command: tuple[str, ...]
 
     @property
@@ -102,6 +104,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
         log_dir=Path(given.log_dir) if given.log_dir else None,
         rank_table=table_path,
         mindio=given.mindio,
+        saved_exit_code=given.saved_exit_code,
         command=_command(given.script, given.script_args),
     )
 
@@ -124,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
     add("--mindio", action="store_true", help=MINDIO_HELP)
+    add("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")
     return parser

@@ -15,14 +15,14 @@ from types import FrameType
 
 from ttp.compat.mindio.placing import ours_counts
 from ttp.config import Config
-from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.admission import admitted
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.mindspore.environment import patience
 from ttp.launch.mindspore.flags import Job, parse, with_names
 from ttp.launch.mindspore.processes import LOOK_S, Processes
 from ttp.launch.ports import hold_port
-from ttp.launch.preparation import verdict
+from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.presence import port_owner
 
 logger = logging.getLogger("ttp.launch")
@@ -93,25 +93,28 @@ class MindSporeLaunch:
     def __init__(self, argv: list[str]) -> None:
         self._job = parse(argv)
         self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
+        self.saved_exit_code = self._job.saved_exit_code
 
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""
         config, _ = admitted(config, self._job.master_addr, several=self.several_nodes)
         host = Host(config, config.resolved_run_dir())
         signals = _Signals()
+        codes = [EXIT_FAILED]
         job = self._job
         if self.mindio or config.mindio:
             job = replace(job, command=with_names(job.command)) if ours_counts(config.mindio) else job
         starts = _Starts(job, config, host, signals)
         with signals.raised():
             try:
-                return starts.run()
+                codes[0] = starts.run()
             except Interrupted as signalled:
                 logger.warning("the job was ended by %s", signalled.how.name)
-                return verdict(starts.codes)
+                codes[0] = verdict(starts.codes)
             finally:
                 with contextlib.suppress(Interrupted):  # while it waits for other hosts
-                    _fail_open(lambda: host.close(several_nodes=self.several_nodes))
+                    _fail_open(lambda: codes.append(host.close(self.several_nodes, codes[0])))
+        return codes[-1]
 
 
 class _Starts:
@@ -136,6 +139,8 @@ class _Starts:
             left = self._job.max_restarts - launch
             if EXIT_BAD_CONFIG in self.codes:
                 logger.error("a rank exited with %d and its message says what to change", EXIT_BAD_CONFIG)
+                break
+            if left and EXIT_NOT_SAVED in self.codes and self._host.is_final():
                 break
             if left:
                 logger.warning("the job is started again (%d more)", left)

@@ -1854,10 +1854,13 @@ class ReportFaultRequest(google.protobuf.message.Message):
     KIND_FIELD_NUMBER: builtins.int
     PIDS_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
+    EXIT_CODE_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
     reason: builtins.str
     kind: global___FaultKind.ValueType
+    exit_code: builtins.int
+    """of the accused ranks' processes; 0: not known"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1877,8 +1880,9 @@ class ReportFaultRequest(google.protobuf.message.Message):
         kind: global___FaultKind.ValueType = ...,
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
+        exit_code: builtins.int = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 
@@ -1900,6 +1904,72 @@ class ReportFaultResponse(google.protobuf.message.Message):
     def ClearField(self, field_name: typing.Literal["accused", b"accused", "text", b"text"]) -> None: ...
 
 global___ReportFaultResponse = ReportFaultResponse
+
+@typing.final
+class GetVerdictRequest(google.protobuf.message.Message):
+    """A launcher begins or ends, and says how its ranks have ended."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    HOST_FIELD_NUMBER: builtins.int
+    STARTS_FIELD_NUMBER: builtins.int
+    CODE_FIELD_NUMBER: builtins.int
+    host: builtins.str
+    """as its ranks name it"""
+    starts: builtins.bool
+    """it starts ranks now: what became of the last launch is no verdict any more"""
+    code: builtins.int
+    """exit code that it would leave with by itself"""
+    def __init__(
+        self,
+        *,
+        host: builtins.str = ...,
+        starts: builtins.bool = ...,
+        code: builtins.int = ...,
+    ) -> None: ...
+    def ClearField(self, field_name: typing.Literal["code", b"code", "host", b"host", "starts", b"starts"]) -> None: ...
+
+global___GetVerdictRequest = GetVerdictRequest
+
+@typing.final
+class GetVerdictResponse(google.protobuf.message.Message):
+    """What becomes of the job: the same for all launchers."""
+
+    DESCRIPTOR: google.protobuf.descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: builtins.int
+    TEXT_FIELD_NUMBER: builtins.int
+    FINAL_FIELD_NUMBER: builtins.int
+    INCARNATION_FIELD_NUMBER: builtins.int
+    TERM_FIELD_NUMBER: builtins.int
+    HOSTS_FIELD_NUMBER: builtins.int
+    code: builtins.int
+    """64, 70, 75 or 0; absent: this controller knows of no end"""
+    text: builtins.str
+    """why"""
+    final: builtins.bool
+    """starting again does not help, however many restarts are left"""
+    incarnation: builtins.int
+    term: builtins.int
+    @property
+    def hosts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """of which no launcher has asked at its end yet"""
+
+    def __init__(
+        self,
+        *,
+        code: builtins.int | None = ...,
+        text: builtins.str = ...,
+        final: builtins.bool = ...,
+        incarnation: builtins.int = ...,
+        term: builtins.int = ...,
+        hosts: collections.abc.Iterable[builtins.str] | None = ...,
+    ) -> None: ...
+    def HasField(self, field_name: typing.Literal["_code", b"_code", "code", b"code"]) -> builtins.bool: ...
+    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
+    def WhichOneof(self, oneof_group: typing.Literal["_code", b"_code"]) -> typing.Literal["code"] | None: ...
+
+global___GetVerdictResponse = GetVerdictResponse
 
 @typing.final
 class SaveNowRequest(google.protobuf.message.Message):

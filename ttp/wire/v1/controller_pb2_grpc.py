@@ -44,6 +44,11 @@ class ControllerStub(object):
                 request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.SerializeToString,
                 response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.FromString,
                 )
+        self.GetVerdict = channel.unary_unary(
+                '/ttp.wire.v1.Controller/GetVerdict',
+                request_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.SerializeToString,
+                response_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.FromString,
+                )
 
 
 class ControllerServicer(object):
@@ -91,6 +96,13 @@ class ControllerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetVerdict(self, request, context):
+        """One exit code for the whole job: every launcher asks at its end.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControllerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -123,6 +135,11 @@ def add_ControllerServicer_to_server(servicer, server):
                     servicer.SaveNow,
                     request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.FromString,
                     response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.SerializeToString,
+            ),
+            'GetVerdict': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetVerdict,
+                    request_deserializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.FromString,
+                    response_serializer=ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -233,5 +250,22 @@ class Controller(object):
         return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Controller/SaveNow',
             ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowRequest.SerializeToString,
             ttp_dot_wire_dot_v1_dot_controller__pb2.SaveNowResponse.FromString,
+            options, channel_credentials,
+            insecure, call_credentials, compression, wait_for_ready, timeout, metadata)
+
+    @staticmethod
+    def GetVerdict(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(request, target, '/ttp.wire.v1.Controller/GetVerdict',
+            ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictRequest.SerializeToString,
+            ttp_dot_wire_dot_v1_dot_controller__pb2.GetVerdictResponse.FromString,
             options, channel_credentials,
             insecure, call_credentials, compression, wait_for_ready, timeout, metadata)

@@ -104,6 +104,12 @@ class ControllerStub:
     ]
     """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
 
+    GetVerdict: grpc.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        ttp.wire.v1.controller_pb2.GetVerdictResponse,
+    ]
+    """One exit code for the whole job: every launcher asks at its end."""
+
 class ControllerAsyncStub:
     Attach: grpc.aio.StreamStreamMultiCallable[
         ttp.wire.v1.controller_pb2.RankReport,
@@ -140,6 +146,12 @@ class ControllerAsyncStub:
         ttp.wire.v1.controller_pb2.SaveNowResponse,
     ]
     """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
+
+    GetVerdict: grpc.aio.UnaryUnaryMultiCallable[
+        ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        ttp.wire.v1.controller_pb2.GetVerdictResponse,
+    ]
+    """One exit code for the whole job: every launcher asks at its end."""
 
 class ControllerServicer(metaclass=abc.ABCMeta):
     @abc.abstractmethod
@@ -189,5 +201,13 @@ class ControllerServicer(metaclass=abc.ABCMeta):
         context: _ServicerContext,
     ) -> typing.Union[ttp.wire.v1.controller_pb2.SaveNowResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.SaveNowResponse]]:
         """A checkpoint now; training goes on afterwards. Answers when it is committed, or says why not."""
+
+    @abc.abstractmethod
+    def GetVerdict(
+        self,
+        request: ttp.wire.v1.controller_pb2.GetVerdictRequest,
+        context: _ServicerContext,
+    ) -> typing.Union[ttp.wire.v1.controller_pb2.GetVerdictResponse, collections.abc.Awaitable[ttp.wire.v1.controller_pb2.GetVerdictResponse]]:
+        """One exit code for the whole job: every launcher asks at its end."""
 
 def add_ControllerServicer_to_server(servicer: ControllerServicer, server: typing.Union[grpc.Server, grpc.aio.Server]) -> None: ...

@@ -1,0 +1,143 @@
+"""``ttp verdict``: directories that were made up, damaged, or are somebody else's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ttp.cli.main import main
+from ttp.store.history import FILE, line_of
+
+Facts = dict[str, Any]
+
+
+def begins(run_id: str = "job", at_s: float = 100.0, **facts: Any) -> str:
+    return line_of("incarnation", at_s, {"run_id": run_id, "incarnation": 1, **facts})
+
+
+SAVED = line_of("committed", 110.0, {"version": 7}) + line_of("released", 111.0, {"exit_code": 75, "text": "saved"})
+NOTHING_NEW = line_of("released", 111.0, {"exit_code": 75, "text": "is on disk already", "progress": False})
+LOST = line_of("released", 111.0, {"exit_code": 70, "text": "no copy is whole"})
+DONE = line_of("finished", 120.0, {"version": 9})
+WRONG = line_of("wrong", 109.0, {"text": "rank 3 exited with code 64"})
+
+STORIES: dict[str, tuple[str, str, int]] = {
+    "trained": (begins() + DONE, "trained", 0),
+    "saved": (begins() + SAVED, "saved", 75),
+    "lost": (begins() + LOST, "lost", 70),
+    "wrong, then saved": (begins() + WRONG + SAVED, "wrong", 64),
+    "saved, then wrong": (begins() + SAVED + WRONG, "wrong", 64),
+    "saved, then trained": (begins() + SAVED + begins() + DONE, "trained", 0),
+    "trained, then cut off": (begins() + DONE + begins(), "lost", 70),
+    "twice in vain": (2 * (begins() + NOTHING_NEW), "saved", 75),
+    "three times in vain": (3 * (begins() + NOTHING_NEW), "lost", 70),
+    "twice cut off, then in vain": (2 * begins() + begins() + NOTHING_NEW, "lost", 70),
+    "a new version in between": (begins() + NOTHING_NEW + begins() + SAVED + 2 * (begins() + NOTHING_NEW), "saved", 75),
+    "half a line": (begins() + SAVED[:-20], "lost", 70),
+    "half a line before whole ones": (begins() + LOST[:-9] + begins() + SAVED, "saved", 75),
+    "garbage": ("\0\xff{[\n" + begins() + 'null\n{"kind": 3}\n"x"\n' + SAVED + "[" * 500, "saved", 75),
+    "facts that are none": (
+        begins() + '{"kind": "released", "exit_code": "75", "unix_s": NaN}\n{"kind": "released", "exit_code": true}\n',
+        "lost",
+        70,
+    ),
+    "nothing": ("", "lost", 70),
+}
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "incidents").mkdir()
+    return tmp_path
+
+
+def said(capsys: pytest.CaptureFixture[str], *argv: object) -> tuple[int, str, str]:
+    code = main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_one_word_and_its_exit_code(name: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    story, word, wanted = STORIES[name]
+    (place / "incidents" / FILE).write_text(story, errors="surrogateescape")
+    code, out, err = said(capsys, "verdict", place)
+    assert (out, code) == (f"{word}\n", wanted)
+    assert err.strip(), "why is said too"
+
+
+def test_only_launches_of_the_job_that_is_meant(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "incidents" / FILE).write_text(begins("one") + DONE + begins("two") + SAVED)
+    assert said(capsys, "verdict", place, "--run-id", "one")[:2] == (0, "trained\n")
+    assert said(capsys, "verdict", place, "--run-id", "two")[:2] == (75, "saved\n")
+    code, out, err = said(capsys, "verdict", place, "--run-id", "three")
+    assert (code, out) == (70, "lost\n") and "no launch of this job" in err
+
+
+def test_an_old_word_is_not_that_of_a_launch_that_left_none(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "incidents" / FILE).write_text(begins(at_s=100.0) + SAVED)
+    assert said(capsys, "verdict", place, "--since", 99)[:2] == (75, "saved\n")
+    assert said(capsys, "verdict", place, "--since", 101)[:2] == (70, "lost\n")
+
+
+def incident(place: Path, name: str, *events: Facts) -> None:
+    lines = [json.dumps({"unix_s": 200.0 + n, "monotonic_s": float(n), **event}) for n, event in enumerate(events)]
+    (place / "incidents" / f"{name}.jsonl").write_text("\n".join(lines) + '\n{"kind": "rel')
+
+
+OPENED: Facts = {"kind": "opened", "run_id": "job"}
+
+
+@pytest.mark.parametrize(
+    ("events", "code"),
+    [
+        ([{"kind": "committed", "version": 3}, {"kind": "released", "exit_code": 75, "text": ""}], 75),
+        ([{"kind": "committed", "version": 3}], 75),
+        ([{"kind": "released", "exit_code": 70, "text": ""}], 70),
+        ([], 70),
+    ],
+)
+def test_an_incident_speaks_for_a_launch_whose_end_was_not_written(
+    place: Path, capsys: pytest.CaptureFixture[str], events: list[Facts], code: int
+) -> None:
+    """Also where an older ttp has written nothing but incidents."""
+    incident(place, "20261120-094512-1-3fa9", OPENED, *events)
+    incident(place, "20261120-094513-2-3fa9", OPENED, {"kind": "committed"}, {"kind": "thawed", "reason": "a snapshot"})
+    assert said(capsys, "verdict", place)[0] == code
+    (place / "incidents" / FILE).write_text(begins(at_s=150.0))
+    assert said(capsys, "verdict", place, "--run-id", "job")[0] == code
+
+
+def test_a_newer_launch_is_not_excused_by_an_old_incident(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    incident(place, "20261120-094512-1-3fa9", OPENED, {"kind": "released", "exit_code": 75, "text": ""})
+    (place / "incidents" / FILE).write_text(begins(at_s=300.0))
+    assert said(capsys, "verdict", place)[0] == 70
+
+
+@pytest.mark.parametrize("kind", ["missing", "file", "foreign"])
+def test_a_wrong_directory_is_a_clear_error(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place = tmp_path / "there"
+    if kind == "file":
+        place.write_text("x")
+    if kind == "foreign":
+        place.mkdir()
+        (place / "holiday.jpg").write_text("x")
+    code, out, err = said(capsys, "verdict", place)
+    assert (code, out) == (64, "")
+    assert "give the save_dir" in err and len(err.splitlines()) == 1
+
+
+def test_a_history_that_is_no_file(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "incidents" / FILE).mkdir()
+    code, _, err = said(capsys, "verdict", place)
+    assert code == 1 and "cannot read" in err
+
+
+def test_json(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "incidents" / FILE).write_text(begins() + SAVED + begins() + NOTHING_NEW)
+    code, out, _ = said(capsys, "verdict", place, "--json")
+    found = json.loads(out)
+    assert (code, found["word"], found["exit_code"], found["launches"], found["fruitless"]) == (75, "saved", 75, 2, 1)

@@ -1,0 +1,88 @@
+"""One exit code for a job, and launches that bring it nowhere."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.core.job_verdict import FRUITLESS_MAX, JobVerdict
+
+
+def launched(fruitless: int = 0) -> JobVerdict:
+    verdict = JobVerdict()
+    verdict.launch_begins(same_job=True)
+    verdict.remember(fruitless, progress=False)
+    return verdict
+
+
+def test_nothing_is_known_before_the_end() -> None:
+    assert launched().now.code is None
+
+
+@pytest.mark.parametrize(("claims", "code"), [([75, 70], 70), ([75, 1], 75), ([0, 75], 75), ([1, 0], None)])
+def test_without_an_end_of_its_own_the_worst_claim_counts(claims: list[int], code: int | None) -> None:
+    verdict = launched()
+    for host, claim in enumerate(claims):
+        verdict.asks(str(host), claim)
+    assert verdict.now.code == code
+
+
+@pytest.mark.parametrize("claim", [0, 1, 70, 75])
+def test_what_the_ranks_were_told_counts_more_than_what_one_host_saw(claim: int) -> None:
+    """A rank that was fenced leaves with 70 while the others were saved."""
+    verdict = launched()
+    assert verdict.released(75, "saved", "rank 1 died").code == 75
+    verdict.asks("one", claim)
+    assert verdict.now.code == 75
+
+
+@pytest.mark.parametrize("order", ["before", "after", "claimed"])
+def test_what_is_wrong_comes_first(order: str) -> None:
+    verdict = launched()
+    if order == "before":
+        verdict.is_wrong("rank 3 exited with code 64")
+    verdict.released(75, "saved", "rank 3 exited with code 64")
+    if order == "after":
+        verdict.is_wrong("rank 3 exited with code 64")
+    if order == "claimed":
+        verdict.asks("one", 64)
+    assert (verdict.now.code, verdict.now.final) == (64, True)
+    verdict.starts()
+    assert verdict.now.code is None, "that was the last launch"
+
+
+def test_the_third_launch_in_a_row_without_a_new_version_is_the_last() -> None:
+    verdict = JobVerdict()
+    codes = []
+    for _ in range(FRUITLESS_MAX):
+        verdict.starts()
+        verdict.launch_begins(same_job=True)
+        codes.append(verdict.released(75, "version 4 is on disk already", "rank 0 raised").code)
+    assert codes == [75, 75, 70]
+    assert verdict.now.final and "no progress" in verdict.now.text and "rank 0 raised" in verdict.now.text
+
+
+def test_a_new_version_begins_the_count_again() -> None:
+    verdict = launched(fruitless=2)
+    verdict.progress = True
+    assert verdict.released(75, "saved", "").code == 75
+    verdict.launch_begins(same_job=True)
+    assert verdict.fruitless == 0
+
+
+def test_launches_before_this_controller_count_as_its_own() -> None:
+    assert launched(fruitless=1).released(75, "", "").code == 75
+    assert launched(fruitless=2).released(75, "", "").code == 70
+
+
+def test_another_job_begins_with_nothing() -> None:
+    verdict = launched(fruitless=2)
+    verdict.launch_begins(same_job=False)
+    assert verdict.released(75, "", "").code == 75
+
+
+def test_a_job_that_has_trained_to_its_end_got_on() -> None:
+    verdict = launched(fruitless=2)
+    verdict.finished()
+    assert verdict.now.code == 0
+    verdict.launch_begins(same_job=True)
+    assert verdict.fruitless == 0

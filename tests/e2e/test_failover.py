@@ -1,0 +1,82 @@
+"""The host of the controller is lost, and the job is led from another one: who speaks to it from outside finds it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.e2e.harness import TTP, Job
+from tests.ports import free_port
+from ttp.launch.ring import Ring, read_ring
+
+WAIT_S = 120
+
+
+def on_host(job: Job, host: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """The command line on a host of which only the run directory is known."""
+    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_") and k != "MASTER_ADDR"}
+    env |= {"TTP_RUN_DIR": str(job.directory / "run" / host), "TTP_TOKEN": "secret"}
+    return subprocess.run([*TTP, *args], env=env, capture_output=True, text=True, timeout=60, check=False)
+
+
+def until(job: Job, what: str, found: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if answer := found():
+            return answer
+        time.sleep(0.1)
+    raise AssertionError(f"{what} within {WAIT_S} s\n{job.story()}")
+
+
+def kept_by(job: Job, host: str, term: int) -> Ring | None:
+    ring = read_ring(job.directory / "run" / host)
+    return ring if ring is not None and ring.term >= term else None
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("ttp")
+def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job]) -> None:
+    """Its process is killed and nobody on its host brings another one. Then a rank on the other host dies, the last of
+    its host: its launcher reports that, and hands over its pages."""
+    port = str(free_port())
+    nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
+    job = make_job(
+        ranks=2, steps=100_000, max_restarts=0, nodes=nodes, hosts=["one", "two"], env={"TTP_TOKEN": "secret"}
+    ).start()
+    job.wait_for_version(2, timeout_s=WAIT_S)
+    standby = until(job, "nobody stands by", lambda: kept_by(job, "two", 1))
+    before = json.loads(on_host(job, "two", "status", "--json").stdout)
+    assert before["controller"]["port"] == job.port
+
+    job.processes[0].send_signal(signal.SIGSTOP)  # it would start another controller
+    os.kill(before["controller"]["pid"], signal.SIGKILL)
+    ring = until(job, "nobody took over", lambda: kept_by(job, "two", standby.term + 1))
+    assert ring.address != ring.home and ring.address in ring.standbys
+    status = json.loads(on_host(job, "two", "status", "--json").stdout)
+    assert status["term"] == ring.term and status["controller"]["port"] == int(ring.address.rpartition(":")[2])
+    saved = on_host(job, "one", "save", "--json")
+    assert json.loads(saved.stdout)["saved"], saved.stderr
+    refused = on_host(job, "two", "report-fault", "--rank", "7")
+    assert refused.returncode == 1 and "no such rank: 7" in refused.stderr
+
+    os.kill(next(r["pid"] for r in status["ranks"] if r["rank"] == 1), signal.SIGKILL)
+    committed = until(job, "nothing was saved", lambda: [e for e in last(job) if e["kind"] == "committed"])
+    job.processes[0].send_signal(signal.SIGCONT)
+    job.wait()
+    exited = [e for e in last(job) if e.get("evidence") == "exited"]
+    assert any(e["rank"] == 1 and e["witness"] == -1 for e in exited), job.story()
+    manifest = json.loads((job.directory / "checkpoints" / committed[0]["path"] / "manifest.json").read_text())
+    assert manifest["missing_pages"] == [], "the launcher did not hand over the page of its dead rank"
+
+
+def last(job: Job) -> list[dict[str, Any]]:
+    """The last incident that was no mere checkpoint."""
+    faults = [events for events in job.incidents() if events and not events[0].get("snapshot")]
+    return faults[-1] if faults else []

@@ -1,0 +1,104 @@
+"""``ttp verdict``: what became of a job, in one word, for scripts that decide whether to start it again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ttp.cli.directories import SaveDir, existing
+from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
+from ttp.cli.output import Json, complain, print_json, say
+from ttp.core.job_verdict import FRUITLESS_MAX, Verdict
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, UsageError
+from ttp.store.catalog import scan
+from ttp.store.history import Launch, fruitless, read_launches
+from ttp.store.names import INCIDENTS
+
+WORDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
+INCIDENTS_READ = 50
+"""How many are looked at: the last one that had to do with a fault counts."""
+
+RunId = Annotated[str | None, typer.Option("--run-id", help="Only launches of this job (TORCHELASTIC_RUN_ID).")]
+Since = Annotated[
+    float | None,
+    typer.Option("--since", help="Only launches that began at this time or later (seconds since 1970, as `date +%s`)."),
+]
+
+
+def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, json: Json = False) -> None:
+    """Say what became of the last launch of a job, in one word, and exit with its exit code.
+
+    trained (0): to the end. saved (75): start it again, and it goes on. lost (70): nothing consistent could be saved,
+    the launch was cut off without a word, or three launches in a row brought no new version: look before you start it
+    again. wrong (64): the configuration or the program is wrong, and no restart mends it.
+
+    It reads what the job left in its save_dir, needs no running job, and is the same wherever it is asked. Batch
+    scripts decide by it: what `srun` returns is only the largest of many exit codes. Why is said on stderr.
+
+    JSON keys: word, exit_code, text (why), run_id, launches (how many are known), fruitless (the last ones in a row
+    that brought no new version).
+    """
+    place = existing(directory)
+    launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
+    recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
+    incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
+    if not launches and incident is None:
+        _check_ours(place, run_id)
+    found = _judge(recent, incident)
+    assert found.code is not None
+    if json:
+        facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
+        print_json(facts | {"launches": len(launches), "fruitless": fruitless(launches)})
+    else:
+        say(WORDS[found.code])
+        complain(found.text)
+    raise typer.Exit(found.code)
+
+
+def _judge(launches: list[Launch], incident: IncidentLog | None) -> Verdict:
+    """Of the last launch; an incident that is newer than what was written of it speaks for it."""
+    last = launches[-1] if launches else None
+    if last is None and incident is None:
+        return Verdict(
+            EXIT_NOT_SAVED, "no launch of this job has left a word here: it ended before its ranks had joined"
+        )
+    if last is not None and last.code in WORDS:
+        found = Verdict(last.code, last.text)
+    elif incident is not None and (last is None or incident.opened_unix_s >= last.began_unix_s):
+        found = Verdict(EXIT_SAVED if incident.saved else EXIT_NOT_SAVED, incident.outcome)
+    else:
+        found = Verdict(EXIT_NOT_SAVED, "the last launch was cut off: it left no word of an end")
+    in_vain = fruitless(launches)
+    if found.code == EXIT_SAVED and in_vain >= FRUITLESS_MAX:
+        return Verdict(EXIT_NOT_SAVED, f"no progress: {in_vain} launches in a row brought no new version. {found.text}")
+    return found
+
+
+def _last_fault(place: Path, run_id: str | None, since: float | None) -> IncidentLog | None:
+    """The newest incident that did not just write a checkpoint or end with a false alarm."""
+    for path in incident_files(place)[:INCIDENTS_READ] if (place / INCIDENTS).is_dir() else ():
+        try:
+            log = read_incident(path)
+        except CheckpointError as problem:
+            complain(str(problem))
+            continue
+        opened = next(log.of("opened"), None)
+        other = run_id is not None and opened is not None and opened.facts.get("run_id", run_id) != run_id
+        if other or opened is None or log.last("thawed") is not None:
+            continue
+        return log if since is None or log.opened_unix_s >= since else None
+    return None
+
+
+def _check_ours(place: Path, run_id: str | None) -> None:
+    """Nobody shall take a wrong path for a job that came to nothing.
+
+    Raises:
+        UsageError: there is nothing of ttp's.
+    """
+    if (place / INCIDENTS).is_dir() or any(entry.kind != "foreign" for entry in scan(place)):
+        return
+    of_whom = f" of job {run_id!r}" if run_id is not None else ""
+    raise UsageError(f"{place} has nothing{of_whom} that ttp wrote: give the save_dir of the job")

@@ -1,0 +1,116 @@
+"""What becomes of a job, in one exit code for all of its launchers.
+
+Launchers see their own ranks only: one has a rank whose configuration is wrong (64), another one ranks that were saved
+(75), a third one that was killed (137). The controller knows what happened to all: a configuration that is wrong comes
+first, as no restart mends it, then what was not saved (70), then what was (75), then the end of the training (0).
+
+It also counts launches in a row that bring no new version, restarts by the launcher and launches of the whole job
+alike: the ``FRUITLESS_MAX``-th is not to be started again, however well it was saved.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
+
+FRUITLESS_MAX = 3
+"""Launches without a new version after which starting again is no use."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """One exit code for the job.
+
+    Args:
+        code: 64, 70, 75 or 0; None: nothing is known of an end.
+        text: why.
+        final: starting again does not help, however many restarts are left.
+    """
+
+    code: int | None
+    text: str
+    final: bool = False
+
+
+class JobVerdict:
+    """What is known of the end of the present launch, and how many before it came to nothing."""
+
+    def __init__(self) -> None:
+        self.fruitless = 0
+        """Launches in a row, before this one, that brought no new version."""
+        self.progress = False
+        """This one has brought one."""
+        self.asked: set[str] = set()
+        """Hosts whose launcher has asked at its end."""
+        self._launched = False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._wrong = ""
+        self._end: Verdict | None = None
+        self._claims: dict[str, int] = {}
+        self.asked = set()
+
+    # ------------------------------------------------------------------------------------------------ what is happening
+
+    def launch_begins(self, *, same_job: bool) -> None:
+        """The first rank of a launch has come."""
+        if not same_job:
+            self.fruitless = 0
+        elif self._launched:
+            self.fruitless = 0 if self.progress else self.fruitless + 1
+        self._launched, self.progress = True, False
+        self._forget()
+
+    def remember(self, fruitless: int, progress: bool) -> None:
+        """What was written down: so many launches before this one came to nothing, and whether this one has got on."""
+        self.fruitless, self.progress = max(self.fruitless, fruitless), self.progress or progress
+
+    def released(self, code: int, text: str, cause: str) -> Verdict:
+        """The ranks are told to leave with ``code``; what they are to be told in truth."""
+        self._end = Verdict(code, text)
+        launches = self.fruitless + 1
+        if not self.progress and launches >= FRUITLESS_MAX:
+            words = (
+                f"no progress: launch {launches} in a row that brought no new version; starting again does not help "
+                f"before its cause is gone ({cause}). {text}"
+            )
+            self._end = Verdict(EXIT_NOT_SAVED, words, final=True)
+        return self._end
+
+    def finished(self) -> None:
+        """Every rank has trained to its end."""
+        self.progress = True
+        self._end = Verdict(EXIT_TRAINED, "trained to the end")
+
+    # -------------------------------------------------------------------------------------------------- what they say
+
+    def starts(self) -> None:
+        """A launcher starts ranks: what became of the last launch is of the past."""
+        if self._end is not None or self._wrong:
+            self._forget()
+
+    def is_wrong(self, text: str) -> None:
+        """A rank has left with 64."""
+        self._wrong = self._wrong or text
+
+    def asks(self, host: str, code: int) -> None:
+        """A launcher is at its end, and would leave with ``code``."""
+        self.asked.add(host)
+        self._claims[host] = code
+        if code == EXIT_BAD_CONFIG:
+            self.is_wrong(f"the launcher on {host} says so")
+
+    @property
+    def now(self) -> Verdict:
+        """The verdict, as far as it is known."""
+        if self._wrong:
+            return Verdict(EXIT_BAD_CONFIG, f"a configuration or a program is wrong: {self._wrong}", final=True)
+        if self._end is not None:
+            return self._end
+        claims = {code: host for host, code in self._claims.items()}
+        for code in (EXIT_NOT_SAVED, EXIT_SAVED):
+            if code in claims:
+                return Verdict(code, f"the launcher on {claims[code]} says so")
+        return Verdict(None, "this controller knows of no end")

@@ -1,0 +1,83 @@
+"""One exit code for all launchers of a job: the controller knows it, and each launcher asks for it at its end."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Iterable
+from typing import Any
+
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED
+from ttp.launch.presence import channel_options, target
+from ttp.launch.ring import ask_everybody
+
+logger = logging.getLogger("ttp.launch")
+
+ASK_S = 1.0
+"""How long a launcher waits for the job's verdict before it leaves with its own."""
+
+
+def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, starts: bool = False) -> Any:
+    """Tell the controllers how a launcher begins or ends, and ask what becomes of the job (``GetVerdictResponse``).
+
+    Args:
+        around: where the controller may be.
+        token: the job's.
+        host: name of this host, as its ranks give it.
+        code: exit code that the launcher would leave with.
+        starts: it does not end, it starts ranks.
+
+    Returns:
+        The answer of the controller that reigns, as far as one came within ``ASK_S``; else None.
+    """
+    ends = time.monotonic() + ASK_S
+    best: Any = None
+    asked = tuple(around)
+    for _, answer in ask_everybody(asked, lambda h, p: _ask(target(h, p), token, host, code, starts), lambda: ends):
+        if best is None or _standing(answer) > _standing(best):
+            best = answer
+    return best
+
+
+def say_start(around: Iterable[str], token: str, host: str) -> None:
+    """Ranks are started now; does not wait for anybody."""
+    threading.Thread(
+        target=lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True), name="ttp-say-start", daemon=True
+    ).start()
+
+
+def settled_code(own: int, answer: Any) -> int:
+    """With which code a launcher leaves that would leave with ``own``, given the job's verdict (None: nobody answers).
+
+    A job that has trained to its end does not excuse a program that failed afterwards.
+    """
+    if answer is None or not answer.HasField("code") or own == EXIT_BAD_CONFIG:
+        return own
+    job = int(answer.code)
+    if job in (EXIT_TRAINED, own):
+        return own
+    logger.warning("exit code %d for the whole job, not %d as it looks from this host: %s", job, own, answer.text)
+    return job
+
+
+def _standing(answer: Any) -> tuple[bool, bool, int, int]:
+    wrong = answer.HasField("code") and answer.code == EXIT_BAD_CONFIG
+    return wrong, answer.HasField("code"), answer.incarnation, answer.term
+
+
+def _ask(place: str, token: str, host: str, code: int, starts: bool) -> Any:
+    import grpc
+
+    from ttp.wire.tls import open_channel
+    from ttp.wire.v1.controller_pb2 import GetVerdictRequest
+    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+
+    with open_channel(place, channel_options()) as channel:
+        try:
+            return ControllerStub(channel).GetVerdict(
+                GetVerdictRequest(host=host, starts=starts, code=code), timeout=ASK_S, metadata=(("ttp-token", token),)
+            )
+        except grpc.RpcError as problem:
+            logger.debug("%s does not say what becomes of the job: %s", place, problem)
+            return None

@@ -1,0 +1,192 @@
+"""Which controllers a job has, for whoever speaks to the one that reigns without being a rank of the job.
+
+Ranks know the ring: the job's home address and the controllers that stand by (``ttp.core.route``). Each rank leaves it
+in the run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask
+everybody on it, and speak to the controller that leads the job under the highest term. Without the file, as before a
+controller stands by, the home address is all there is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.launch.presence import PROBE_S, ask_status
+from ttp.launch.run_dir import make_private
+
+logger = logging.getLogger("ttp.launch")
+
+FILE = "ring.json"
+BYTES_MAX = 1 << 20
+AFTER_FIRST_S = 0.3
+"""How long others may still answer once one has said that it leads a job: it may have been replaced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """The controllers of one incarnation of a job. Addresses are ``host:port``.
+
+    Args:
+        run_id: the job.
+        incarnation: of it.
+        term: of the controller that reigned when this was written.
+        home: the address that the job was started with.
+        address: where the controller reigned.
+        standbys: where others stand by.
+    """
+
+    run_id: str
+    incarnation: int
+    term: int
+    home: str
+    address: str
+    standbys: tuple[str, ...]
+
+    @property
+    def places(self) -> tuple[str, ...]:
+        """All of them, the one that reigned first."""
+        return tuple(dict.fromkeys((self.address, self.home, *self.standbys)))
+
+
+def write_ring(run_dir: Path, ring: Ring) -> None:
+    """Leave it for others on this host, unless a rank there knows of a later controller of the same incarnation.
+
+    Never raises: a full disk must not stop a training job.
+    """
+    known = read_ring(run_dir)
+    same = known is not None and (known.run_id, known.incarnation) == (ring.run_id, ring.incarnation)
+    if known is not None and same and known.term > ring.term:
+        return
+    draft = run_dir / f".{FILE}.{os.getpid()}"
+    try:
+        make_private(run_dir)
+        draft.write_text(json.dumps(asdict(ring)))
+        draft.replace(run_dir / FILE)
+    except OSError as problem:
+        logger.warning("cannot write %s (%s): launchers may not find a controller that takes over", draft, problem)
+
+
+def read_ring(run_dir: Path) -> Ring | None:
+    """What a rank of this host has left; None if there is none, or if it is not readable."""
+    try:
+        with (run_dir / FILE).open("rb") as file:
+            found = json.loads(file.read(BYTES_MAX))
+        ring = Ring(
+            run_id=str(found["run_id"]),
+            incarnation=int(found["incarnation"]),
+            term=int(found["term"]),
+            home=str(found["home"]),
+            address=str(found["address"]),
+            standbys=tuple(str(place) for place in found["standbys"]),
+        )
+        for place in ring.places:
+            split(place)
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return ring
+
+
+def forget_ring(run_dir: Path) -> None:
+    """A new job begins on this host."""
+    with contextlib.suppress(OSError):
+        (run_dir / FILE).unlink(missing_ok=True)
+
+
+def places(run_dir: Path, home: str) -> tuple[str, ...]:
+    """Where the job that was started with ``home`` may have its controller, the likeliest first."""
+    ring = read_ring(run_dir)
+    return tuple(dict.fromkeys((*(ring.places if ring is not None else ()), home)))
+
+
+def split(place: str) -> tuple[str, int]:
+    """``host:port``, taken apart.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = place.rpartition(":")
+    if not host or not 1 <= int(port) <= 65535:
+        raise ValueError(f"{place!r:.200} is not host:port")
+    return host.strip("[]"), int(port)
+
+
+def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> tuple[str, Any] | None:
+    """Ask all these places at once; where the job is led, and what is going on there (``GetStatusResponse``).
+
+    A controller that leads nobody is taken only when no other leads the job; of several that do, the one with the
+    newest incarnation and the highest term is: the others have been replaced and do not know it. Takes ``timeout_s``
+    seconds if some do not answer.
+
+    Returns:
+        None if nobody answers.
+    """
+    found: list[tuple[_Standing, int, str, Any]] = []
+    ends = [time.monotonic() + timeout_s]
+    for place, status in ask_everybody(
+        around, lambda host, port: ask_status(host, port, token, timeout_s), lambda: min(ends)
+    ):
+        found.append((_standing(status), -len(found), place, status))
+        if status.world_size:
+            ends.append(time.monotonic() + AFTER_FIRST_S)
+    if not found:
+        return None
+    *_, place, status = max(found, key=lambda one: one[:2])
+    return place, status
+
+
+def ask_everybody(
+    around: Iterable[str], ask: Callable[[str, int], Any], ends: Callable[[], float]
+) -> Iterator[tuple[str, Any]]:
+    """Ask all places at once, and tell what they answer as it comes.
+
+    Args:
+        around: the places.
+        ask: called with host and port, on a thread for each place; None: no answer.
+        ends: until when answers are waited for, seconds of ``time.monotonic()``; looked at after each answer.
+    """
+    asked = tuple(dict.fromkeys(around))
+    answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+    for place in asked:
+        name = f"ttp-ask-{place}"
+        threading.Thread(target=lambda p=place: answers.put((p, _ask(p, ask))), name=name, daemon=True).start()
+    for _ in asked:
+        try:
+            place, answer = answers.get(timeout=max(0.0, ends() - time.monotonic()))
+        except queue.Empty:
+            return
+        if answer is not None:
+            yield place, answer
+
+
+def job_is_busy(around: Iterable[str], token: str) -> bool:
+    """Whether a rank is attached that still trains or saves; False if no controller answers."""
+    found = reigning(around, token)
+    return found is not None and _attached(found[1])
+
+
+def _attached(status: Any) -> bool:
+    return any(rank.state in ("live", "frozen") for rank in status.ranks)
+
+
+_Standing = tuple[bool, bool, int, int]
+
+
+def _standing(status: Any) -> _Standing:
+    return _attached(status), status.world_size > 0, status.incarnation, status.term
+
+
+def _ask(place: str, ask: Callable[[str, int], Any]) -> Any:
+    try:
+        return ask(*split(place))
+    except Exception as problem:
+        logger.debug("%s cannot be asked: %s", place, problem)
+        return None

@@ -1,0 +1,149 @@
+"""The launches of the jobs that save to one directory: what each of them has brought, and how it ended.
+
+``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), each checkpoint
+(``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
+were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller.
+A line that cannot be read, such as half of one, is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError
+from ttp.store.json_text import parse_json
+from ttp.store.names import INCIDENTS
+from ttp.store.plain_file import open_plain
+
+FILE = "launches.log"
+TAIL_BYTES = 4 << 20
+"""The newest lines, as many as are ever looked at."""
+TEXT_MAX = 2000
+HISTORY_KINDS = ("committed", "finished", "released", "wrong")
+BEGINS = "incarnation"
+
+_FACTS = ("run_id", "incarnation", "world_size", "version", "exit_code", "text", "progress")
+
+
+@dataclass(slots=True)
+class Launch:
+    """One launch of a job.
+
+    Args:
+        run_id: the job.
+        incarnation: number of the launch within the job, as its controller counted.
+        began_unix_s: when its first rank came.
+        progress: it has brought a new version, or trained to the end.
+        code: exit code of the job: 64, 70, 75 or 0; None: it was cut off.
+        text: why.
+        version: the newest that it saved; None: none.
+        ended_unix_s: when its end was written down; 0: it was not.
+    """
+
+    run_id: str
+    incarnation: int
+    began_unix_s: float
+    progress: bool = False
+    code: int | None = None
+    text: str = ""
+    version: int | None = None
+    ended_unix_s: float = 0.0
+
+
+def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
+    """A line of the file. It begins with an end of line: what a crash has left half written must not spoil it."""
+    kept = {name: facts[name] for name in _FACTS if name in facts}
+    if isinstance(kept.get("text"), str):
+        kept["text"] = kept["text"][:TEXT_MAX]
+    return "\n" + json.dumps({"kind": kind, "unix_s": round(unix_s, 3), **kept}) + "\n"
+
+
+def read_launches(save_dir: Path) -> list[Launch]:
+    """The launches of which the file knows, the oldest first; of a long file the newest ones.
+
+    Raises:
+        CheckpointError: there is a file, and it cannot be read.
+    """
+    path = save_dir / INCIDENTS / FILE
+    try:
+        with open_plain(path) as file:
+            file.seek(max(0, path.stat().st_size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES) or b""
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as problem:
+        raise CheckpointError(f"cannot read {path}: {problem.strerror or problem}") from None
+    return _launches(_records(data))
+
+
+def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
+    """How many launches in a row came to nothing before the present one, and whether that one has brought something.
+
+    Args:
+        save_dir: of the job.
+        resumed: the last launch in the file is the present one; else the present one is not in it yet.
+    """
+    try:
+        launches = read_launches(save_dir)
+    except CheckpointError:
+        return 0, False
+    present = launches.pop() if resumed and launches else None
+    return fruitless(launches), present is not None and present.progress
+
+
+def fruitless(launches: Sequence[Launch]) -> int:
+    """How many of the last launches, in a row, brought no new version."""
+    count = 0
+    for launch in reversed(launches):
+        if launch.progress or launch.code == EXIT_BAD_CONFIG:
+            break
+        count += 1
+    return count
+
+
+def _records(data: bytes) -> Iterable[dict[str, Any]]:
+    for line in data.split(b"\n"):
+        try:
+            record = parse_json(line.decode("utf-8", errors="replace"))
+        except ValueError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("kind"), str):
+            yield record
+
+
+def _launches(records: Iterable[Mapping[str, Any]]) -> list[Launch]:
+    found: list[Launch] = []
+    for record in records:
+        at_s = _seconds(record.get("unix_s"))
+        if record["kind"] == BEGINS:
+            found.append(Launch(str(record.get("run_id", "")), _whole(record.get("incarnation")) or 0, at_s))
+        elif found:
+            _take(found[-1], record, at_s)
+    return found
+
+
+def _take(launch: Launch, record: Mapping[str, Any], at_s: float) -> None:
+    text = str(record.get("text", ""))[:TEXT_MAX]
+    match record["kind"]:
+        case "committed":
+            launch.progress, launch.version = True, _whole(record.get("version"))
+        case "finished":
+            launch.progress, launch.code, launch.ended_unix_s = True, EXIT_TRAINED, at_s
+            launch.text = "trained to the end"
+        case "released" if launch.code != EXIT_BAD_CONFIG:
+            launch.progress |= record.get("progress") is True
+            launch.code, launch.text, launch.ended_unix_s = _whole(record.get("exit_code")), text, at_s
+        case "wrong":
+            launch.code, launch.text, launch.ended_unix_s = EXIT_BAD_CONFIG, text, at_s
+
+
+def _whole(value: Any) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _seconds(value: Any) -> float:
+    return float(value) if isinstance(value, (int, float)) and abs(value) < 1e12 else 0.0  # NaN is not less
