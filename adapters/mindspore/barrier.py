@@ -96,7 +96,8 @@ class UpdateBarrier:
             told = [_RECORD.unpack(record) for record in gather(mine)]
             deadline = time.monotonic() + CONNECT_S
             for peer in behind:
-                self._to.append(_Told(rank, peer, *told[peer], config, deadline))
+                where, port, secret = told[peer]
+                self._to.append(_Told(rank, peer, where, port, secret, config, deadline))
             self._wait_for_all(before, behind, deadline)
         except BaseException:
             self.close()

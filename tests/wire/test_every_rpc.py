@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
+import queue
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,13 +21,17 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import ttp.wire.v1
 from tests.controller.conftest import Controller
+from tests.controller.conftest import hello as hello_of
 from ttp.adapters.mindspore.barrier import _Heard
 from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.layout import Rank
+from ttp.launch.relay import RelayServer
 from ttp.processor.copies import CopyStore
 from ttp.processor.copy_wire import Receiver
+from ttp.processor.mirror import KeptPages
 from ttp.wire.channel import metadata, open_channel
+from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2
 from ttp.wire.v1 import barrier_pb2_grpc as barrier_rpc
 from ttp.wire.v1 import buddy_pb2_grpc as buddy_rpc
@@ -86,12 +91,24 @@ def of_barrier(folder: Path) -> Iterator[Served]:
             heard.close()
 
 
-SERVICES: dict[str, Callable[[Path], Any]] = {
-    "ttp.wire.v1.Controller": of_controller,
-    "ttp.wire.v1.Manager": of_controller,
-    "ttp.wire.v1.Buddy": of_buddy,
-    "ttp.wire.v1.Barrier": of_barrier,
+@contextmanager
+def of_relay(folder: Path) -> Iterator[Served]:
+    relay = RelayServer(CONFIG, folder)
+    with open_channel("127.0.0.1", relay.port) as channel:
+        try:
+            yield Served(channel, relay)
+        finally:
+            relay.close()
+
+
+SERVERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "controller": ("ttp.wire.v1.Controller", of_controller),
+    "manager": ("ttp.wire.v1.Manager", of_controller),
+    "relay": ("ttp.wire.v1.Controller", of_relay),
+    "buddy": ("ttp.wire.v1.Buddy", of_buddy),
+    "barrier": ("ttp.wire.v1.Barrier", of_barrier),
 }
+"""Every server of ttp: the service of the protos that it serves, and how to run it."""
 
 
 def rpcs() -> dict[str, Any]:
@@ -134,18 +151,19 @@ def call(channel: grpc.Channel, name: str, token: str, data: bytes = b"") -> tup
         if answers:
             next(said, None)
     except grpc.RpcError as problem:
-        return problem.code(), problem.details() or ""  # type: ignore[attr-defined]
+        return problem.code(), problem.details() or ""
     return grpc.StatusCode.OK, ""
 
 
-@pytest.fixture(scope="module", params=SERVICES)
+@pytest.fixture(scope="module", params=SERVERS)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Served]]:
-    with SERVICES[request.param](tmp_path_factory.mktemp("service")) as running:
-        yield request.param, running
+    service, start = SERVERS[request.param]
+    with start(tmp_path_factory.mktemp("service")) as running:
+        yield service, running
 
 
 def test_every_service_is_here() -> None:
-    assert {name.split("/")[1] for name in RPCS} == set(SERVICES)
+    assert {name.split("/")[1] for name in RPCS} == {service for service, _ in SERVERS.values()}
     assert set(RPCS) == set(REPLAYS), "what does a message of an older launch do there?"
 
 
@@ -163,8 +181,8 @@ def test_nobody_is_served_without_the_token_of_the_job(served: tuple[str, Served
 
 def test_a_server_has_no_service_that_is_not_here(served: tuple[str, Served]) -> None:
     """Beside health, which says nothing, and reflection, which asks for the token."""
-    service, running = served
-    if SERVICES[service] is not of_controller:
+    _, running = served
+    if not isinstance(running.what, Controller):
         return  # they have one service, and no reflection
     ask: Any = reflection_pb2_grpc.ServerReflectionStub
     stub = ask(running.channel)
@@ -174,7 +192,10 @@ def test_a_server_has_no_service_that_is_not_here(served: tuple[str, Served]) ->
     assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
     answer = next(stub.ServerReflectionInfo(iter([request]), timeout=WAIT_S, metadata=metadata(TOKEN)))
     names = {entry.name for entry in answer.list_services_response.service}
-    assert names - set(SERVICES) == {"grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+    assert names - {name.split("/")[1] for name in RPCS} == {
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
 
 
 # ------------------------------------------------------------------------------------------ messages of an older launch
@@ -207,6 +228,25 @@ def unchanged(job: Any, act: Callable[[], Any]) -> Any:
 def attach(job: Any) -> None:
     old = job.controller.rank(0, launch=0, nonce="old", pid=1000)
     order = unchanged(job, lambda: old.expect(m.Refused))
+    assert order.code in (m.RefusalCode.FENCED, m.RefusalCode.OTHER_JOB, m.RefusalCode.RANK_TAKEN), order
+
+
+def relay(job: Any) -> None:
+    """The same rank, behind a relay of its host."""
+    hello = report_to_wire(hello_of(0, launch=0, nonce="old", pid=1000)).SerializeToString()
+    frame = pb.RelayFrame(reports=[pb.LineReport(line=1, report=hello)])
+    frames: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    frames.put(frame)
+
+    def refused() -> m.Order:
+        for answer in job.controller.stub.Relay(iter(frames.get, None), metadata=job.metadata, timeout=WAIT_S):
+            for one in answer.orders:
+                if isinstance(order := order_from_wire(pb.ControllerOrder.FromString(one.order)), m.Refused):
+                    frames.put(None)
+                    return order
+        raise AssertionError("it is not refused")
+
+    order: Any = unchanged(job, refused)
     assert order.code in (m.RefusalCode.FENCED, m.RefusalCode.OTHER_JOB, m.RefusalCode.RANK_TAKEN), order
 
 
@@ -269,6 +309,16 @@ def store(job: Any) -> None:
         assert not list((job.folder / "copies").rglob("*.*"))
 
 
+def keep(job: Any) -> None:
+    with of_buddy(job.folder) as running:
+        running.what.keep = KeptPages(job.folder / "pages", 1, 3).store
+        stub = buddy_rpc.BuddyStub(running.channel)
+        for incarnation, run_id in ((2, "job"), (3, "another")):
+            page = buddy_pb2.KeepRequest(of=0, keeper=1, version=9, incarnation=incarnation, run_id=run_id, data=b"x")
+            assert stub.Keep(page, metadata=job.metadata, timeout=WAIT_S).refused
+        assert not list((job.folder / "pages").rglob("*"))
+
+
 def come(job: Any) -> None:
     with of_barrier(job.folder) as running:
         stub = barrier_rpc.BarrierStub(running.channel)
@@ -282,6 +332,7 @@ def come(job: Any) -> None:
 
 REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Controller/Attach": attach,
+    "/ttp.wire.v1.Controller/Relay": relay,
     "/ttp.wire.v1.Controller/GetStatus": reads_only,
     "/ttp.wire.v1.Controller/WatchEvents": watch,
     "/ttp.wire.v1.Controller/ReportFault": report_fault,
@@ -290,6 +341,7 @@ REPLAYS: dict[str, Callable[[Any], None]] = {
     "/ttp.wire.v1.Manager/Attend": attend,
     "/ttp.wire.v1.Manager/Notify": notify,
     "/ttp.wire.v1.Buddy/Store": store,
+    "/ttp.wire.v1.Buddy/Keep": keep,
     "/ttp.wire.v1.Barrier/Come": come,
 }
 

@@ -129,8 +129,11 @@ class _Shown:
     def __init__(self, config: Config, mine: Identity) -> None:
         self._config, self._mine, self._problem = config, mine, ""
 
-    def again(self) -> grpc.ServerCertificateConfiguration | None:
-        """What to show from now on; None: what was shown before. Called by gRPC, which no exception may reach."""
+    def again(self) -> Any:
+        """What to show from now on, as gRPC takes it; None: what was shown before.
+
+        Called by gRPC, which no exception may reach.
+        """
         try:
             mine = identity(self._config)
         except Exception as problem:
