@@ -38,7 +38,7 @@ def main(where: str, blocks: int, meetings: int, pages: Path) -> None:
     page_dir = pages if where == "one" else None
     pages.mkdir(mode=0o700, exist_ok=True)
     sentinel = Sentinel(pages, dist.get_rank(), f"{dist.get_rank()}", 0)
-    barrier = UpdateBarrier(dist.get_world_size(), torch.device("cpu"), Processor(page_dir))
+    barrier = UpdateBarrier(dist.get_world_size(), (), Processor(page_dir))
     took, cpu = [], []
     for _ in range(blocks + 1):
         barrier.wait()

@@ -220,6 +220,9 @@ class Config:
     digest: str = _setting("TTP_DIGEST", _digest_mode, "sample")
     """How much of its state a rank looks at when frozen, to find replicas that differ: sample, all or off."""
 
+    stream_barrier: bool = _setting("TTP_STREAM_BARRIER", _switch, False)
+    """On a GPU the barrier before an update of sharded layouts is on the training's stream: the host does not wait."""
+
     mirror: bool = _setting("TTP_MIRROR", _switch, False)
     """Keep a copy of every rank-local page on another host: random streams then survive the loss of a host."""
 

@@ -96,6 +96,10 @@ class MindSporeSource:
         """Whoever stands at the gate holds the reduced gradients of all that it updates."""
         return self._processor is not None and self._processor.gate.state().parked
 
+    def redo(self, version: Version) -> bool:
+        """See ``StateSource``: no device is behind its host here."""
+        return False
+
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
         if self._processor is None or self._inspector is None or not self._memory.on_host:

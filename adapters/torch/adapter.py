@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -92,7 +91,6 @@ class TorchAdapter(Restoring):
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         averages = [t for module in self._extra.modules.values() for t in (*module.parameters(), *module.buffers())]
         devices = devices_of([*model.parameters(), *model.buffers(), *owned, *averages])
-        self._device = devices[0] if devices else torch.device("cpu")
         self._source = TorchSource(model, self._names, self._optimizer, self._capture, self._extra, devices)
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
@@ -221,6 +219,8 @@ class TorchAdapter(Restoring):
             self._buckets.update_finished()
         if self._trial.due:
             self._trial.update_finished()
+        if self._barrier is not None:
+            self._barrier.updated()
 
     def _after_end(self) -> None:
         if self._source.exchanges:
@@ -239,7 +239,21 @@ class TorchAdapter(Restoring):
     def _make_barrier(self, processor: Processor) -> UpdateBarrier | None:
         if not needs_barrier(processor.layout, self._undo):
             return None
-        return UpdateBarrier(processor.env.world_size, self._device, processor, self._gradient_final)
+        stream = None
+        if processor.config.stream_barrier and self._source.on_device:
+            stream = self._source.runtime_for_barrier, self._why_wait
+        runtimes = self._source.runtimes
+        barrier = UpdateBarrier(processor.env.world_size, runtimes, processor, self._gradient_final, stream)
+        self._source.stream_barrier = barrier.stream
+        return barrier
+
+    def _why_wait(self) -> str:
+        """Why the device may not be the one that waits in the barrier before an update; empty if it may."""
+        if len(self._source.runtimes) > 1 or self._source.has_state_on_host():
+            return "the state is on several devices, or partly on the host"
+        if len(self._given) > 1 or is_sharded(self._optimizer):
+            return "several optimizers make an update, or one that exchanges what it has updated"
+        return ""
 
     def _gradient_final(self) -> None:
         assert self._processor is not None

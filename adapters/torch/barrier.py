@@ -14,7 +14,7 @@ meets those of the others over gloo, in a group of its own. The training thread 
 by whoever closes its gate or sees a neighbour die. Decision 33 says why this is sound.
 
 It runs on the host. On a device the host first waits for the gradient, because a host at the barrier says nothing about
-its device; that costs the host its lead.
+its device; that costs the host its lead. ``TTP_STREAM_BARRIER=1`` has the device wait instead (``stream_barrier.py``).
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 
+from ttp.adapters.torch.device import Runtime
 from ttp.adapters.torch.exchange import gather_bytes
+from ttp.adapters.torch.stream_barrier import StreamBarrier
 from ttp.core.layout import Layout
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
@@ -75,9 +76,10 @@ class UpdateBarrier:
 
     Args:
         world_size: ranks of the job; all of them take part.
-        device: where the state lives.
+        runtimes: the devices on which the state lives.
         processor: of this rank.
         reduced: called when the gradient is final, before anybody is waited for.
+        stream: the device that is to wait instead of its host, and why it may not; see ``StreamBarrier``.
         timeout: after which a rank that does not come is an error; None: that of torch, half an hour, because ranks
             may wait for each other for good reasons. The death of a rank is an error at once.
 
@@ -88,9 +90,10 @@ class UpdateBarrier:
     def __init__(
         self,
         world_size: int,
-        device: torch.device,
+        runtimes: Sequence[Runtime],
         processor: Frozen,
         reduced: Callable[[], None] = lambda: None,
+        stream: tuple[Callable[[], Runtime], Callable[[], str]] | None = None,
         timeout: timedelta | None = None,
     ) -> None:
         ready = dist.is_available() and dist.is_initialized()
@@ -101,8 +104,7 @@ class UpdateBarrier:
                 f"each update, and torch.distributed {found}: call init_process_group() before wrap_optimizer(), or "
                 'give wrap_optimizer() undo="preimage"'
             )
-        self._device, self._processor, self._reduced = device, processor, reduced
-        self._on_device = device.type == "cuda"
+        self._runtimes, self._processor, self._reduced = runtimes, processor, reduced
         self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
         place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
         wide = len(place.firsts) > 1
@@ -115,7 +117,17 @@ class UpdateBarrier:
                 self._couriers.append(Courier(self.meeting, group))
         text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
         log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
+        self.stream = None if stream is None else self._on_stream(*stream)
+        """The barrier on the training's stream, where there is one."""
         processor.on_death = self._warn
+
+    def _on_stream(self, runtime: Callable[[], Runtime], why_not: Callable[[], str]) -> StreamBarrier | None:
+        gate = self._processor.gate
+        try:
+            return StreamBarrier(self.meeting, runtime(), why_not, lambda: gate.closed, self._timeout_s)
+        except (OSError, AttributeError, RuntimeError) as problem:
+            log.warning("the host waits for its device in the barrier before each update: %s", describe(problem))
+            return None
 
     def wait(self) -> None:
         """Return when every rank holds its final gradient, or this one is to make the update without them.
@@ -123,11 +135,15 @@ class UpdateBarrier:
         Raises:
             RuntimeError: a rank died or does not come: like any collective of the program.
         """
-        if self._on_device:
-            torch.cuda.current_stream(self._device).synchronize()
-        self._reduced()
         self._turn += 1
-        gate = self._processor.gate
+        gate, stream = self._processor.gate, self.stream
+        if stream is not None and stream.ready(self._turn):
+            self._reduced()
+            stream.queue(self._turn, gate.version + 1)
+            return
+        for runtime in self._runtimes:
+            runtime.mark(side=False).synchronize()
+        self._reduced()
         with gate.nearby(self._ring):
             try:
                 if not run(self.meeting.come(self._turn)):
@@ -135,9 +151,18 @@ class UpdateBarrier:
             except (BrokenError, TimeoutError) as problem:
                 if not self._rescued(problem):
                     raise RuntimeError(f"the barrier before the update broke: {self._why(problem)}") from problem
+        if stream is not None:
+            stream.watch(self._turn)
+
+    def updated(self) -> None:
+        """The update is over, on the host."""
+        if self.stream is not None:
+            self.stream.updated()
 
     def close(self) -> None:
         """Let go of the courier. The training thread makes no more updates."""
+        if self.stream is not None:
+            self.stream.close()
         for courier in self._couriers:
             courier.close()
 

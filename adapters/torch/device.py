@@ -26,6 +26,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ttp.adapters.torch.stream_hold import StreamHold, noticing
 from ttp.errors import CheckpointError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -55,6 +56,16 @@ class Event(Protocol):
         """Return when it is, without using the processor meanwhile; perhaps never. Raises like ``query``."""
 
 
+class Hold(Protocol):
+    """A word of the host that streams of a device wait for."""
+
+    def queue(self, number: int) -> None:
+        """Work queued later on the current stream of this thread runs when the word has reached ``number``."""
+
+    def release(self, number: int) -> None:
+        """Write the word. Any thread; does not wait."""
+
+
 class Runtime(Protocol):
     """The few things asked of one device."""
 
@@ -75,6 +86,12 @@ class Runtime(Protocol):
 
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         """Work queued inside goes to the side stream."""
+
+    def hold(self) -> Hold:
+        """A word of its own, 0 now. At start only. Raises OSError, AttributeError or RuntimeError: there is none."""
+
+    def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
+        """Inside, where this thread waits for the device, as far as torch can tell, is added to ``found``."""
 
     def pinned(self, size: int) -> Tensor:
         """``size`` bytes of host memory that the device can write to by itself. At start only."""
@@ -116,6 +133,14 @@ class CudaRuntime:
     def on_side(self) -> contextlib.AbstractContextManager[Any]:
         """See ``Runtime``."""
         return torch.cuda.stream(self._side)
+
+    def hold(self) -> Hold:
+        """See ``Runtime``."""
+        return StreamHold(self._device)
+
+    def noticing(self, found: list[str]) -> contextlib.AbstractContextManager[None]:
+        """See ``Runtime``."""
+        return noticing(found)
 
     def pinned(self, size: int) -> Tensor:
         """See ``Runtime``."""

@@ -64,9 +64,10 @@ class Habit:
 
     def _state(self) -> dict[str, Any]:
         """Copied like any value; from the second time on it is known which few entries can change in place."""
-        state = self.scheduler.state_dict()
+        state: dict[str, Any] = self.scheduler.state_dict()
         if type(state) is not dict:
-            return copied(state)
+            other: dict[str, Any] = copied(state)
+            return other
         form = [*state], [*map(type, state.values())]
         if form != self._form:
             self._form, self._inner = form, [key for key, value in state.items() if type(value) not in PLAIN]

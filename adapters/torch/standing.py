@@ -17,6 +17,7 @@ from ttp.adapters.torch.hooks import Attachment
 from ttp.adapters.torch.inner import inner_of
 from ttp.adapters.torch.preimage import PreImage
 from ttp.adapters.torch.state import tensors_in
+from ttp.adapters.torch.stream_barrier import StreamBarrier
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
 
@@ -42,6 +43,7 @@ class Standing:
 
     def __init__(self, optimizer: Optimizer, capture: LocalCapture, devices: Sequence[torch.device]) -> None:
         self._optimizer, self._capture = optimizer, capture
+        self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices)
         """Of the devices, for what waits for nothing."""
         self.begun: Fence = make_fence(self.runtimes, newest=True)
@@ -49,6 +51,7 @@ class Standing:
         self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
+        self.stream_barrier: StreamBarrier | None = None
         self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
         self._processor: Processor | None = None
         self._attachment: Attachment | None = None
@@ -90,10 +93,11 @@ class Standing:
         assert self._processor is not None
         version = self._processor.gate.version
         if self._mixed[0] != version:  # asked again and again
-            self._mixed = version, self._has_state_on_host()
+            self._mixed = version, self.has_state_on_host()
         return self._mixed[1]
 
-    def _has_state_on_host(self) -> bool:
+    def has_state_on_host(self) -> bool:
+        """Whether parameters are there, or what an optimizer keeps beside numbers."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
         kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
@@ -104,7 +108,19 @@ class Standing:
         if processor is None or attachment is None or not attachment.redoable:
             return False
         state = processor.gate.state()
+        done = self.finished.finished_version() if self.on_device else state.version
+        if done < state.version:  # the update that follows is queued
+            return self.stream_barrier is not None and self.stream_barrier.held(done + 1)
         return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
+
+    def redo(self, version: Version) -> bool:
+        """See ``StateSource``."""
+        return self.stream_barrier is not None and self.stream_barrier.admit(version)
+
+    def runtime_for_barrier(self) -> Runtime:
+        """The device once more, with a side stream of its own."""
+        (runtime,) = runtimes_on(self._devices[:1])
+        return runtime
 
     @property
     def has_preimage(self) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching
-from ttp.adapters.torch import adapter, capture, source
+from ttp.adapters.torch import adapter, capture, standing
 from ttp.processor import looking
 
 NAME = torch.device("cuda", 0)
@@ -82,7 +82,7 @@ class MadeUp:
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "run", watched_run))
             stack.enter_context(mock.patch.object(looking, "DEVICE_PATIENCE_S", 0.2))  # what does not move stays so
-            for module in (adapter, capture, source):
+            for module in (adapter, capture, standing):
                 for name, stand_in in (("devices_of", devices_of), ("runtimes_on", runtimes_on)):
                     if hasattr(module, name):
                         stack.enter_context(mock.patch.object(module, name, stand_in))

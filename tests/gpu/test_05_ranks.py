@@ -28,3 +28,13 @@ def test_shards_with_replicas(tmp_path: Path, device: str, fault: str) -> None:
     if device == "cuda" and "does not run" in problem and "gloo" in problem.lower():
         pytest.skip("gloo of this torch does not reduce_scatter tensors of a device; see test_12_two_ranks_nccl.py")
     assert not problem, problem
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(420)
+@pytest.mark.parametrize("fault", ["kill", "stop"])
+def test_shards_whose_barrier_is_on_the_stream(tmp_path: Path, fault: str) -> None:
+    problem = resumed_like_unbroken(tmp_path, "cuda", "hsdp", fault, env={"TTP_STREAM_BARRIER": "1"})
+    if "does not run" in problem and "gloo" in problem.lower():
+        pytest.skip("gloo of this torch does not reduce_scatter tensors of a device; see test_12_two_ranks_nccl.py")
+    assert not problem, problem

@@ -32,6 +32,7 @@ MADE_UP = [
     'steady:no_synchronisation{"kind": "scaled"}',
     "steady:pages",
     "memory:full",
+    "hold:stream_waits",
 ]
 """Those whose streams, events and copies are enough to tell. Collectives, graphs and forks are not made up."""
 

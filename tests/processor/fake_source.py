@@ -21,6 +21,9 @@ class FakeSource:
     def gradient_ready(self) -> bool:
         return False
 
+    def redo(self, version: Version) -> bool:
+        return False
+
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         return (), ()
 

@@ -17,7 +17,7 @@ from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Piece, Save, SaverOrder
-from ttp.core.processor_events import PiecesWritten, Quiet, WriteFailed
+from ttp.core.processor_events import NotRedone, PiecesWritten, Quiet, WriteFailed
 from ttp.processor import looking
 from ttp.processor.looking import Look
 from ttp.processor.processor import Processor
@@ -33,7 +33,17 @@ class Device(FakeSource):
 
     def __init__(self, done: int | None) -> None:
         self.done = done
+        self.held: int | None = None  # the version that it has all for
         self.asked: list[float] = []
+
+    def gradient_ready(self) -> bool:
+        return self.held is not None
+
+    def redo(self, version: Version) -> bool:
+        if self.held == version:
+            self.done, self.held = version, None
+            return True
+        return False
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
         if patience_s:
@@ -132,6 +142,35 @@ def test_half_an_update_is_torn_until_it_is_whole(rig: Callable[[int | None], Ri
     it.source.done = 3
     quiet = it.said()
     assert (quiet.version, quiet.phase) == (3, m.Phase.IDLE)
+
+
+def test_one_that_stands_before_an_update_with_its_gradient_says_so_and_makes_it_by_order(
+    rig: Callable[[int], Rig],
+) -> None:
+    """Its host is elsewhere: what is to run is queued."""
+    it = rig(2)
+    it.source.held = 3
+    it.looker.freeze(hurry=True)
+    quiet = it.said()
+    assert (quiet.version, quiet.has_gradient, quiet.parked) == (2, True, False)
+    it.processor._redo(Version(3))
+    quiet = it.said()
+    assert (quiet.version, quiet.has_gradient) == (3, False)
+
+
+def test_one_that_cannot_be_let_go_is_no_reason_to_let_its_host_go(rig: Callable[[int], Rig]) -> None:
+    """A host that stands at the gate of a later update is not admitted to that one."""
+    it = rig(2)
+    it.processor.gate.close()
+    training = threading.Thread(target=it.processor.begin_update, daemon=True)
+    training.start()
+    while not it.processor.gate.state().parked:
+        assert training.is_alive()
+    it.processor._redo(Version(3))
+    assert isinstance(it.said(), NotRedone)
+    assert it.processor.gate.state().parked
+    it.processor.gate.open()
+    training.join(PATIENCE_S)
 
 
 def test_nobody_is_told_of_a_device_under_an_open_gate(rig: Callable[[int], Rig]) -> None:

@@ -26,6 +26,10 @@ class HandlerSource:
         """Who reports the beginning of an update has all that it needs for it."""
         return True
 
+    def redo(self, version: Version) -> bool:
+        """See ``StateSource``: no device is behind its host here."""
+        return False
+
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """Nothing is known of the state."""
         return (), ()

@@ -149,12 +149,13 @@ class Looker:
         version = self._device_version(state)
         phase = m.Phase.TORN if version is None else state.phase
         digests, bad = self._inspected(version, phase)
+        behind = version is not None and version < state.version
         quiet = pm.Quiet(
             version=state.version if version is None else version,
             phase=phase,
             parked=state.parked,
             settled=self._asked(self._source.settled, False),
-            has_gradient=state.parked and self._asked(self._source.gradient_ready, False),
+            has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
             has_preimage=self._asked(lambda: self._source.has_preimage, False),
             digests=digests,
             bad=bad,

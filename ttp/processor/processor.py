@@ -426,7 +426,8 @@ class Processor:
 
     def _redo(self, version: Version) -> None:
         log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
-        if not self.gate.admit():
+        queued, let_through = self.gate.version >= version, self.source.redo(version)
+        if not (let_through if queued else self.gate.admit()):
             self._inbox.put(pm.NotRedone("the training thread does not stand at the gate"))
 
     def _on_joined(self, incarnation: int, first: bool) -> None:

@@ -37,7 +37,13 @@ class StateSource(Protocol):
         """Whether the last update, torn or finished, can be undone. Asked when the state is quiet."""
 
     def gradient_ready(self) -> bool:
-        """Whether the training thread stands at the gate with all that the next update needs. Does not wait."""
+        """Whether the training thread stands at the gate with all that the next update needs. Does not wait.
+
+        Where a device is behind its host: whether it stands before its next update, which is queued, with all of it.
+        """
+
+    def redo(self, version: Version) -> bool:
+        """Let a device that is behind its host make the update to ``version``. Whether it stands in front of it."""
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """What this copy of ``version`` looks like: a digest per shard held, and names of tensors with NaN or Inf.

@@ -346,6 +346,29 @@ class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch has 
 Watching.__torch_dispatch__ = Watching.dispatch  # type: ignore[assignment,method-assign] # on purpose: see above
 
 
+class FakeHold:
+    """See ``ttp.adapters.torch.device.Hold``. A word that is taken back would not be seen by a real stream either."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device, self.word = device, 0
+
+    def queue(self, number: int) -> None:
+        self.device.wait(_Reached(self, number), self.device.current)
+
+    def release(self, number: int) -> None:
+        self.word = number
+
+
+@dataclass(frozen=True)
+class _Reached:
+    hold: FakeHold
+    number: int
+
+    @property
+    def done(self) -> bool:
+        return self.hold.word >= self.number
+
+
 class FakeRuntime:
     """See ``ttp.adapters.torch.device.Runtime``."""
 
@@ -379,6 +402,15 @@ class FakeRuntime:
     def on_side(self) -> contextlib.AbstractContextManager[None]:
         self.log.append("side")
         return self.device.on(self.side)
+
+    def hold(self) -> FakeHold:
+        return FakeHold(self.device)
+
+    @contextlib.contextmanager
+    def noticing(self, found: list[str]) -> Iterator[None]:
+        before = self.device.waits[threading.get_ident()]
+        yield
+        found += ["somewhere"] * (self.device.waits[threading.get_ident()] - before)
 
     def pinned(self, size: int) -> Tensor:
         return self.device.allocate(size, pinned=True)

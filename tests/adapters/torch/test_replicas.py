@@ -103,4 +103,4 @@ def test_without_a_process_group_of_all_ranks(
     there = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: ranks > 0, get_world_size=lambda: ranks)
     monkeypatch.setattr("ttp.adapters.torch.barrier.dist", there)
     with pytest.raises(ConfigError, match=rf"{found}: call init_process_group\(\) before wrap_optimizer"):
-        UpdateBarrier(2, torch.device("cpu"), StubProcessor(tmp_path))
+        UpdateBarrier(2, (), StubProcessor(tmp_path))

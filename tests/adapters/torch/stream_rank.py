@@ -1,0 +1,170 @@
+"""A rank on a device that is made up, whose host runs ahead of the barrier before its updates.
+
+``python -m tests.adapters.torch.stream_rank DIRECTORY RANK COUNT``: meets the others until it is told on its input that
+it is frozen. Prints "ready", then at which version its device stands; is told which one is wanted, and prints JSON:
+what it could say of it, and where it has come to.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.adapters.torch.fake_device import FakeRuntime
+from ttp.adapters.torch.device import make_fence
+from ttp.adapters.torch.stream_barrier import StreamBarrier
+from ttp.processor import meeting as meeting_module
+from ttp.processor.meeting import Meeting
+
+PATIENCE_S = 60.0
+
+
+class Rank:
+    """Queues gradients and updates.
+
+    Args:
+        meeting: with the others.
+        held: the word of a rank: the update whose gradient it has. To be read and written by index.
+        place: of this rank.
+        count: of them.
+    """
+
+    def __init__(self, meeting: Meeting, held: Any, place: int, count: int, **settings: Any) -> None:
+        self.runtime = FakeRuntime()
+        self.device = self.runtime.device
+        self.place, self.count, self._held = place, count, held
+        self.host, self.version, self.early = 0, 0, 0
+        self.finished, self.begun = make_fence([self.runtime]), make_fence([self.runtime])
+        options: dict[str, Any] = {"why_not": lambda: "", "closed": lambda: False, "patience_s": 1800.0}
+        self.barrier = StreamBarrier(meeting, FakeRuntime(self.device), **(options | settings))
+
+    def step(self, meet: Callable[[int], object] = lambda _turn: None, wait: bool = False) -> bool:
+        """One update, on the host. Whether that ran ahead; else ``meet`` did what the host does."""
+        turn = self.host + 1
+        self.device.launch(lambda: self._gradient(turn))
+        ahead = self.barrier.ready(turn)
+        if ahead:
+            self.barrier.queue(turn, turn)
+        else:
+            self.device.run()
+            meet(turn)
+            self.barrier.watch(turn)
+        self.begun.record(turn)
+        self.device.launch(lambda: self._update(turn))
+        if wait:
+            self.device.waits[threading.get_ident()] += 1
+        self.finished.record(turn)
+        self.host = turn
+        self.barrier.updated()
+        return ahead
+
+    def _gradient(self, turn: int) -> None:
+        assert self.version == turn - 1, "a pass over weights of another version"
+        self._held[self.place] = turn
+
+    def _update(self, turn: int) -> None:
+        self.early += min(self._held[place] for place in range(self.count)) < turn
+        self.version = turn
+
+    def wait_version(self, version: int) -> bool:
+        """Until the device has come to it, and is not past it."""
+        deadline = time.monotonic() + PATIENCE_S
+        while self.finished.finished_version() < version and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.finished.finished_version() == version >= self.begun.finished_version()
+
+    def wait_held(self, version: int) -> bool:
+        """Until the device stands before the update to ``version``."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.barrier.held(version) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return self.barrier.held(version)
+
+
+class _Words:
+    def __init__(self, mapping: Any) -> None:
+        self._mapping = mapping
+
+    def __getitem__(self, place: int) -> int:
+        return int(self._mapping.word(64 * place))
+
+    def __setitem__(self, place: int, value: int) -> None:
+        self._mapping.set_word(64 * place, value)
+
+
+def main(directory: Path, place: int, count: int) -> None:
+    from tests.processor.meeting_ranks import through_files
+    from ttp.processor.futex import Mapping
+    from ttp.processor.meeting import run
+    from ttp.processor.meeting_place import find_place
+    from ttp.processor.neighbours import Neighbours
+    from ttp.processor.sentinel import Sentinel
+
+    meeting_module.NET_S = 3600.0  # whoever is not woken sleeps until the test gives up
+    pages, frozen = directory / "pages", threading.Event()
+    sentinel = Sentinel(pages, place, f"{place}", 0)
+    found = find_place(place, pages, through_files(directory, place, count))
+    meeting = Meeting(found.words, found.number, count, wide=False, gone=found.gone)
+
+    def died(*_: object) -> None:
+        run(meeting.warn())
+
+    def freeze() -> None:
+        sys.stdin.readline()
+        frozen.set()
+
+    Neighbours(pages, place, 0, died).start()
+    with (directory / "held").open("r+b") as file:
+        held = _Words(Mapping(file.fileno(), 4096, writable=True))
+    rank = Rank(meeting, held, place, count, closed=frozen.is_set)
+
+    def meet(turn: int) -> None:
+        async def stay() -> bool:
+            return False
+
+        if not run(meeting.come(turn)):
+            run(meeting.wait(turn, stay))
+
+    for _ in range(3):
+        rank.step(meet)
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    freezing = threading.Thread(target=freeze, daemon=True)
+    freezing.start()
+    lead = 0
+    while not frozen.is_set():
+        rank.step()
+        lead = max(lead, rank.host - rank.version)
+    at = _standing(rank)
+    said = {"version": at, "held": rank.barrier.held(at + 1), "host": rank.host, "lead": lead}
+    newest = int(sys.stdin.readline())
+    if newest > at:
+        said["admitted"] = rank.barrier.admit(newest)
+        rank.wait_version(newest)
+    time.sleep(0.05)
+    rank.device.run()
+    sys.stdout.write(json.dumps(said | {"then": rank.version, "early": rank.early}) + "\n")
+    sys.stdout.flush()
+    sentinel.close()
+
+
+def _standing(rank: Rank) -> int:
+    """Where the device has come to a stand; told to the test."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        at = rank.finished.finished_version()
+        time.sleep(0.1)
+        if at == rank.finished.finished_version() and (rank.host == at or rank.barrier.held(at + 1)):
+            break
+    sys.stdout.write(f"{at}\n")
+    sys.stdout.flush()
+    return at
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,279 @@
+"""The device waits in the barrier before its update, and the host runs ahead: never too early, and let go by order."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+import torch
+from torch import nn
+
+from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeHold, FakeRuntime
+from tests.adapters.torch.stream_rank import PATIENCE_S, Rank
+from tests.adapters.torch.stub_processor import StubProcessor
+from tests.gpu.made_up import MadeUp
+from tests.processor.sentinel_owner import without_settings
+from ttp.adapters.torch import stream_barrier
+from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.barrier import UpdateBarrier
+from ttp.adapters.torch.stream_barrier import LEAD_MAX
+from ttp.core.layout import Version
+from ttp.processor.meeting import Meeting, OwnWords, run
+
+ROOT = Path(__file__).parents[3]
+
+
+async def nobody(_place: int) -> bool:
+    return False
+
+
+def ranks(count: int, gone: Any = None, **settings: Any) -> list[Rank]:
+    words, held = OwnWords(), [0] * count
+    return [
+        Rank(Meeting(words, place, count, wide=False, gone=gone or nobody), held, place, count, **settings)
+        for place in range(count)
+    ]
+
+
+def warm(*those: Rank, wait: bool = False) -> None:
+    """The first updates, in which hosts wait: one after the other here."""
+    for _ in range(3):
+        for rank in those:
+            assert not rank.step(lambda turn, meeting=rank.barrier._meeting: run(meeting.come(turn)), wait)  # type: ignore[misc]
+    for rank in those:
+        rank.device.run()
+        rank.early = 0
+
+
+def test_the_device_waits_for_the_gradients_of_others_and_its_host_does_not() -> None:
+    first, second = ranks(2)
+    warm(first, second)
+    for _ in range(LEAD_MAX):
+        assert first.step(), "the host does not wait"
+    assert first.wait_held(4) and first.wait_version(3)
+    assert not first.barrier.held(5)
+    for version in (4, 5):
+        second.step()
+        assert first.wait_version(version) and second.wait_version(version)
+    assert (first.early, second.early) == (0, 0)
+
+
+def test_a_host_is_only_so_far_ahead() -> None:
+    first, second = ranks(2)
+    warm(first, second)
+
+    def go_on() -> None:
+        while first.host < 20:
+            first.step()
+
+    training = threading.Thread(target=go_on, daemon=True)
+    training.start()
+    for version in range(4, 21):
+        assert first.wait_held(version)
+        assert first.host <= version - 1 + LEAD_MAX
+        second.step()
+    training.join(PATIENCE_S)
+    assert first.host == 20 and first.wait_version(20) and first.early == 0
+
+
+def test_whoever_is_told_to_makes_that_update_without_the_others_and_no_other() -> None:
+    first, second = ranks(2)
+    warm(first, second)
+    first.step()
+    first.step()
+    assert first.wait_held(4) and not first.barrier.admit(5)
+    assert first.barrier.admit(4)
+    assert first.wait_held(5) and first.wait_version(4)
+    assert not first.barrier.admit(4), "it is made"
+    second.step()
+    assert second.wait_version(4), "it comes to a meeting that another has left"
+    second.step()
+    assert first.wait_version(5)
+
+
+def test_a_death_holds_the_device_for_good_and_it_can_be_let_go(caplog: pytest.LogCaptureFixture) -> None:
+    dead = threading.Event()
+
+    async def gone(_place: int) -> bool:
+        return dead.is_set()
+
+    first, second = ranks(2, gone)
+    warm(first, second)
+    first.step()
+    assert first.wait_held(4)
+    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
+        dead.set()
+        run(first.barrier._meeting.warn())
+        deadline = time.monotonic() + PATIENCE_S
+        while not caplog.messages and time.monotonic() < deadline:
+            time.sleep(0.001)
+    assert "waits for ever before the update to version 4" in caplog.text
+    assert first.wait_version(3) and first.barrier.held(4)
+    assert first.barrier.admit(4) and first.wait_version(4)
+
+
+def test_an_optimizer_that_waits_for_the_device_keeps_the_host_in_the_barrier(caplog: pytest.LogCaptureFixture) -> None:
+    (rank,) = ranks(1)
+    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
+        warm(rank, wait=True)
+        assert not rank.step()
+    assert "optimizer.step() waits for the device (somewhere)" in caplog.text
+
+
+def test_why_not_is_asked_once_and_said(caplog: pytest.LogCaptureFixture) -> None:
+    (rank,) = ranks(1, why_not=lambda: "the state is elsewhere")
+    with caplog.at_level(logging.WARNING, "ttp.adapters.torch"):
+        warm(rank)
+        assert not rank.step() and not rank.step()
+    assert caplog.text.count("the state is elsewhere") == 1
+
+
+class HoldsNothing(FakeHold):
+    def queue(self, number: int) -> None:
+        pass
+
+
+class NeverLetsGo(FakeHold):
+    def release(self, number: int) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("hold", "text"), [(HoldsNothing, "does not"), (NeverLetsGo, "hangs"), (None, "no driver")])
+def test_what_cannot_hold_a_stream_is_found_out_and_the_host_waits(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hold: Any, text: str
+) -> None:
+    def make(runtime: FakeRuntime) -> Any:
+        if hold is None:
+            raise OSError("no driver")
+        return hold(runtime.device)
+
+    monkeypatch.setattr(stream_barrier, "_PROBE_S", 0.01)
+    monkeypatch.setattr(FakeRuntime, "hold", make)
+    barrier: Any = UpdateBarrier.__new__(UpdateBarrier)
+    barrier._processor, barrier.meeting, barrier._timeout_s = None, None, 1.0
+    barrier._processor = type("Processor", (), {"gate": None})
+    assert barrier._on_stream(FakeRuntime, lambda: "") is None
+    assert "the host waits for its device" in caplog.text and text in caplog.text
+
+
+def test_without_a_driver_there_is_no_hold() -> None:
+    from ttp.adapters.torch.device import CudaRuntime
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises((OSError, AttributeError, RuntimeError, AssertionError)):
+        CudaRuntime(torch.device("cuda", 0)).hold()
+
+
+@pytest.mark.parametrize("order", [TRAINING, SIDE])
+def test_the_rescue_does_not_wait_for_a_device_that_is_held(order: str) -> None:
+    (first, _) = ranks(2)
+    first.device.order = order
+    other = FakeRuntime(first.device)
+    warm_up = FakeRuntime(first.device)
+    hold = warm_up.hold()
+    hold.queue(1)
+    first.device.launch(lambda: None)
+    mark = other.mark(side=True)
+    assert mark.query()
+    assert not first.runtime.mark(side=False).query()
+    hold.release(1)
+    assert first.runtime.mark(side=False).query()
+
+
+def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """All of the adapter, whose host is two updates ahead of a device that waits for a rank which never comes."""
+    one = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
+    one.get_world_size, one.get_rank = lambda: 1, lambda: 0
+    monkeypatch.setattr("ttp.adapters.torch.barrier.dist", one)
+    monkeypatch.setattr("ttp.adapters.torch.barrier.gather_bytes", lambda data: [data])
+    monkeypatch.setattr("ttp.adapters.torch.adapter.needs_barrier", lambda _layout, _undo: True)
+    made_up = MadeUp()
+    with made_up.watched():
+        model = nn.Linear(3, 1)
+        made_up.put(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        adapter = TorchAdapter(optimizer, model=model, scheduler=None, extra_state=None, scaler=None)
+        processor: Any = StubProcessor(tmp_path, stream_barrier=True)
+        adapter.attach(processor)
+
+        def step() -> None:
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        source = adapter.source
+        assert source.stream_barrier is not None and source.device_version(Version(3), 5.0) == 3
+        source.stream_barrier._meeting = Meeting(OwnWords(), 0, 2, wide=False, gone=nobody)
+        step()
+        step()
+        assert processor.gate.version == 5
+        deadline = time.monotonic() + PATIENCE_S
+        while not source.gradient_ready():
+            assert time.monotonic() < deadline
+        assert source.device_version(Version(5), 0.02) == 3
+        assert not source.redo(Version(5)) and source.redo(Version(4))
+        while source.device_version(Version(5), 0.02) != 4:
+            assert time.monotonic() < deadline
+        assert not source.redo(Version(4))
+        adapter.detach()
+
+
+# -------------------------------------------------------------------------------------------------------- of processes
+
+
+@pytest.mark.parametrize("campaign", [1, pytest.param(25, marks=pytest.mark.slow)])
+@pytest.mark.timeout(1200)
+def test_processes_that_are_killed_while_their_devices_meet(tmp_path: Path, campaign: int) -> None:
+    """Survivors stand at two versions that follow each other at most; those behind make the update when told to."""
+    for number in range(campaign):
+        directory = tmp_path / f"{number}"
+        (directory / "pages").mkdir(mode=0o700, parents=True)
+        (directory / "held").write_bytes(bytes(4096))
+        command = [sys.executable, "-m", "tests.adapters.torch.stream_rank", str(directory)]
+        processes = [
+            subprocess.Popen(
+                [*command, str(rank), "3"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT,
+                env=without_settings(),
+            )
+            for rank in range(3)
+        ]  # fmt: skip
+        try:
+            _check(processes, number)
+        finally:
+            for process in processes:
+                process.kill()
+                process.communicate()
+
+
+def _check(processes: list[Any], number: int) -> None:
+    for process in processes:
+        assert process.stdout.readline() == "ready\n"
+    time.sleep(0.05 + 0.02 * number)
+    processes[number % 3].kill()
+    living = [process for rank, process in enumerate(processes) if rank != number % 3]
+    for process in living:
+        process.stdin.write("frozen\n")
+        process.stdin.flush()
+    at = [int(process.stdout.readline()) for process in living]
+    newest = max(at)
+    assert newest - min(at) <= 1 and min(at) > 3
+    for process in living:
+        process.stdin.write(f"{newest}\n")
+        process.stdin.flush()
+    said = [json.loads(process.stdout.readline()) for process in living]
+    assert all(one["then"] == newest and not one["early"] for one in said), said
+    assert all(one["held"] and one["admitted"] for one in said if one["version"] < newest), said
