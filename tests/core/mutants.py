@@ -427,7 +427,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "damage is a mystery": (RESTORING, "any(seen) or any(damaged)", "any(seen)"),
     "one rank has not seen enough": (RESTORING, "any(seen) or any(damaged)", "any(damaged)"),
     "an incarnation without a commit forgets": (RESTORING, "(committed or self._committed) if", "committed if"),
-    "every job is the same": (CONTROLLER, "same_job=same_job", "same_job=True"),
+    "every job is the same": (CONTROLLER, "last_commit, same_job=same_job", "last_commit, same_job=True"),
 }
 
 SUITES: dict[str, list[str]] = {
