@@ -49,7 +49,7 @@ def action(said: str) -> str:
         assert "onJobFailureReasons: [PodFailurePolicy]" in rule
         _, _, patterns = rule.partition("onJobFailureMessagePatterns:")
         if said and any(re.search(pattern, said) for pattern in re.findall(r'"([^"]+)"', patterns)):
-            return re.findall(r"action: (\w+)", rule)[0]
+            return str(re.findall(r"action: (\w+)", rule)[0])
     return "RestartJobSet"
 
 

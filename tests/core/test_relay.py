@@ -66,7 +66,8 @@ def test_the_controller_hears_what_it_would_have_heard_without(steps: list[tuple
 
     for what, rank, version, wait_s in steps:
         line = lines[rank]
-        report = {"beat": beat(rank, version), "frozen": frozen(rank), "fault": fault(rank)}.get(what)
+        saying: dict[str, m.Report] = {"beat": beat(rank, version), "frozen": frozen(rank), "fault": fault(rank)}
+        report = saying.get(what)
         if report is not None:
             relay.reported(line, report, now)
             said[line].append(report)

@@ -42,6 +42,8 @@ class Stub(ControllerServicer):
     def Attach(self, request_iterator: Any, context: grpc.ServicerContext) -> Any:  # noqa: N802
         context.abort(grpc.StatusCode.UNIMPLEMENTED, "a stub")
 
+    GetVerdict: Any = Attach
+    Relay: Any = Attach
     SaveNow: Any = Attach
     WatchEvents: Any = Attach
 

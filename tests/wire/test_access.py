@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -237,7 +238,8 @@ def test_what_a_stranger_sends_is_not_even_read(tmp_path: Path) -> None:
     try:
         before, message = resident(), bytes(64 << 20)
         with pytest.raises(grpc.RpcError) as refused:
-            controller.channel.unary_unary("/ttp.wire.v1.Controller/ReportFault")(message, timeout=120)
+            call: Any = controller.channel.unary_unary("/ttp.wire.v1.Controller/ReportFault")
+            call(message, timeout=120)
         assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED
         assert resident() - before < len(message) // 2
     finally:

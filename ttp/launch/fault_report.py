@@ -60,7 +60,8 @@ class FaultReporter:
         token: str,
         pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: (),
     ) -> None:
-        self._places, self._around = places, (home,)
+        self._places = places
+        self._around: tuple[str, ...] = (home,)
         self._pages_after = pages_after
         self._metadata = (("ttp-token", token),)
         self._channels: dict[str, tuple[Any, Any]] = {}

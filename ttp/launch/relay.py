@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import itertools
 import json
 import logging
@@ -33,7 +34,6 @@ from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub, targe
 from ttp.wire.convert import WireError, order_to_wire, report_from_wire
 from ttp.wire.relay import frame_to_wire, orders_from_wire
 from ttp.wire.v1 import controller_pb2 as pb
-from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 log = logging.getLogger("ttp.relay")
 
@@ -102,7 +102,7 @@ class _Threads(concurrent.futures.Executor):
         return future
 
 
-class RelayServer(rpc.ControllerServicer):
+class RelayServer:
     """See the module. Serves ``Attach`` alone, on loopback.
 
     Args:
@@ -121,11 +121,17 @@ class RelayServer(rpc.ControllerServicer):
         self._lock = threading.Lock()
         self._uplinks: dict[str, _Uplink] = {}
         self._server = grpc.server(
-            _Threads(),
+            _Threads(),  # type: ignore[arg-type]  # the stubs ask for a pool; grpc takes any executor
             options=SERVER_OPTIONS,
             interceptors=access.guards(config),
         )
-        rpc.add_ControllerServicer_to_server(self, self._server)
+        attach = grpc.stream_stream_rpc_method_handler(
+            self.attach,
+            request_deserializer=pb.RankReport.FromString,
+            response_serializer=pb.ControllerOrder.SerializeToString,
+        )
+        service = grpc.method_handlers_generic_handler("ttp.wire.v1.Controller", {"Attach": attach})
+        self._server.add_generic_rpc_handlers((service,))
         self.port = tls.add_port(self._server, target(access.LOOPBACK, 0))
         if self.port == 0:
             raise RuntimeError("no port can be had on loopback")
@@ -148,8 +154,8 @@ class RelayServer(rpc.ControllerServicer):
         for uplink in uplinks:
             uplink.abort()
 
-    def Attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:  # noqa: N802
-        """See the proto: what a rank says and hears. Which controller it means is in the metadata."""
+    def attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:
+        """``Attach`` of the proto: what a rank says and hears. Which controller it means is in the metadata."""
         to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
         if not to:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, no controller")
@@ -162,7 +168,7 @@ class RelayServer(rpc.ControllerServicer):
         self._accepted(self.port)
         threading.Thread(target=_read, args=(request_iterator, uplink, local), name="ttp-relay", daemon=True).start()
         try:
-            while isinstance(order := local.orders.get(), _Ended) is False:
+            while not isinstance(order := local.orders.get(), _Ended):
                 yield order_to_wire(ordered(order, local.rank))
             if order.code is not grpc.StatusCode.OK:
                 context.abort(order.code, order.text)
@@ -295,9 +301,10 @@ class _Uplink:
         try:
             for lines, order in orders_from_wire(message):
                 if order is None:
-                    self._inbox.put(lambda lines=tuple(lines): [self._machine.closed(line) for line in lines])  # type: ignore[misc]
+                    for line in lines:
+                        self._inbox.put(functools.partial(self._machine.closed, line))
                 elif isinstance(order, m.Freeze):
-                    self._inbox.put(lambda lines=tuple(lines), order=order: self._machine.told(lines, order))  # type: ignore[misc]
+                    self._inbox.put(functools.partial(self._machine.told, tuple(lines), order))
                 for local in filter(None, map(self._lines.get, lines)):
                     local.orders.put(_Ended() if order is None else order)
         except WireError as problem:

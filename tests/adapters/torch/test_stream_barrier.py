@@ -68,6 +68,20 @@ def test_the_device_waits_for_the_gradients_of_others_and_its_host_does_not() ->
     assert (first.early, second.early) == (0, 0)
 
 
+def test_nobody_goes_on_before_a_device_whose_host_is_far_ahead_has_its_gradient() -> None:
+    first, second = ranks(2)
+    warm(first, second)
+    first.device.hang()  # in front of its backward pass
+    first.step()
+    first.step()
+    second.step()
+    assert second.wait_held(4)
+    time.sleep(0.05)
+    assert not first.barrier.held(4) and second.wait_version(3)
+    first.device.release()
+    assert second.wait_version(4) and first.wait_version(4) and not second.early
+
+
 def test_a_host_is_only_so_far_ahead() -> None:
     first, second = ranks(2)
     warm(first, second)
