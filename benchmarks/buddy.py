@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import statistics
 import tempfile
 import time
@@ -15,7 +14,7 @@ import torch
 from torch import nn
 
 from benchmarks.result import Result, median_of, time_us
-from benchmarks.world import controller, scratch
+from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.api import wrap_optimizer
 from ttp.config import Config
@@ -35,26 +34,17 @@ ROUNDS = 4
 def run(quick: bool) -> list[Result]:
     """One rank that trains, another process that takes its copies; copies are on and off in alternating blocks."""
     with scratch() as directory, tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
-        (directory / "run").mkdir()
         ours, theirs = multiprocessing.Pipe()
         buddy = multiprocessing.get_context("spawn").Process(target=_take, args=(theirs, memory), daemon=True)
         buddy.start()
-        with controller(directory / "run") as (port, _, _):
-            os.environ |= {
-                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "TTP_PORT": str(port),
-                "TTP_RUN_DIR": str(directory / "run"), "TTP_LOG": "ERROR", "TTP_BUDDY_EVERY": str(EVERY),
-            }  # fmt: skip
+        with protected(directory, TTP_BUDDY_EVERY=str(EVERY)) as save_dir:
             try:
                 address = f"127.0.0.1:{ours.recv()}"
                 results = []
                 for megabytes in (16,) if quick else (16, 128):
-                    results += _measure(
-                        str(directory / "checkpoints"), address, megabytes, *((1, 1) if quick else (8, ROUNDS))
-                    )
+                    results += _measure(save_dir, address, megabytes, *((1, 1) if quick else (8, ROUNDS)))
                 return results
             finally:
-                for name in [n for n in os.environ if n.startswith("TTP_")]:
-                    del os.environ[name]
                 buddy.kill()
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from benchmarks import rescue
 from benchmarks.result import Result
 from benchmarks.save import BLOCK
-from benchmarks.world import controller, ranks, scratch, wait_for
+from benchmarks.world import controller, protected, ranks, scratch, wait_for
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.api import wrap_optimizer
@@ -59,18 +59,8 @@ def run(quick: bool, device: str = "cuda") -> list[Result]:
 
 
 def _steps(device: torch.device, target_ms: float, blocks: int) -> list[Result]:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, _, _):
-            os.environ |= {
-                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_LOG": "ERROR",
-            }  # fmt: skip
-            try:
-                return _on_and_off(device, target_ms, blocks, str(directory / "checkpoints"))
-            finally:
-                for name in [n for n in os.environ if n.startswith("TTP_")]:
-                    del os.environ[name]
+    with scratch() as directory, protected(directory) as save_dir:
+        return _on_and_off(device, target_ms, blocks, save_dir)
 
 
 def _on_and_off(device: torch.device, target_ms: float, blocks: int, save_dir: str) -> list[Result]:

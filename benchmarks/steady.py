@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from benchmarks.result import Result, median_of, time_us
-from benchmarks.world import controller, scratch
+from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.api import wrap_optimizer
@@ -100,18 +99,8 @@ def run(quick: bool) -> list[Result]:
 
 
 def _protected(job: Job, quick: bool) -> list[Result]:
-    with scratch() as directory:
-        (directory / "run").mkdir()
-        with controller(directory / "run") as (port, _, _):
-            os.environ |= {
-                "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
-                "TTP_PORT": str(port), "TTP_RUN_DIR": str(directory / "run"), "TTP_LOG": "ERROR",
-            }  # fmt: skip
-            try:
-                return measure(job, str(directory / "checkpoints"), *((2, 3) if quick else (60, BLOCK_STEPS)))
-            finally:
-                for name in [n for n in os.environ if n.startswith("TTP_")]:
-                    del os.environ[name]
+    with scratch() as directory, protected(directory) as save_dir:
+        return measure(job, save_dir, *((2, 3) if quick else (60, BLOCK_STEPS)))
 
 
 def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:

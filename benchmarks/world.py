@@ -90,6 +90,20 @@ def train(module: str, arguments: list[str], world_size: int, port: int, directo
     return [(text.strip().splitlines() or [""])[-1] for text in said]
 
 
+@contextlib.contextmanager
+def protected(directory: Path, **settings: str) -> Iterator[str]:
+    """This process is the one rank of a job that has a controller, with more ``settings``. Gives its ``save_dir``."""
+    (directory / "run").mkdir()
+    before = dict(os.environ)
+    with controller(directory / "run") as (port, _, _):
+        os.environ |= _environment(0, 1, port, directory) | settings
+        try:
+            yield str(directory / "checkpoints")
+        finally:
+            os.environ.clear()
+            os.environ |= before
+
+
 def _environment(rank: int, world_size: int, port: int, directory: Path) -> dict[str, str]:
     return {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
         "RANK": str(rank),

@@ -190,19 +190,19 @@ def register(
     path = Path(directory)
     if current.enabled:
         restart = RankEnv.from_env().launch > 0
-        with _refused_everywhere(getattr(adapter, "refused", None)):
+        with _refused_everywhere(adapter.refused):
             path = check_places(directory, current.config.fallback_dir, restart=restart)
             nccl.check(current.config)
     current.register(adapter, path.absolute(), layout, buddy=buddy)
 
 
 @contextlib.contextmanager
-def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None] | None) -> Iterator[None]:
+def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None]) -> Iterator[None]:
     """What is wrong here, maybe on this rank alone, is said to the others: they would wait for it to join them."""
     try:
         yield
     except (ConfigError, UsageError) as problem:
-        if tell is not None and session.current().enabled:
+        if session.current().enabled:
             tell(problem, RankEnv.from_env().world_size)
         raise
 

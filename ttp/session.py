@@ -40,6 +40,9 @@ class Adapter(Protocol):
     def source(self) -> StateSource:
         """What the processor saves from."""
 
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """This rank gets no further than its registration: tell the others why, who may wait for it in ``layout``."""
+
     def layout(self, world_size: int) -> Layout:
         """The replica groups of the wrapped objects."""
 

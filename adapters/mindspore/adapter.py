@@ -23,7 +23,7 @@ from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.core.agreement import agree
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, RestoreView
-from ttp.errors import UsageError
+from ttp.errors import ConfigError, UsageError
 from ttp.launch.standby import own_address
 from ttp.store.manifest import Manifest
 from ttp.store.names import parse_checkpoint_name
@@ -237,6 +237,9 @@ class MindSporeAdapter:
     def _here(self, version: int) -> Position:
         """Without ``Model.train`` an update is a step."""
         return self.position if self._driven else Position(step=version)
+
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """Ranks of MindSpore wait for nobody before they join; the launcher sees this one's exit code."""
 
     # --------------------------------------------------------------------------------------------------- restoring
 

@@ -23,6 +23,9 @@ from ttp.adapters.torch.hyperparameters import Hyperparameters
 from ttp.adapters.torch.no_sync import NoSync
 from ttp.processor.pages import Page, PageWriter, read_page
 
+streams: Any = numpy.random
+"""Not every numpy says the types of what is used here."""
+
 LARGE = (64 << 10) // 4
 """Floats of an array that is kept apart."""
 
@@ -111,7 +114,7 @@ def _appears(model: Any) -> None:
 
 
 def _another_bit_generator(_model: Any) -> None:
-    numpy.random.set_bit_generator(numpy.random.MT19937(int(numpy.random.randint(1 << 30))))
+    streams.set_bit_generator(numpy.random.MT19937(int(numpy.random.randint(1 << 30))))
 
 
 class TestImage:
@@ -137,7 +140,7 @@ class TestImage:
     def test_it_is_what_a_fresh_one_takes(self, page: PageWriter, tmp_path: Path, what: str, when: int) -> None:
         model, counting = nn.BatchNorm1d(4), Counting(n=0, text="")
         capture = LocalCapture(model, ExtraState(counting), page=page)
-        generator = numpy.random.get_bit_generator()
+        generator = streams.get_bit_generator()
         try:
             for version in range(1, 14):
                 for final in (False, True):
@@ -150,7 +153,7 @@ class TestImage:
                     assert self.image(page, version) == self.image(fresh, version), (version, final)
                     fresh.close(unlink=True)
         finally:
-            numpy.random.set_bit_generator(generator)
+            streams.set_bit_generator(generator)
 
     def image(self, page: PageWriter, version: int) -> bytes:
         found = read_page(page.path.parent, 0, version, 0)
