@@ -238,6 +238,7 @@ def test_damage_that_one_rank_finds_in_its_share_is_damage_for_all(solo: Run, ch
     assert sorted(found) == sorted(trusting) == [False, True] and found != trusting, said
 
 
+@pytest.mark.slow
 def test_a_launcher_that_says_one_local_rank_to_all_hides_no_damage(
     solo: Run, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -50,33 +50,28 @@ def assert_saved_and_identical(job: Job, unbroken: Unbroken, dead: list[set[int]
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize(
-    ("launcher", "phases"),
+    ("launcher", "ranks", "phases"),
     [
-        pytest.param("ttp", SOME_PHASES, marks=pytest.mark.xdist_group("ttp"), id="ttp"),
-        pytest.param("ttp", PHASES, marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow], id="ttp-all"),
-        pytest.param("torchrun", ["backward"], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
+        pytest.param("ttp", 3, SOME_PHASES, marks=pytest.mark.xdist_group("ttp"), id="ttp"),
+        pytest.param("ttp", 4, PHASES, marks=[pytest.mark.xdist_group("ttp"), pytest.mark.slow], id="ttp-all"),
+        pytest.param("torchrun", 3, [], marks=pytest.mark.xdist_group("torchrun"), id="torchrun"),
         pytest.param(
-            "torchrun", PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
+            "torchrun", 4, PHASES, marks=[pytest.mark.xdist_group("torchrun"), pytest.mark.slow], id="torchrun-all"
         ),
     ],
 )
 def test_sigkill_of_any_rank_in_every_phase(
-    make_job: MakeJob, unbroken: Unbroken, launcher: str, phases: list[str]
+    make_job: MakeJob, unbroken: Unbroken, launcher: str, ranks: int, phases: list[str]
 ) -> None:
-    """The last fault takes three of the four ranks at once."""
-    lost = [{i % 4} for i in range(len(phases))] + [{0, 1, 3}]
+    """The last fault takes all ranks but one at once."""
+    lost = [{i % ranks} for i in range(len(phases))] + [set(range(ranks)) - {2}]
+    kill = {"action": "kill", "together": True}
     faults = [
-        {
-            "id": f"kill{i}",
-            "ranks": sorted(ranks),
-            "step": 2 + 3 * i,
-            "phase": phase,
-            "action": "kill",
-            "together": True,
-        }
-        for i, (ranks, phase) in enumerate(zip(lost, [*phases, "scheduled"], strict=True))
+        kill | {"id": f"kill{i}", "ranks": sorted(these), "step": 2 + 3 * i, "phase": phase}
+        for i, (these, phase) in enumerate(zip(lost, [*phases, "scheduled"], strict=True))
     ]
-    job = make_job(launcher=launcher, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults)
+    steps = 3 * len(faults) + 3
+    job = make_job(launcher=launcher, ranks=ranks, steps=steps, max_restarts=len(faults), faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert_saved_and_identical(job, unbroken, lost)
 
@@ -86,17 +81,17 @@ def test_sigkill_of_any_rank_in_every_phase(
 def test_an_exception_in_one_rank(make_job: MakeJob, unbroken: Unbroken, launcher: str) -> None:
     """In the loss, in the optimizer's step: there the rank is torn and another one saves."""
     faults = [
-        {"id": f"raise{i}", "rank": i + 1, "step": 3 + 4 * i, "phase": phase, "action": "raise"}
+        {"id": f"raise{i}", "rank": 1 - i, "step": 3 + 4 * i, "phase": phase, "action": "raise"}
         for i, phase in enumerate(["loss", "in_step"])
     ]
-    job = make_job(launcher=launcher, ranks=3, steps=12, max_restarts=2, faults=faults)
+    job = make_job(launcher=launcher, ranks=2, steps=12, max_restarts=2, faults=faults)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
-    assert_saved_and_identical(job, unbroken, [set(), {2}])
+    assert_saved_and_identical(job, unbroken, [set(), {0}])
     causes = [next(e["text"] for e in events if e.get("evidence") == "exception") for events in job.incidents()]
     assert all("ValueError: a wrong turn in the training loop" in cause for cause in causes)
     torn = job.incidents()[1]
-    assert any(e["kind"] == "answer" and e["rank"] == 2 and e["phase"] == "torn" for e in torn)
-    assert all(2 not in e["savers"].values() for e in torn if e["kind"] == "plan")
+    assert any(e["kind"] == "answer" and e["rank"] == 0 and e["phase"] == "torn" for e in torn)
+    assert all(0 not in e["savers"].values() for e in torn if e["kind"] == "plan")
 
 
 @pytest.mark.slow

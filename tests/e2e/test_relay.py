@@ -59,6 +59,7 @@ def test_a_relay_that_is_a_rank(tmp_path: Path, victim: int) -> None:
     assert_saved_and_resumed(job, {victim}, tmp_path)
 
 
+@pytest.mark.slow
 def test_a_relay_that_is_a_rank_dies_while_the_job_is_saved(tmp_path: Path) -> None:
     """Rank 1 is lost; when the plan is made, rank 2 is killed: a saver, and the relay of another one."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(1)])

@@ -24,6 +24,7 @@ def verdict(job: Job) -> tuple[str, int]:
     return done.stdout.strip(), done.returncode
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(4 * WAIT_S)
 @pytest.mark.xdist_group("ttp")
 def test_two_launchers_that_saw_different_things_say_the_same(make_job: Callable[..., Job]) -> None:

@@ -116,6 +116,7 @@ def test_a_static_graph_is_exact_from_its_second_version_on_and_restore_says_so(
     assert "no bucket layout" in runs.resumed(1)["notes"][0]
 
 
+@pytest.mark.slow
 def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buckets: Runs, tmp_path: Path) -> None:
     with started(tmp_path, "hung", steps=STEPS, hang_at=5, save_to=str(tmp_path), **SMALL_BUCKETS) as ranks:
         said, _ = ranks[0].communicate(timeout=TIMEOUT_S)
