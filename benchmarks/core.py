@@ -11,6 +11,7 @@ from ttp.core import messages as m
 from ttp.core.controller_machine import ControllerMachine
 from ttp.core.decide import Answer, Plan, decide
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layouts import in_parts
 from ttp.processor.gate import Gate
 
 
@@ -69,11 +70,16 @@ def freeze_and_decide(ranks: int) -> Result:
 def _formed(ranks: int) -> ControllerMachine:
     machine = ControllerMachine(ce.Patience(), lambda n: f"i{n}", 0.0)
     layout = Layout.data_parallel(ranks)
+    parts = in_parts(layout)
     for rank in range(ranks):
         hello = m.Hello(
             Rank(rank), m.PROTOCOL_MAJOR, m.PROTOCOL_MINOR, "bench", "job", 0, 0, f"n{rank}", ranks, layout.digest,
             f"host{rank // 8}", 1000 + rank, rank % 8, "", "bench", Version(0), m.Phase.IDLE, Version(0), 0,
             "", False, False,
         )  # fmt: skip
-        machine.on_event(ce.Received(ce.ConnectionId(rank + 1), hello), 0.0)
+        for action in machine.on_event(ce.Received(ce.ConnectionId(rank + 1), hello), 0.0):
+            if isinstance(action, ce.Send) and isinstance(action.order, m.TellLayout):
+                for index, groups in enumerate(parts):
+                    part = m.LayoutPart(Rank(rank), layout.digest, index, len(parts), groups)
+                    machine.on_event(ce.Received(ce.ConnectionId(rank + 1), part), 0.0)
     return machine

@@ -109,7 +109,8 @@ def _opened_ms(gib: float, launcher: bool) -> float:
             controller(directory / "run") as (port, service, _),
             ranks(2, port, directory, 1, gib) as processes,
         ):
-            reporter, watch = FaultReporter("127.0.0.1", port, ""), SentinelWatch(directory / "run")
+            home = f"127.0.0.1:{port}"
+            reporter, watch = FaultReporter(lambda: [home], home, ""), SentinelWatch(directory / "run")
             pids = {rank: process.pid for rank, process in processes.items()}
             if launcher:
                 watch.watch(pids, lambda rank, pid: reporter.exited(rank, pid, REASON))

@@ -153,6 +153,7 @@ class Job:
     def rank_pids(self) -> dict[int, int]:
         """Pid of every rank, as the controller knows them."""
         done = self.ttp("status", "--json")
+        assert done.returncode == 0, done.stderr + self.story()
         return {r["rank"]: r["pid"] for r in json.loads(done.stdout)["ranks"]}
 
     def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:

@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ttp.core.layout import Version
 from ttp.store.catalog import scan
 from ttp.store.choice import look_back
+from ttp.store.commit import tidy
+from ttp.store.names import checkpoint_name
 from ttp.store.writable import check_writable
 from ttp.testing.bad_disk import BadDisk, Rule
 from ttp.testing.crash import Disk, Line, Loss, Tree, build, fingerprint
@@ -37,7 +40,7 @@ LOSSES = [(loss, 0) for loss in Loss if loss is not Loss.SOME] + [(Loss.SOME, se
 
 @pytest.fixture
 def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule, ...]) -> Sequence[Line]:
-    """What the kernel was asked: a new save_dir, old checkpoints, then a save and a commit that removes one of them."""
+    """What the kernel was asked: a new save_dir, old checkpoints, then a save, a commit, and one of the old removed."""
     on_disk = type(world)(bad_disk.mountpoint / "checkpoints")
     check_writable(str(on_disk.save_dir))
     for version in (6, 8):
@@ -50,8 +53,9 @@ def recorded(world: World, bad_disk: BadDisk, occupied: bool, lacks: tuple[Rule,
     bad_disk.mark("begin")
     on_disk.save(12)
     bad_disk.mark("saved")
-    on_disk.finish(12, keep=2)
+    on_disk.finish(12)
     bad_disk.mark("committed")
+    assert tidy(on_disk.save_dir, 2, checkpoint_name(Version(12)), verified=False)
     return bad_disk.journal()
 
 
@@ -71,7 +75,7 @@ def outcomes(recorded: Sequence[Line]) -> Iterator[tuple[Tree, int, bool]]:
     """Each different disk that a cut may leave, the line before the cut, and whether success had been declared."""
     begin, end = recorded.index(["mark", "begin"]), recorded.index(["mark", "committed"])
     known: set[tuple[bool, int]] = set()
-    for cut in range(begin, end + 2):
+    for cut in range(begin, len(recorded) + 1):
         disk = Disk(recorded[:cut])
         for loss, seed in LOSSES:
             tree = disk.after(loss, seed)

@@ -170,6 +170,8 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "opened": _opened,
     "evidence": _evidence,
     "retracted": lambda f: f"rank {f.get('rank')} is back ({f.get('evidence')} no longer holds)",
+    "heard_again": lambda f: f"host {f.get('host')} is heard again (ranks {f.get('ranks')})",
+    "wrong": lambda f: f"wrong: {f.get('text')}",
     "plan": _plan,
     "misfit": lambda f: f"replicas of {_listed(_texts(f.get('shards')))} cut it in different ways: it is written whole",
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",

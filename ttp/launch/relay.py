@@ -34,6 +34,7 @@ from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub, targe
 from ttp.wire.convert import WireError, order_to_wire, report_from_wire
 from ttp.wire.relay import frame_to_wire, orders_from_wire
 from ttp.wire.v1 import controller_pb2 as pb
+from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 log = logging.getLogger("ttp.relay")
 
@@ -102,7 +103,7 @@ class _Threads(concurrent.futures.Executor):
         return future
 
 
-class RelayServer:
+class RelayServer(rpc.ControllerServicer):
     """See the module. Serves ``Attach`` alone, on loopback.
 
     Args:
@@ -125,13 +126,7 @@ class RelayServer:
             options=SERVER_OPTIONS,
             interceptors=access.guards(config),
         )
-        attach = grpc.stream_stream_rpc_method_handler(
-            self.attach,
-            request_deserializer=pb.RankReport.FromString,
-            response_serializer=pb.ControllerOrder.SerializeToString,
-        )
-        service = grpc.method_handlers_generic_handler("ttp.wire.v1.Controller", {"Attach": attach})
-        self._server.add_generic_rpc_handlers((service,))
+        rpc.add_ControllerServicer_to_server(self, self._server)
         self.port = tls.add_port(self._server, target(access.LOOPBACK, 0))
         if self.port == 0:
             raise RuntimeError("no port can be had on loopback")
@@ -154,8 +149,14 @@ class RelayServer:
         for uplink in uplinks:
             uplink.abort()
 
-    def attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:
-        """``Attach`` of the proto: what a rank says and hears. Which controller it means is in the metadata."""
+    def _not_here(self, request: Any, context: Any) -> Any:
+        context.abort(grpc.StatusCode.UNIMPLEMENTED, "this is a relay, no controller")
+
+    Relay: Any = _not_here
+    GetStatus = WatchEvents = ReportFault = SaveNow = GetVerdict = _not_here
+
+    def Attach(self, request_iterator: Iterator[pb.RankReport], context: Any) -> Iterator[pb.ControllerOrder]:  # noqa: N802
+        """See the proto: what a rank says and hears. Which controller it means is in the metadata."""
         to = str(dict(context.invocation_metadata()).get(TO_KEY, ""))
         if not to:
             context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"{TO_KEY} is missing: this is a relay, no controller")

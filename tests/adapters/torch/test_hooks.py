@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.hooked import Job  # noqa: E402
+from ttp.adapters.torch import hooks  # noqa: E402
 from ttp.adapters.torch.hooks import EVALUATING, Calls, attach, gradient_triggers  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
@@ -269,6 +270,7 @@ class TestMarks:
     def test_a_model_that_is_being_compiled_is_not_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         job = Job(scheduler=exponential)
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+        monkeypatch.setattr(hooks, "_is_compiling", lambda: True)
         job.backward()
         assert job.mark == 1, "the backward pass alone"
 

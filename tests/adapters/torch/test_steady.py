@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
+from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -173,8 +174,12 @@ class TestImage:
 
 
 class TestCalls:
-    def test_a_step_takes_few_calls(self) -> None:
+    def test_a_step_takes_few_calls(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Of functions of ttp, a schedule included; without a capture, which has none of its own here."""
+        of_all = (torch.nn.modules.module, sys.modules["torch.optim.optimizer"])
+        for module in of_all:  # that jobs of other tests have left
+            for name in [n for n in vars(module) if n.startswith("_global_") and n.endswith("_hooks")]:
+                monkeypatch.setattr(module, name, OrderedDict())
         job = Job(scheduler=lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
         called: list[str] = []
 
