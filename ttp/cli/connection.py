@@ -210,7 +210,7 @@ def _reigning(where: Where) -> Where:
 
     if len(where.around) < 2:
         return where
-    found = reigning(where.around, where.token)
+    found = reigning(where.around, where.token, ANSWER_S)  # one that is busy with an incident answers late
     if found is None:
         raise UnreachableError(
             f"no controller of this job answers, neither the first one nor any that stood by: "
