@@ -30,6 +30,7 @@ PRELOAD = [
     "torch.distributed.tensor.parallel",
     "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed.optim",
+    "torch._dynamo",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.replicated_optimizer",
 ]
