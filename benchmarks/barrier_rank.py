@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ttp.adapters.torch.barrier import UpdateBarrier
+from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.core.messages import FaultKind
-from ttp.processor.gate import Gate
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.gate.gate import Gate
+from ttp.processor.liveness.sentinel import Sentinel
 
 
 class Processor:

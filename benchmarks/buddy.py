@@ -20,10 +20,10 @@ from ttp.api import wrap_optimizer
 from ttp.config import Config
 from ttp.core.layout import Rank
 from ttp.core.messages import CopyTo
-from ttp.core.processor_events import CopyMade
-from ttp.processor.copies import CopyStore
-from ttp.processor.copy_wire import Receiver
-from ttp.processor.copying import Copying
+from ttp.core.rank.events import CopyMade
+from ttp.processor.copies.copier import Copying
+from ttp.processor.copies.store import CopyStore
+from ttp.processor.copies.transfer import Receiver
 
 STEP_S = 0.05
 EVERY = 10

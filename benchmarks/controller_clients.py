@@ -16,9 +16,9 @@ from typing import Any
 import grpc.aio
 
 from ttp.core import messages as m
+from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
-from ttp.core.layouts import in_parts
 from ttp.core.relay import LineId, Relay, ordered
 from ttp.wire.channel import CLIENT_OPTIONS
 from ttp.wire.convert import order_from_wire, report_to_wire

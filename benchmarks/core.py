@@ -6,13 +6,13 @@ import statistics
 import time
 
 from benchmarks.result import Result, median_of
-from ttp.core import controller_events as ce
 from ttp.core import messages as m
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller import events as ce
+from ttp.core.controller.layout_exchange import in_parts
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import Answer, Plan, decide
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layouts import in_parts
-from ttp.processor.gate import Gate
+from ttp.processor.gate.gate import Gate
 
 
 def run(quick: bool) -> list[Result]:
@@ -68,7 +68,7 @@ def freeze_and_decide(ranks: int) -> Result:
 
 
 def _formed(ranks: int) -> ControllerMachine:
-    machine = ControllerMachine(ce.Patience(), lambda n: f"i{n}", 0.0)
+    machine = ControllerMachine(ce.ControllerTimeouts(), lambda n: f"i{n}", 0.0)
     layout = Layout.data_parallel(ranks)
     parts = in_parts(layout)
     for rank in range(ranks):

@@ -18,8 +18,8 @@ from benchmarks.result import Result, median_of
 from benchmarks.world import controller, ranks, scratch, wait_for
 from ttp.launch.fault_report import FaultReporter
 from ttp.launch.sentinel_watch import SentinelWatch
-from ttp.processor.lookout import REASON
-from ttp.processor.neighbours import Neighbours
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
@@ -70,7 +70,7 @@ def _witnessed(gib: float) -> Times:
             connection, _ = server.accept()
             connection.recv(1)
             told = threading.Event()
-            ring = Neighbours(directory, 0, 1, lambda *_: told.set())
+            ring = PeerWatcher(directory, 0, 1, lambda *_: told.set())
             ring.start()
             waits = {"sentinel": told.wait, "socket": lambda: _end_of(connection), "pidfd": lambda: _end(victim.pid)}
             threads = [threading.Thread(target=_note, args=(times, *item)) for item in waits.items()]

@@ -27,7 +27,7 @@ from torch.optim import AdamW
 import ttp
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer
+from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 
 WIDTH, BATCH, LAYERS = 512, 32, 4
 Step = Callable[[], object]

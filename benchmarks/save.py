@@ -22,8 +22,8 @@ from torch import nn
 from benchmarks import write_paths
 from benchmarks.result import Result
 from benchmarks.world import scratch
-from ttp.adapters.torch.checkpoint import write_shard
-from ttp.adapters.torch.dealing import Share
+from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.stripe_plan import Share
 from ttp.core import stripes
 from ttp.core.layout import REPLICATED, Rank
 

@@ -10,7 +10,7 @@ import socket
 import sys
 from pathlib import Path
 
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.liveness.sentinel import Sentinel
 
 
 def main(directory: Path, rank: int, port: int, gib: float) -> None:

@@ -20,7 +20,7 @@ from ttp.controller.driver import Driver
 from ttp.controller.journal import Journal
 from ttp.controller.log_output import written_aside
 from ttp.controller.service import start_server, stop_server
-from ttp.core.controller_events import Patience
+from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.controller_process import port_owner
 from ttp.wire.access import listening_address
@@ -71,9 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return asyncio.run(serve(config, args, port))
 
 
-def patience_of(config: Config, args: argparse.Namespace) -> Patience:
+def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
     """How long it waits for what. One that stands by may be needed by nobody for weeks; a rank is not waited for so."""
-    return Patience(
+    return ControllerTimeouts(
         answer_s=config.answer_patience_s,
         freeze_s=config.freeze_patience_s,
         grace_s=config.reconnect_grace_s,

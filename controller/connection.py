@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from ttp.core import messages as m
-from ttp.core.controller_events import ConnectionId
+from ttp.core.controller.events import ConnectionId
 from ttp.core.layout import Rank
 
 ORDERS_MAX = 10_000

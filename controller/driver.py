@@ -17,9 +17,9 @@ from typing import TypeVar
 from ttp.controller.connection import Connection, Peer
 from ttp.controller.journal import Journal
 from ttp.controller.sockets import Sockets
-from ttp.core import controller_events as ce
 from ttp.core import messages as m
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller import events as ce
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import ManagerCall, Notice
 from ttp.store.history import HISTORY_KINDS
@@ -79,7 +79,7 @@ class Driver:
         port: where it will listen.
     """
 
-    def __init__(self, patience: ce.Patience, journal: Journal, host: str = "", port: int = 0) -> None:
+    def __init__(self, patience: ce.ControllerTimeouts, journal: Journal, host: str = "", port: int = 0) -> None:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port)
         self.stopped = asyncio.Event()
         self.closed = False

@@ -10,8 +10,8 @@ import grpc
 
 from ttp.controller.connection import ORDERS_MAX
 from ttp.controller.driver import Driver
-from ttp.core import controller_events as ce
 from ttp.core import messages as m
+from ttp.core.controller import events as ce
 from ttp.core.layout import Rank
 from ttp.core.relay import LineId, Unfolded, folded
 from ttp.wire.convert import WireError
@@ -21,7 +21,7 @@ from ttp.wire.v1 import controller_pb2 as pb
 log = logging.getLogger("ttp.controller")
 
 
-class Line:
+class RelayedStream:
     """One rank behind a relay; see ``Peer``.
 
     Args:
@@ -68,7 +68,7 @@ class RelayLink:
         self.peer = peer
         self._driver, self._cancel = driver, cancel
         self._unfolded = Unfolded()
-        self._lines: dict[LineId, Line] = {}
+        self._lines: dict[LineId, RelayedStream] = {}
         self._orders: list[tuple[LineId, m.Order | None]] = []
         self._wake = asyncio.Event()
         self._over = False
@@ -109,10 +109,10 @@ class RelayLink:
             if not known.closing:
                 yield ce.Received(known.id, report)
 
-    def _open(self, line: LineId) -> Line:
+    def _open(self, line: LineId) -> RelayedStream:
         if len(self._lines) >= LINES_MAX:
             raise WireError(f"more than {LINES_MAX} ranks")
-        opened = self._driver.admit(lambda id: Line(id, line, self))
+        opened = self._driver.admit(lambda id: RelayedStream(id, line, self))
         self._lines[line] = opened
         return opened
 
@@ -132,13 +132,13 @@ class RelayLink:
         self._wake.set()
         return True
 
-    def end(self, line: Line) -> None:
+    def end(self, line: RelayedStream) -> None:
         """Nothing follows for this line."""
         self._orders.append((line.line, None))
         self._wake.set()
         asyncio.get_running_loop().call_soon(self._ended, line)
 
-    def _ended(self, line: Line) -> None:
+    def _ended(self, line: RelayedStream) -> None:
         if self._lines.get(line.line) is line:
             del self._lines[line.line]
         self._unfolded.closed(line.line)

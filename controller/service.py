@@ -24,10 +24,10 @@ from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.controller.relay_link import RelayLink
 from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
 from ttp.controller.rounds_service import ManagerService
-from ttp.core import controller_events as ce
 from ttp.core import messages as m
-from ttp.core.accusation import who_is_meant
-from ttp.core.incident import Incident
+from ttp.core.controller import events as ce
+from ttp.core.controller.accusation import who_is_meant
+from ttp.core.controller.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.errors import EXIT_BAD_CONFIG
 from ttp.wire import limits, tls

@@ -221,7 +221,7 @@ def _adapter_for(
     families = _families(optimizer)
     if "torch" in families:
         from ttp.adapters.torch.adapter import TorchAdapter
-        from ttp.adapters.torch.exchange import refuse_everywhere
+        from ttp.adapters.torch.sharding.exchange import refuse_everywhere
 
         if model is None:
             raise UsageError("wrap_optimizer() needs model=: the module whose parameters this optimizer updates")

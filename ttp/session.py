@@ -25,8 +25,8 @@ from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
+    from ttp.processor.liveness.signals import Preemption
     from ttp.processor.processor import Processor
-    from ttp.processor.signals import Preemption
     from ttp.store.choice import Found
     from ttp.store.share import Share
 
@@ -126,8 +126,8 @@ class Session:
             ConfigError: the job has several hosts and no token; or the run directory is not this user's.
         """
         from ttp.launch.admission import admitted, spans_hosts
+        from ttp.processor.liveness.signals import Preemption
         from ttp.processor.processor import Processor
-        from ttp.processor.signals import Preemption
 
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
@@ -294,7 +294,7 @@ class Session:
         return found, chosen
 
     def _look_back(self, share: Callable[[Path], Share], *, older: bool = False, told: Found | None = None) -> Found:
-        from ttp.core.agreement import is_fallback_note
+        from ttp.core.restore_choice import is_fallback_note
         from ttp.store.choice import look_back
 
         assert self.save_dir is not None

@@ -10,29 +10,29 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ttp.adapters.megatron.announce import announce
 from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
-from ttp.adapters.megatron.outline import outline_text
 from ttp.adapters.megatron.param_sync import ParamSyncs
+from ttp.adapters.megatron.rank_layout import outline_text
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
+from ttp.adapters.megatron.replica_groups import announce
 from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
 from ttp.adapters.megatron.source import Held, MegatronSource
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.barrier import UpdateBarrier
-from ttp.adapters.torch.capture import LocalCapture
-from ttp.adapters.torch.combined import combined
-from ttp.adapters.torch.device import devices_of
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import Calls, attach
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.preimage import PreImage
-from ttp.adapters.torch.reporting import DeviceReporter
-from ttp.adapters.torch.restore import Restored
-from ttp.adapters.torch.tail import Tail
+from ttp.adapters.torch.device.accelerator import devices_of
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.barrier import UpdateBarrier
+from ttp.adapters.torch.loop.combined_optimizer import combined
+from ttp.adapters.torch.loop.hooks import Calls, attach
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.restoring.restore import Restored
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Layout, Version
 from ttp.errors import ConfigError, UsageError
 from ttp.store.manifest import Manifest

@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.megatron.geometry import Tile
-from ttp.adapters.megatron.outline import Outline
+from ttp.adapters.megatron.rank_layout import RankLayout
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.megatron.stored import Stored, whole_tile
 from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
-from ttp.adapters.torch.table import left_out_of
+from ttp.adapters.torch.saving.piece_index import left_out_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def read_megatron(path: Path) -> Contents:
     )
 
 
-def _weights(stored: Stored, outlines: Iterable[Outline]) -> tuple[dict[str, Weight], list[str]]:
+def _weights(stored: Stored, outlines: Iterable[RankLayout]) -> tuple[dict[str, Weight], list[str]]:
     """By name, sorted; and the names under which several layers or experts are one tensor."""
     found: dict[str, Weight] = {}
     stacked: dict[str, None] = {}
@@ -102,7 +102,7 @@ def _order(name: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in name.split("."))
 
 
-def _groups_of(outline: Outline) -> dict[int, tuple[str, int]]:
+def _groups_of(outline: RankLayout) -> dict[int, tuple[str, int]]:
     return {
         number: (optimizer.kind, group)
         for optimizer in outline.optimizers

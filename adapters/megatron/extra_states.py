@@ -16,9 +16,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ttp.adapters.torch.leaves import dump
-from ttp.adapters.torch.reader import read_value
-from ttp.adapters.torch.table import Item
+from ttp.adapters.torch.restoring.reader import read_value
+from ttp.adapters.torch.saving.flatten_state import dump
+from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.errors import CheckpointError, ConfigError
 
 log = logging.getLogger("ttp.adapters.megatron")
@@ -89,7 +89,7 @@ class ExtraStates:
         states = {} if known is None else self._kept[known]
         return {key: (states.get(key),) for key in self._owners if key in self._written}
 
-    def restore(self, path: Path, saved: Mapping[str, Sequence[Item]]) -> list[str]:
+    def restore(self, path: Path, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
         """Give every module its state back. Returns notes on what could not be.
 
         Raises:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.megatron.boxes import Box, boxes
-from ttp.adapters.torch.checkpoint import Chunk
+from ttp.adapters.megatron.local_chunks import LocalChunk, boxes
+from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.errors import ConfigError
 
 _EXTRA_STATE = "_extra_state"
@@ -40,7 +40,7 @@ class Part:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    box: Box
+    box: LocalChunk
     flexible: bool
 
     def view(self, memory: Tensor, begin: int) -> Tensor:

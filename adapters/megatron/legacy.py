@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.megatron.mapped import Mapped
-from ttp.adapters.megatron.outline import FlatBuffer, LocalOptimizer, Outline, Place, dtype_of
+from ttp.adapters.megatron.rank_layout import FlatBuffer, LocalOptimizer, Place, RankLayout, dtype_of
 from ttp.adapters.megatron.rank_state import STREAMS
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.megatron.stored import Stored
-from ttp.adapters.torch.capture import read_local_state
 from ttp.adapters.torch.convert.contents import digest_of
-from ttp.adapters.torch.rng import streams_of
+from ttp.adapters.torch.local_state.capture import read_local_state
+from ttp.adapters.torch.local_state.rng import streams_of
 from ttp.errors import CheckpointError
 from ttp.store.digest import HashingFile, Progress
 from ttp.store.durable import make_directory, sync_directory, write_durably
@@ -111,7 +111,7 @@ def _publish(draft: Path, target: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
-def _places(stored: Stored) -> dict[Place, list[Outline]]:
+def _places(stored: Stored) -> dict[Place, list[RankLayout]]:
     """The outlines of every place, or the reason why there is no legacy layout."""
     found = stored.outlines()
     problem = next((o.problem for outlines in found.values() for o in outlines if o.problem), "")
@@ -123,7 +123,7 @@ def _places(stored: Stored) -> dict[Place, list[Outline]]:
     return found
 
 
-def _write_place(stored: Stored, outline: Outline, draft: Path, progress: Progress, notes: dict[str, None]) -> int:
+def _write_place(stored: Stored, outline: RankLayout, draft: Path, progress: Progress, notes: dict[str, None]) -> int:
     directory = draft / outline.place.directory
     make_directory(directory)
     tensors = 0
@@ -145,7 +145,7 @@ def _write_place(stored: Stored, outline: Outline, draft: Path, progress: Progre
 # -------------------------------------------------------------------------------------------------- model_optim_rng.pt
 
 
-def _model_file(stored: Stored, outline: Outline, into: Mapped, notes: dict[str, None]) -> dict[str, Any]:
+def _model_file(stored: Stored, outline: RankLayout, into: Mapped, notes: dict[str, None]) -> dict[str, Any]:
     """As Megatron-LM's ``generate_state_dict`` makes it for ``--ckpt-format torch``."""
     job, progress = stored.job, stored.progress
     counters = dict(progress.get("counters", {}))
@@ -173,7 +173,7 @@ def _model_file(stored: Stored, outline: Outline, into: Mapped, notes: dict[str,
     return state
 
 
-def _chunk(stored: Stored, outline: Outline, chunk: Mapping[str, int | str | None], into: Mapped) -> dict[str, Any]:
+def _chunk(stored: Stored, outline: RankLayout, chunk: Mapping[str, int | str | None], into: Mapped) -> dict[str, Any]:
     found: dict[str, Any] = {}
     wanted = []
     for name, what in chunk.items():
@@ -189,7 +189,7 @@ def _chunk(stored: Stored, outline: Outline, chunk: Mapping[str, int | str | Non
 
 def _optimizer(
     stored: Stored,
-    outline: Outline,
+    outline: RankLayout,
     optimizer: LocalOptimizer,
     saved: Mapping[str, Any],
     scaler: Mapping[str, Any] | None,
@@ -215,7 +215,12 @@ def _optimizer(
 
 
 def _plain_optimizer(
-    stored: Stored, outline: Outline, optimizer: LocalOptimizer, groups: list[dict[str, Any]], step: Any, into: Mapped
+    stored: Stored,
+    outline: RankLayout,
+    optimizer: LocalOptimizer,
+    groups: list[dict[str, Any]],
+    step: Any,
+    into: Mapped,
 ) -> dict[str, Any]:
     """As ``torch.optim.Optimizer.state_dict()`` has it: parameters are numbered through the groups."""
     numbers = [number for group in optimizer.groups for number in group]
@@ -231,7 +236,7 @@ def _plain_optimizer(
     return {"state": state, "param_groups": groups}
 
 
-def _read_all(stored: Stored, outline: Outline, numbers: Sequence[int], name: str, into: Mapped) -> list[Tensor]:
+def _read_all(stored: Stored, outline: RankLayout, numbers: Sequence[int], name: str, into: Mapped) -> list[Tensor]:
     """One of the optimizer's tensors for each of these."""
     found = [into.tensor(outline.tensors[number].shape, torch.float32) for number in numbers]
     pairs = zip(found, numbers, strict=True)
@@ -239,7 +244,7 @@ def _read_all(stored: Stored, outline: Outline, numbers: Sequence[int], name: st
     return found
 
 
-def _source(stored: Stored, outline: Outline, number: int, name: str) -> tuple[Sequence[Any], str]:
+def _source(stored: Stored, outline: RankLayout, number: int, name: str) -> tuple[Sequence[Any], str]:
     """Where the elements of an optimizer's tensor are; of a weight that has no fp32 copy, the weight itself."""
     tiles = outline.tensors[number].tiles
     names = _MAIN_KEYS if name in _MAIN_KEYS else (name,)
@@ -269,7 +274,7 @@ def _streams(stored: Stored, rank: int) -> dict[str, Any] | None:
 # ---------------------------------------------------------------------------------------------------- distrib_optim.pt
 
 
-def _optimizer_file(stored: Stored, outline: Outline, into: Mapped) -> Any:
+def _optimizer_file(stored: Stored, outline: RankLayout, into: Mapped) -> Any:
     """As ``DistributedOptimizer.get_parameter_state_dp_zero`` makes it; of a chain a list of these."""
     states = [
         {"buckets_coalesced": True}
@@ -279,7 +284,7 @@ def _optimizer_file(stored: Stored, outline: Outline, into: Mapped) -> Any:
     return states[0] if len(states) == 1 else states
 
 
-def _buffer(stored: Stored, outline: Outline, buffer: FlatBuffer, into: Mapped) -> dict[Any, Any]:
+def _buffer(stored: Stored, outline: RankLayout, buffer: FlatBuffer, into: Mapped) -> dict[Any, Any]:
     found: dict[str, Any] = {}
     for name in ("param", *MOMENTS):
         found[name] = flat = into.tensor((buffer.numel,), torch.float32)
@@ -289,14 +294,14 @@ def _buffer(stored: Stored, outline: Outline, buffer: FlatBuffer, into: Mapped) 
 
 
 def _stretches(
-    stored: Stored, outline: Outline, buffer: FlatBuffer, name: str, flat: Tensor
+    stored: Stored, outline: RankLayout, buffer: FlatBuffer, name: str, flat: Tensor
 ) -> Iterator[tuple[Tensor, Sequence[Any], str]]:
     for number, start in buffer.starts.items():
         target = flat[start : start + _numel(outline, number)]
         yield (target, *_source(stored, outline, number, name))
 
 
-def _numel(outline: Outline, number: int) -> int:
+def _numel(outline: RankLayout, number: int) -> int:
     return int(torch.Size(outline.tensors[number].shape).numel())
 
 

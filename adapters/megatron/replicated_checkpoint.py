@@ -31,7 +31,7 @@ from torch import Tensor
 from ttp import session
 from ttp.adapters.megatron.optimizers import unchained
 from ttp.adapters.megatron.replicated_optimizer import ReplicatedOptimizer
-from ttp.adapters.torch.exchange import gather_bytes
+from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.digest import digest_file
 from ttp.store.durable import make_directory, sync_directory, write_durably

@@ -4,7 +4,7 @@ For programs written for ``mindio_ttp.megatron_ttp.ReplicatedOptimizer``: it is 
 ``DistributedOptimizer``, and takes the same arguments. Gradients are reduced over the whole data-parallel group (let
 ``DistributedDataParallelConfig.use_distributed_optimizer`` be False), the two copies of a shard get the same ones and
 make the same update, and the ranks of a block bring each other the parameters that they updated. Who holds what is
-``ttp.adapters.torch.partition``; where the group is odd the rank that is left over joins the last block.
+``ttp.adapters.torch.sharding.partition``; where the group is odd the rank that is left over joins the last block.
 
 A rank's update is finished when the inner optimizer's ``step()`` is; what the exchange after it writes are parameters
 of other shards, so a rank that dies in it leaves nobody torn.
@@ -25,9 +25,9 @@ from megatron.core.transformer.module import param_is_not_shared
 from torch import Tensor
 
 from ttp.adapters.megatron.rank_state import TrackedStreams
-from ttp.adapters.torch.gather import block_gather
-from ttp.adapters.torch.partition import Placement, assign
-from ttp.adapters.torch.rng import RngState
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.torch.sharding.gather import block_gather
+from ttp.adapters.torch.sharding.partition import Placement, assign
 from ttp.errors import ConfigError
 
 COPIES = 2

@@ -19,9 +19,9 @@ from ttp.adapters.megatron.geometry import Part
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.source import STATE_PREFIX, Held
 from ttp.adapters.megatron.stock import JOB_KEY
-from ttp.adapters.torch.job_state import JobState, read_job_state
-from ttp.adapters.torch.reader import read_value
-from ttp.adapters.torch.table import Item, items_of
+from ttp.adapters.torch.restoring.reader import read_value
+from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 
@@ -67,9 +67,9 @@ def restore_into(path: Path, manifest: Manifest, held: Held) -> JobState:
     return job
 
 
-def items_by_key(manifest: Manifest) -> dict[str, list[Item]]:
+def items_by_key(manifest: Manifest) -> dict[str, list[IndexEntry]]:
     """What there is in a checkpoint."""
-    saved: dict[str, list[Item]] = {}
+    saved: dict[str, list[IndexEntry]] = {}
     for item in items_of(manifest.pieces):
         saved.setdefault(item.key, []).append(item)
     return saved
@@ -96,7 +96,9 @@ def _weights(held: Held) -> Iterable[Want]:
             yield Want(part.key, part, part.view(memory, 0))
 
 
-def _moments(inner: Inner, saved: Mapping[str, Sequence[Item]], wants: list[Want]) -> dict[Tensor, dict[str, Tensor]]:
+def _moments(
+    inner: Inner, saved: Mapping[str, Sequence[IndexEntry]], wants: list[Want]
+) -> dict[Tensor, dict[str, Tensor]]:
     """Room for the optimizer's state of each parameter; what goes there is added to ``wants``."""
     fresh: dict[Tensor, dict[str, Tensor]] = {}
     for holding in inner.holdings:
@@ -113,24 +115,24 @@ def _moments(inner: Inner, saved: Mapping[str, Sequence[Item]], wants: list[Want
     return fresh
 
 
-def _main_key(holding: Holding, saved: Mapping[str, Sequence[Item]]) -> str:
+def _main_key(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> str:
     """Before the name of a parameter that of its fp32 copy; nothing: the weight itself is all there is."""
     names = (f"{STATE_PREFIX}{key}." for key in _MAIN_KEYS)
     return next((name for name in names if name + holding.described.tiles[0].key in saved), "")
 
 
-def _state_names(holding: Holding, saved: Mapping[str, Sequence[Item]]) -> list[str]:
+def _state_names(holding: Holding, saved: Mapping[str, Sequence[IndexEntry]]) -> list[str]:
     """What the checkpoint keeps for a parameter: ``exp_avg`` and so on."""
     end = "." + holding.described.tiles[0].key
     found = [key[len(STATE_PREFIX) : -len(end)] for key in saved if key.startswith(STATE_PREFIX) and key.endswith(end)]
     return [name for name in found if "." not in name and name not in _MAIN_KEYS]
 
 
-def _dtype(saved: Mapping[str, Sequence[Item]], name: str, holding: Holding) -> torch.dtype:
+def _dtype(saved: Mapping[str, Sequence[IndexEntry]], name: str, holding: Holding) -> torch.dtype:
     return saved[f"{STATE_PREFIX}{name}.{holding.described.tiles[0].key}"][0].torch_dtype
 
 
-def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
+def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
     problems: dict[str, None] = {}
     for want in wants:
         items = saved.get(want.key)
@@ -148,7 +150,7 @@ def _refuse_foreign(path: Path, wants: Sequence[Want], saved: Mapping[str, Seque
 # ---------------------------------------------------------------------------------------------------------------- boxes
 
 
-def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]]) -> None:
+def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEntry]]) -> None:
     """Put what the checkpoint has into all targets. Every stored box is read once, and only one at a time is in memory.
 
     Args:
@@ -177,7 +179,7 @@ def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[Item]])
     _check_filled(path, wants, missing)
 
 
-def _common(part: Part, item: Item) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _common(part: Part, item: IndexEntry) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offsets and sizes of what both boxes have in common."""
     offsets = tuple(map(max, part.offsets, item.offsets))
     ends = [min(a + s, b + t) for a, s, b, t in zip(part.offsets, part.sizes, item.offsets, item.sizes, strict=True)]

@@ -20,19 +20,19 @@ from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import Holding, Inner, with_counts
 from ttp.adapters.megatron.stock import JOB_KEY, write_stock_files
-from ttp.adapters.torch.capture import LocalCapture
-from ttp.adapters.torch.checkpoint import Chunk
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.inspection import Leaf
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.preimage import Image
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.saving.inspection import ComparedTensor
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.piece_index import Path as ItemPath
+from ttp.adapters.torch.saving.preimage import Image
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.source import TorchSource
-from ttp.adapters.torch.table import Path as ItemPath
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
-from ttp.processor.local_piece import Pages
+from ttp.processor.local_state.local_piece import Pages
 
 log = logging.getLogger("ttp.adapters.megatron")
 
@@ -168,7 +168,7 @@ class MegatronSource(TorchSource):
         apart = {part.key for d in fixed if not isinstance(d.tensor, nn.Parameter) for part in d.whole}
         return lambda path: path[0] not in apart
 
-    def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
+    def _leaves(self, shards: Sequence[Shard]) -> list[list[ComparedTensor]]:
         return [list(_leaves_of(inner)) if (inner := self.held.inner_of(shard)) else [] for shard in shards]
 
     def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
@@ -199,13 +199,13 @@ def is_stretched(holding: Holding, value: Any) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == holding.end - holding.begin
 
 
-def _leaves_of(inner: Inner) -> Iterator[Leaf]:
+def _leaves_of(inner: Inner) -> Iterator[ComparedTensor]:
     for number, holding in enumerate(inner.holdings):
         name = f"{number}.{holding.described.name}"
-        yield Leaf(name, holding.main.detach(), True)
+        yield ComparedTensor(name, holding.main.detach(), True)
         for key, value in inner.optimizer.state.get(holding.main, {}).items():
             if is_stretched(holding, value):
-                yield Leaf(f"{name}.{key}", value, True)
+                yield ComparedTensor(f"{name}.{key}", value, True)
 
 
 def _class_of(inner: Inner) -> str:

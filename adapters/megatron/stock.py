@@ -18,10 +18,10 @@ import torch
 
 from ttp.adapters.megatron.optimizers import Inner
 from ttp.adapters.megatron.rank_state import PROGRESS
-from ttp.adapters.torch.capture import read_local_state
-from ttp.adapters.torch.job_state import JobState, read_job_state
+from ttp.adapters.torch.local_state.capture import read_local_state
+from ttp.adapters.torch.saving.job_state import JobState, read_job_state
 from ttp.core.messages import Commit, Piece
-from ttp.processor.local_piece import ranks_kept
+from ttp.processor.local_state.local_piece import ranks_kept
 from ttp.store.digest import digest_bytes
 from ttp.store.durable import write_durably
 from ttp.store.encoding import decode

@@ -12,13 +12,13 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ttp.adapters.megatron.geometry import Tile
-from ttp.adapters.megatron.outline import OUTLINE_PREFIX, Outline, Place
+from ttp.adapters.megatron.rank_layout import OUTLINE_PREFIX, Place, RankLayout
 from ttp.adapters.megatron.restore import Want, fill
 from ttp.adapters.megatron.stock import JOB_KEY, progress_of
-from ttp.adapters.torch.job_state import JobState, read_job_state
-from ttp.adapters.torch.metadata import build_metadata
-from ttp.adapters.torch.reader import read_value
-from ttp.adapters.torch.table import Item, items_of
+from ttp.adapters.torch.restoring.reader import read_value
+from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.metadata import build_metadata
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 
@@ -41,7 +41,7 @@ class Stored:
             raise CheckpointError(f"{path} was written by the {self.manifest.framework} adapter, not by a Megatron job")
         items = items_of(self.manifest.pieces)
         build_metadata(items, StorageMeta())  # that boxes cover every tensor exactly once
-        self.items: dict[str, list[Item]] = {}
+        self.items: dict[str, list[IndexEntry]] = {}
         for item in items:
             self.items.setdefault(item.key, []).append(item)
         self.job: JobState = read_job_state(path, self.manifest.pieces)
@@ -58,16 +58,16 @@ class Stored:
         """Counters and loss scales of the version."""
         return progress_of(self.path, self.manifest.pieces)
 
-    def outlines(self) -> dict[Place, list[Outline]]:
+    def outlines(self) -> dict[Place, list[RankLayout]]:
         """Of the ranks that have written, by place in the model.
 
         Raises:
             CheckpointError: there are none, or they cannot be read.
         """
-        found: dict[Place, list[Outline]] = {}
+        found: dict[Place, list[RankLayout]] = {}
         for key, items in self.items.items():
             for item in items if key.startswith(OUTLINE_PREFIX) else ():
-                outline = Outline.from_json(str(self.value(item)))
+                outline = RankLayout.from_json(str(self.value(item)))
                 found.setdefault(outline.place, []).append(outline)
         if not found:
             raise CheckpointError(
@@ -76,7 +76,7 @@ class Stored:
             )
         return found
 
-    def value(self, item: Item) -> Any:
+    def value(self, item: IndexEntry) -> Any:
         """A plain value, which Megatron puts into lists of one."""
         (found,) = read_value(self.path, item)
         return found

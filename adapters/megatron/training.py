@@ -11,7 +11,7 @@ from typing import Any
 import ttp
 from ttp.adapters.megatron.protect import protect
 from ttp.adapters.megatron.rank_state import TrackedStreams
-from ttp.adapters.torch.rng import RngState
+from ttp.adapters.torch.local_state.rng import RngState
 
 
 def install(

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from ttp.adapters.mindspore.callbacks import TFTRegister, TrainFaultTolerance
-    from ttp.adapters.mindspore.group_info import write_group_info
-    from ttp.adapters.mindspore.newest import Loaded, load_newest
-    from ttp.adapters.mindspore.replica_path import get_ckpt_path_with_strategy
     from ttp.adapters.mindspore.resuming import Resumed, restore
     from ttp.adapters.mindspore.wrapper import OptTFTWrapper, OptTTPWrapper
+    from ttp.mindspore_files.group_info import write_group_info
+    from ttp.mindspore_files.newest_whole import Loaded, load_newest
+    from ttp.mindspore_files.replica_path import get_ckpt_path_with_strategy
 
 _HOME = {
-    "Loaded": "newest",
-    "OptTFTWrapper": "wrapper",
-    "OptTTPWrapper": "wrapper",
-    "Resumed": "resuming",
-    "TFTRegister": "callbacks",
-    "TrainFaultTolerance": "callbacks",
-    "get_ckpt_path_with_strategy": "replica_path",
-    "load_newest": "newest",
-    "restore": "resuming",
-    "write_group_info": "group_info",
+    "Loaded": "ttp.mindspore_files.newest_whole",
+    "OptTFTWrapper": "ttp.adapters.mindspore.wrapper",
+    "OptTTPWrapper": "ttp.adapters.mindspore.wrapper",
+    "Resumed": "ttp.adapters.mindspore.resuming",
+    "TFTRegister": "ttp.adapters.mindspore.callbacks",
+    "TrainFaultTolerance": "ttp.adapters.mindspore.callbacks",
+    "get_ckpt_path_with_strategy": "ttp.mindspore_files.replica_path",
+    "load_newest": "ttp.mindspore_files.newest_whole",
+    "restore": "ttp.adapters.mindspore.resuming",
+    "write_group_info": "ttp.mindspore_files.group_info",
 }
 
 __all__ = [
@@ -48,7 +48,7 @@ def __getattr__(name: str) -> Any:
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{home}"), name)
+    return getattr(importlib.import_module(home), name)
 
 
 def __dir__() -> list[str]:

@@ -32,7 +32,7 @@ import grpc
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
-from ttp.processor.gate import Gate
+from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
 from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
 from ttp.wire.v1 import barrier_pb2 as pb

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from ttp.adapters.mindspore.constraints import parallel_mode
-from ttp.adapters.mindspore.group_info import read_group_info
-from ttp.adapters.mindspore.redundancy import groups_of_stages
-from ttp.adapters.mindspore.strategy_file import read_stages
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.errors import CheckpointError, ConfigError
+from ttp.mindspore_files.group_info import read_group_info
+from ttp.mindspore_files.redundancy import groups_of_stages
+from ttp.mindspore_files.strategy_file import read_stages
 
 RANK = "{rank}"
 

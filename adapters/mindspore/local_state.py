@@ -22,8 +22,8 @@ import xxhash
 
 from ttp.adapters.mindspore.memory import Held, Memory
 from ttp.errors import CheckpointError
-from ttp.processor.host_rng import HostStreams
-from ttp.processor.pages import Buffer, Kept, PageWriter
+from ttp.processor.local_state.host_rng import HostStreams
+from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
 
 _MAGIC = b"TTPM\x01"
 _HEADER = struct.Struct("<5sxI5I3q")

@@ -13,7 +13,7 @@ from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.source import JOB_KIND, SHARD_KIND
 from ttp.core.layout import Shard
 from ttp.errors import CheckpointError
-from ttp.processor.local_piece import read_local_image, why_lost
+from ttp.processor.local_state.local_piece import read_local_image, why_lost
 from ttp.store import encoding
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import read_plain

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ttp.adapters.mindspore.ckpt_writer import Entry, number, write_entries
-from ttp.adapters.mindspore.group_info import NAME, encode_group_info
 from ttp.adapters.mindspore.inspection import Inspector
 from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Position, decode
 from ttp.adapters.mindspore.memory import Memory
@@ -19,9 +17,11 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
+from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
+from ttp.mindspore_files.group_info import NAME, encode_group_info
 from ttp.processor.committing import commit_order
-from ttp.processor.local_piece import Pages, collect, write_local_piece
-from ttp.processor.pages import PageWriter
+from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
+from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
 from ttp.store.encoding import encode
@@ -233,7 +233,7 @@ class MindSporeSource:
         replicas = encode_group_info(self._processor.layout.groups[shard])
         return write_piece(draft, f"rank_{rank}/{NAME}", replicas, GROUP_KIND, rank)
 
-    def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[Entry]:
+    def _entries(self, version: Version, local: LocalState, undo: bool) -> Iterator[TensorToWrite]:
         """Live memory of what the update writes; what is beside it as it was when the version was finished.
 
         Raises:
@@ -252,9 +252,9 @@ class MindSporeSource:
                 memory = kept[name]
             else:
                 memory = self._memory.of(name).memory
-            yield Entry(name, held.dtype, held.shape, memory)
+            yield TensorToWrite(name, held.dtype, held.shape, memory)
 
-    def _numbers(self, rank: int, version: int, local: LocalState) -> list[Entry]:
+    def _numbers(self, rank: int, version: int, local: LocalState) -> list[TensorToWrite]:
         """What the original adds; what a parameter is called is that parameter: the optimizer's global_step."""
         found = append_dict(rank, version, local.position) | {"loss_scale": self._loss_scale(local)}
         return [number(name, value) for name, value in found.items() if name not in self._memory.held]

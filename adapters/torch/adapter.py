@@ -11,27 +11,27 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier
-from ttp.adapters.torch.between import BetweenSteps
-from ttp.adapters.torch.capture import LocalCapture
-from ttp.adapters.torch.combined import combined, members_of, refuse_shared, without_optimizer
-from ttp.adapters.torch.data_parallel import LayoutWatch, ddps_of, hook_refusal
-from ttp.adapters.torch.device import devices_of
-from ttp.adapters.torch.exchange import connected, gather_or_refuse, refuse_everywhere
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import Attachment, Calls, attach, gathering
-from ttp.adapters.torch.inner import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.preimage import PreImage
-from ttp.adapters.torch.reporting import DeviceReporter
-from ttp.adapters.torch.restoring import Restoring
-from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
+from ttp.adapters.torch.device.accelerator import devices_of
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
+from ttp.adapters.torch.loop.between import BetweenSteps
+from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, without_optimizer
+from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
+from ttp.adapters.torch.loop.post_step_state import Tail, listed
+from ttp.adapters.torch.loop.reporting import DeviceReporter
+from ttp.adapters.torch.loop.turns import Turns
+from ttp.adapters.torch.loop.untouched import Untouched
+from ttp.adapters.torch.loop.unwrap_optimizer import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
+from ttp.adapters.torch.restoring.registered import Restoring
+from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.adapters.torch.saving.trial import Trial, try_before_training
+from ttp.adapters.torch.saving.unsaved import refuse_detached_schedule, refuse_unsaved
+from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
+from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.sharding import Parts, Sharding, sharding_of
 from ttp.adapters.torch.source import TorchSource
-from ttp.adapters.torch.tail import Tail, listed
-from ttp.adapters.torch.trial import Trial, try_before_training
-from ttp.adapters.torch.turns import Turns
-from ttp.adapters.torch.unsaved import refuse_detached_schedule, refuse_unsaved
-from ttp.adapters.torch.untouched import Untouched
 from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
 

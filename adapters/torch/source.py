@@ -14,34 +14,34 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.capture import LocalCapture
-from ttp.adapters.torch.checkpoint import write_shard
-from ttp.adapters.torch.cuts import is_distributed
-from ttp.adapters.torch.data_parallel import Layouts, LayoutWatch
-from ttp.adapters.torch.dealing import Share
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hooks import Attachment
-from ttp.adapters.torch.host_values import HostValues
-from ttp.adapters.torch.inner import inner_of
-from ttp.adapters.torch.inspection import Findings, Inspector, Leaf, agreed_on, leaves_of, replicated
-from ttp.adapters.torch.job_state import JOB_KIND, JobState
-from ttp.adapters.torch.metadata import finalise
-from ttp.adapters.torch.names import ModelNames, module_tensors
-from ttp.adapters.torch.preimage import Image
-from ttp.adapters.torch.sharding import Sharding, state_of
-from ttp.adapters.torch.standing import Standing
-from ttp.adapters.torch.state import checkpoint_state, model_state, optimizer_state
-from ttp.adapters.torch.table import Path as ItemPath
-from ttp.adapters.torch.tail import Tail
-from ttp.adapters.torch.to_host import HostCopier
+from ttp.adapters.torch.device.host_values import HostValues
+from ttp.adapters.torch.device.to_host import HostCopier
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.hooks import Attachment
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
+from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
+from ttp.adapters.torch.saving.metadata import finalise
+from ttp.adapters.torch.saving.piece_index import Path as ItemPath
+from ttp.adapters.torch.saving.preimage import Image
+from ttp.adapters.torch.saving.standing import Standing
+from ttp.adapters.torch.saving.state import checkpoint_state, model_state, optimizer_state
+from ttp.adapters.torch.saving.stripe_plan import Share
+from ttp.adapters.torch.sharding.data_parallel import Layouts, LayoutWatch
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.names import ModelNames, module_tensors
+from ttp.adapters.torch.sharding.sharding import Sharding, state_of
 from ttp.core import stripes
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.processor.committing import commit_order
-from ttp.processor.local_piece import Pages, collect, write_local_piece
-from ttp.processor.pages import PageWriter
+from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
+from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.source import Cancelled, MovedError
 from ttp.store.durable import sync_directory
 from ttp.store.piece_file import all_or_nothing, write_piece
@@ -135,7 +135,7 @@ class TorchSource(Standing):
         looks = tuple(map(ShardDigest, shards, (seen.digest for seen in found), sizes))
         return looks, tuple(bad)
 
-    def _look(self, leaves: list[Leaf], version: Version) -> Findings:
+    def _look(self, leaves: list[ComparedTensor], version: Version) -> Findings:
         return Findings("", ()) if self._inspector is None else self._inspector.look(leaves, version)
 
     def write_pieces(
@@ -298,7 +298,7 @@ class TorchSource(Standing):
         assert self.sharding is not None
         return state_of(self.sharding, shard, state, self._names)
 
-    def _leaves(self, shards: Sequence[Shard]) -> list[list[Leaf]]:
+    def _leaves(self, shards: Sequence[Shard]) -> list[list[ComparedTensor]]:
         """What replicas of each of these shards have to have in common."""
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)

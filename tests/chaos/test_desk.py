@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.desk import NAME, PREFIX, Desk, GotUp, SatDown, Stands, remove_abandoned
-from ttp.chaos.line import SOCKET, Line
+from ttp.chaos.desk import NAME, PREFIX, GotUp, RankSwitchboard, SatDown, Stands, remove_abandoned
+from ttp.chaos.line import SOCKET, RankConnection
 
 PATIENCE_S = 20
 
@@ -22,7 +22,7 @@ PATIENCE_S = 20
 @pytest.fixture
 def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[Any]]:
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    desk = Desk(calls)
+    desk = RankSwitchboard(calls)
     desk.open()
     monkeypatch.setenv(SOCKET, str(desk.path))
     yield calls
@@ -34,7 +34,7 @@ def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[An
     said: list[str] = []
 
     def rank() -> None:
-        line = Line(2, (0, 3))
+        line = RankConnection(2, (0, 3))
         said.extend([line.at(4, "data"), line.at(5, "data"), line.at(6, "end")])
         line.close()
 
@@ -59,7 +59,7 @@ def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[An
 
 def test_without_a_socket_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SOCKET, raising=False)
-    assert Line(0, (0, 0)).at(0, "data") == "go"
+    assert RankConnection(0, (0, 0)).at(0, "data") == "go"
 
 
 def test_what_a_killed_desk_has_left_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,7 +68,7 @@ def test_what_a_killed_desk_has_left_is_removed(tmp_path: Path, monkeypatch: pyt
     left.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(left / NAME))
-    desk = Desk(queue.SimpleQueue())
+    desk = RankSwitchboard(queue.SimpleQueue())
     desk.open()
     assert remove_abandoned() == [left]
     assert not left.exists() and desk.path.exists()

@@ -14,7 +14,7 @@ from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
 from ttp.cli.timeline import _WORDS, rows, words
 from ttp.controller.driver import Happening
 from ttp.controller.journal import Journal
-from ttp.core import incident as core
+from ttp.core.controller import incident as core
 from ttp.core.messages import FaultKind
 
 Story = Sequence[tuple[float, str, dict[str, Any]]]

@@ -16,8 +16,8 @@ from ttp.controller import driver as driving
 from ttp.controller.connection import Connection
 from ttp.controller.driver import Driver, Happening, Watch
 from ttp.controller.journal import Journal
-from ttp.core import controller_events as ce
 from ttp.core import messages as m
+from ttp.core.controller import events as ce
 from ttp.core.layout import Rank, Version
 
 
@@ -84,7 +84,7 @@ def driver(tmp_path: Path) -> Iterator[Driver]:
     loop = asyncio.new_event_loop()
 
     async def make() -> Driver:
-        return Driver(ce.Patience(abandoned_s=1000), journal)
+        return Driver(ce.ControllerTimeouts(abandoned_s=1000), journal)
 
     running = loop.run_until_complete(make())
     running.loop = loop  # type: ignore[attr-defined]

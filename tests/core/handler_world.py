@@ -9,7 +9,7 @@ from typing import Any
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core import rounds_messages as rm
-from ttp.core.controller_events import CallManager, ManagerCame, Noticed, Send
+from ttp.core.controller.events import CallManager, ManagerCame, Noticed, Send
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.manager_messages import FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 

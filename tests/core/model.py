@@ -25,19 +25,19 @@ from typing import Any
 from tests.core.machines import GONE, Machines
 from tests.core.oracle import best
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.buddies import keepers
-from ttp.core.controller_events import ConnectionId, Patience, Received, Record, Send, StreamEnded, Tick
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.events import ConnectionId, ControllerTimeouts, Received, Record, Send, StreamEnded, Tick
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.layout_exchange import in_parts
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import Answer, How
-from ttp.core.incident import Incident
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.layouts import in_parts
-from ttp.core.route import HOME
+from ttp.core.rank import machine as pm
+from ttp.core.rank.failover import HOME
+from ttp.core.replication import keepers
 from ttp.core.stripes import split
 from ttp.testing.scenario import grid
 
-PATIENCE = Patience(
+PATIENCE = ControllerTimeouts(
     answer_s=5,
     freeze_s=30,
     grace_s=1,
@@ -50,7 +50,7 @@ PATIENCE = Patience(
     standbys=0,
     quiet_s=None,
 )
-MANNERS = pm.Manners(
+MANNERS = pm.RankTimeouts(
     heartbeat_s=1e9,
     rescue_s=400,
     alone_s=1e8,

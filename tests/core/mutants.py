@@ -14,15 +14,24 @@ from pathlib import Path
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
 
-DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.incident", "ttp.core.saving"
-RESCUE, MEMBERS, CONTROLLER = "ttp.core.rescue", "ttp.core.membership", "ttp.core.controller_machine"
-LAYOUTS, GATHERING = "ttp.core.layouts", "ttp.core.gathering"
-PROCESSOR, GATE, ROUTE = "ttp.core.processor_machine", "ttp.processor.gate", "ttp.core.route"
-RESTORING, LOOKING = "ttp.core.restoring", "ttp.processor.looking"
-BUDDIES = "ttp.core.buddies"
-STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.spread"
-SILENCE = "ttp.core.silence"
-JURY, HANGS, WITNESSES, MIRRORS = "ttp.core.jury", "ttp.core.hangs", "ttp.core.witnesses", "ttp.core.mirrors"
+DECIDE, INCIDENT, SAVING = "ttp.core.decide", "ttp.core.controller.incident", "ttp.core.controller.saving"
+RESCUE, MEMBERS, CONTROLLER = (
+    "ttp.core.controller.rescue",
+    "ttp.core.controller.membership",
+    "ttp.core.controller.machine",
+)
+LAYOUTS, GATHERING = "ttp.core.controller.layout_exchange", "ttp.core.controller.gathering"
+PROCESSOR, GATE, ROUTE = "ttp.core.rank.machine", "ttp.processor.gate.gate", "ttp.core.rank.failover"
+RESTORING, LOOKING = "ttp.core.controller.restore_agreement", "ttp.processor.state_inspector"
+BUDDIES = "ttp.core.replication"
+STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.placement"
+SILENCE = "ttp.core.controller.silence"
+JURY, HANGS, WITNESSES, MIRRORS = (
+    "ttp.core.replica_vote",
+    "ttp.core.controller.hangs",
+    "ttp.core.controller.indirect_probe",
+    "ttp.core.controller.mirrors",
+)
 
 MUTANTS: dict[str, tuple[str, str, str]] = {
     "the oldest common version": (DECIDE, "_plan(max(common), everybody", "_plan(min(common), everybody"),

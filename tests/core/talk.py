@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from ttp.core import messages as m
-from ttp.core.controller_events import (
+from ttp.core.controller.events import (
     Accused,
     Action,
     AnswerSave,
     ConnectionId,
+    ControllerTimeouts,
     Event,
-    Patience,
     Received,
     Record,
     SaveRequested,
@@ -22,13 +22,13 @@ from ttp.core.controller_events import (
     StreamEnded,
     Tick,
 )
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.layout_exchange import in_parts
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
-from ttp.core.layouts import in_parts
 from ttp.testing.scenario import grid
 
-PATIENCE = Patience(
+PATIENCE = ControllerTimeouts(
     answer_s=5, freeze_s=30, grace_s=1, rescue_s=360, gather_s=5, exit_s=10, abandoned_s=120, linger_s=2, stall_s=1000
 )
 

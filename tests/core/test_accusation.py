@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core.accusation import HOSTS_SHOWN, who_is_meant
+from ttp.core.controller.accusation import HOSTS_SHOWN, who_is_meant
 from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 

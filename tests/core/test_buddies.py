@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from tests.core.talk import Talk, hello
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.buddies import NOBODY, Buddies, Generations, keepers
-from ttp.core.controller_events import ConnectionId
+from ttp.core.controller.events import ConnectionId
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.membership import Membership
-from ttp.core.outbox import Outbox
+from ttp.core.rank import machine as pm
+from ttp.core.replication import NOBODY, Buddies, Generations, keepers
 from ttp.testing.scenario import grid
 
 ALONE = grid(4, 1)
@@ -239,7 +239,7 @@ class Played:
         self.world, self.every = world, every
         self.layout = grid(world, 1)
         self.terms = 0
-        self.machines = [pm.ProcessorMachine(hello(r, self.layout), pm.Manners(), 0.0) for r in range(world)]
+        self.machines = [pm.ProcessorMachine(hello(r, self.layout), pm.RankTimeouts(), 0.0) for r in range(world)]
         self.generations = [Generations() for _ in range(world)]
         self.held: list[set[Version]] = [set() for _ in range(world)]  # copies that are stored and not dropped
         self.making: list[Version | None] = [None] * world
@@ -338,7 +338,7 @@ def test_there_is_always_a_version_that_all_hold(seed: int) -> None:
 
 
 def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
-    machine = pm.ProcessorMachine(hello(1, ALONE), pm.Manners(), 0.0)
+    machine = pm.ProcessorMachine(hello(1, ALONE), pm.RankTimeouts(), 0.0)
     said: list[m.Copied] = []
 
     def event(event: pm.Event) -> list[str]:
@@ -358,7 +358,7 @@ def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
 
 
 def test_orders_of_kept_copies_need_no_state_of_that_version() -> None:
-    machine = pm.ProcessorMachine(hello(1, ALONE), pm.Manners(), 0.0)
+    machine = pm.ProcessorMachine(hello(1, ALONE), pm.RankTimeouts(), 0.0)
     for event in (
         pm.StreamUp(),
         pm.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")),

@@ -11,8 +11,8 @@ import pytest
 
 from tests.core.talk import Talk, hello
 from ttp.core import messages as m
-from ttp.core import rescue
-from ttp.core.controller_events import ConnectionId, Received, StreamEnded
+from ttp.core.controller import rescue
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.decide import Answer, How, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid

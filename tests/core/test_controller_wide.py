@@ -9,8 +9,8 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk, hello, line
 from ttp.core import messages as m
-from ttp.core.controller_events import Accused, ConnectionId, Received
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.events import Accused, ConnectionId, Received
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid

@@ -8,8 +8,8 @@ import pytest
 
 from tests.core.talk import PATIENCE, Talk, hello
 from ttp.core import messages as m
-from ttp.core.controller_events import Action, ConnectionId, Received, Record, Tick
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.events import Action, ConnectionId, Received, Record, Tick
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Version
 
 RANKS = 4000

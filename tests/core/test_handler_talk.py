@@ -7,9 +7,9 @@ from typing import Any
 
 from tests.core.talk import hello
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core import rounds_messages as rm
 from ttp.core.layout import Layout, Rank, Version
+from ttp.core.rank import machine as pm
 
 LAYOUT = Layout.data_parallel(2)
 ACT = rm.Act(Rank(1), 1, 7, rm.RoundKind.SAVE, Version(5), 1000)
@@ -20,7 +20,7 @@ AILING = rm.Ailing(Rank(1), rm.Ailment.MEMORY, "", "it hurts")
 
 class Rank1:
     def __init__(self, framework: str = rm.HANDLERS) -> None:
-        self.machine = pm.ProcessorMachine(hello(1, LAYOUT, framework=framework), pm.Manners(), 0.0)
+        self.machine = pm.ProcessorMachine(hello(1, LAYOUT, framework=framework), pm.RankTimeouts(), 0.0)
         self.welcome(1)
 
     def welcome(self, term: int) -> list[Any]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttp.core import hangs
-from ttp.core.hangs import FACTOR, HangWatch, Suspicion
+from ttp.core.controller import hangs
+from ttp.core.controller.hangs import FACTOR, HangWatch, Suspicion
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import FaultKind, Phase
 

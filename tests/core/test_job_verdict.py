@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.core.job_verdict import FRUITLESS_MAX, JobVerdict
+from ttp.core.controller.job_verdict import FRUITLESS_MAX, JobVerdict
 
 
 def launched(fruitless: int = 0) -> JobVerdict:

@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.core.talk import PATIENCE, Talk, answers, hello
-from ttp.core import layouts, membership
 from ttp.core import messages as m
-from ttp.core.controller_events import ConnectionId, Received, StreamEnded
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller import layout_exchange, membership
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.controller.layout_exchange import ANSWER_S, in_parts
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Shard, difference
 from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout
-from ttp.core.layouts import ANSWER_S, in_parts
 from ttp.testing.scenario import grid
 from ttp.wire.convert import parse_report, report_to_wire
 
@@ -78,7 +78,7 @@ def test_another_is_asked_when_that_one_does_not_answer() -> None:
 
 
 def test_as_long_as_parts_come_nobody_else_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "PART_RANKS_MAX", 1)
+    monkeypatch.setattr(layout_exchange, "PART_RANKS_MAX", 1)
     talk = Asked()
     talk.greets(1)
     talk.greets(0)
@@ -121,7 +121,7 @@ def test_who_tells_nonsense_is_refused_and_the_next_one_is_asked(parts: list[Lay
 
 
 def test_too_many_ranks_are_refused_before_they_are_put_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(layouts, "RANKS_MAX", 2)
+    monkeypatch.setattr(layout_exchange, "RANKS_MAX", 2)
     talk = Asked()
     talk.greets(0)
     assert talk.tells(0).startswith("Refused(malformed)")
@@ -154,12 +154,12 @@ def test_a_job_in_which_every_rank_has_another_layout(monkeypatch: pytest.Monkey
     own = [Layout(world, {Shard(f"of {r}"): tuple(Rank(x) for x in range(world))}) for r in range(world)]
     talk = Asked(own[0])
     said = [talk.greets(r, own[r]) for r in range(world)]
-    assert [s for s in said if s] == [f"TellLayout:{r}" for r in range(layouts.INQUIRIES_MAX)]
+    assert [s for s in said if s] == [f"TellLayout:{r}" for r in range(layout_exchange.INQUIRIES_MAX)]
     heard: set[int] = set()
     for _ in range(world):
         talk.after(ANSWER_S)
         heard |= {order.rank for order in talk.orders(TellLayout)}
-    assert heard >= set(range(layouts.INQUIRIES_MAX, world)), "the first ones do not answer"
+    assert heard >= set(range(layout_exchange.INQUIRIES_MAX, world)), "the first ones do not answer"
     for _rank in range(world):
         talk.after(100.0)
         for order in talk.orders(TellLayout):
@@ -190,8 +190,8 @@ LAYOUTS = st.integers(1, 6).flatmap(
 @given(LAYOUTS, st.integers(1, 4), st.integers(1, 4), st.randoms(use_true_random=False))
 def test_parts_make_the_layout_again(layout: Layout, groups: int, ranks: int, chance: random.Random) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layouts, "PART_GROUPS_MAX", groups)
-        patch.setattr(layouts, "PART_RANKS_MAX", ranks)
+        patch.setattr(layout_exchange, "PART_GROUPS_MAX", groups)
+        patch.setattr(layout_exchange, "PART_RANKS_MAX", ranks)
         parts = answers(TellLayout(Rank(0), layout.digest), layout)
     assert all(len(p.groups) <= groups and sum(len(g.ranks) for g in p.groups) <= ranks for p in parts)
     chance.shuffle(parts)

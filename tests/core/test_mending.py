@@ -450,7 +450,7 @@ def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
 
 
 def test_without_a_manager_nobody_is_left_standing() -> None:
-    from ttp.core.controller_events import ManagerLeft
+    from ttp.core.controller.events import ManagerLeft
 
     world = HandlerWorld(FOUR)
     world.attend()

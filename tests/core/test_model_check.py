@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.model import LARGE, Broken, Model
-from ttp.core import rescue
+from ttp.core.controller import rescue
 from ttp.core.decide import Answer, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Shard, Version
 from ttp.testing.scenario import grid

@@ -8,9 +8,9 @@ import pytest
 
 from tests.core.talk import hello
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
+from ttp.core.rank import machine as pm
 from ttp.testing.scenario import grid
 
 ME = Rank(1)
@@ -22,7 +22,7 @@ class Rank1:
 
     def __init__(self, *, joined: bool = True, **manners: Any) -> None:
         self.now = 0.0
-        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.Manners(**manners), 0.0)
+        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.RankTimeouts(**manners), 0.0)
         self.did: list[pm.Action] = []
         if joined:
             self.event(pm.StreamUp())

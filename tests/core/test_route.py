@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from ttp.core.route import HOME, Route
+from ttp.core.rank.failover import HOME, Route
 
 
 def route(*standbys: str) -> Route:

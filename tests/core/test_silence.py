@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from tests.core.talk import PATIENCE, Talk, hello
 from ttp.core import messages as m
-from ttp.core.controller_events import Action, LookAt, LookedAt
-from ttp.core.incident import Stage
+from ttp.core.controller.events import Action, LookAt, LookedAt
+from ttp.core.controller.incident import Stage
+from ttp.core.controller.silence import LATE_S, LOOK_S
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.silence import LATE_S, LOOK_S
 from ttp.testing.scenario import grid
 
 assert PATIENCE.quiet_s is not None

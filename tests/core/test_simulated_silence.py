@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import pytest
 
-from ttp.core.controller_events import Patience
+from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Rank
-from ttp.core.processor_machine import Manners
+from ttp.core.rank.machine import RankTimeouts
 from ttp.testing.scenario import Fault, Scenario, grid
 from ttp.testing.simulation import Simulation
 
@@ -39,7 +39,7 @@ def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1) -> Played:
     """A job of three hosts, whose training takes some four seconds."""
     layout = grid(shards, len(HOSTS) // shards)
     scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,))
-    patience, manners = Patience(), Manners()
+    patience, manners = ControllerTimeouts(), RankTimeouts()
     simulation = Simulation(scenario, keep_trace=True, patience=patience, manners=manners, keepalive_s=KEEPALIVE_S)
     result = simulation.run()
     return Played(result.exits, result.trace)

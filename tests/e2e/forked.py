@@ -32,7 +32,7 @@ PRELOAD = [
     "torch.distributed.optim",
     "torch._dynamo",
     "ttp.adapters.torch.adapter",
-    "ttp.adapters.torch.replicated_optimizer",
+    "ttp.adapters.torch.sharding.replicated_optimizer",
 ]
 
 LOST = 255

@@ -25,8 +25,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from ttp.adapters.torch import ReplicatedOptimizer, barrier
-from ttp.processor.meeting import BrokenError, Meeting
+from ttp.adapters.torch import ReplicatedOptimizer
+from ttp.adapters.torch.loop import barrier
+from ttp.processor.gate.meeting import BrokenError, Meeting
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
 from tests.e2e.job import (

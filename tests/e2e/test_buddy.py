@@ -16,7 +16,7 @@ import pytest
 
 from tests.ports import free_port
 from tests.wire.certificates import Authority
-from ttp.processor.page_dir import SHARED_MEMORY
+from ttp.processor.local_state.page_dir import SHARED_MEMORY
 
 JOB = Path(__file__).with_name("buddy_job.py")
 EVERY = 4
@@ -67,7 +67,7 @@ class Buddies:
         return codes
 
     def memory(self, host: str) -> Path:
-        """Where the pages and copies of a host lie; as ``ttp.processor.page_dir`` says."""
+        """Where the pages and copies of a host lie; as ``ttp.processor.local_state.page_dir`` says."""
         key = hashlib.sha256(f"127.0.0.1|{self.port}|none|{host}".encode()).hexdigest()[:12]
         return SHARED_MEMORY / f"ttp-{os.getuid()}-{key}"
 

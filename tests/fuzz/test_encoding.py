@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from tests.fuzz.files import changed_bytes
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
-from ttp.processor.page_reader import Page, read_page
-from ttp.processor.pages import PageWriter
+from ttp.processor.local_state.page_reader import Page, read_page
+from ttp.processor.local_state.pages import PageWriter
 from ttp.store.encoding import EncodingError, decode, encode
 
 VALUES = st.recursive(

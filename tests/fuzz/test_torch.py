@@ -23,18 +23,18 @@ from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_ch
 from tests.fuzz.files import changed_bytes, changed_json
 from tests.fuzz.places import place
 from tests.fuzz.profile import at_most, fuzz
-from ttp.adapters.torch.capture import LocalCapture, read_local_state
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.reader import load, read_values
-from ttp.adapters.torch.restore import restore_into
-from ttp.adapters.torch.table import items_of, left_out_of
+from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.restoring.reader import load, read_values
+from ttp.adapters.torch.restoring.restore import restore_into
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.piece_index import items_of, left_out_of
 from ttp.core.layout import Rank
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
-from ttp.processor.local_piece import LOCAL_KIND, not_kept, why_lost
-from ttp.processor.page_reader import Page, read_page
-from ttp.processor.pages import PageWriter
+from ttp.processor.local_state.local_piece import LOCAL_KIND, not_kept, why_lost
+from ttp.processor.local_state.page_reader import Page, read_page
+from ttp.processor.local_state.pages import PageWriter
 from ttp.store.encoding import encode
 from ttp.store.manifest import Manifest
 from ttp.store.verify import verify_checkpoint

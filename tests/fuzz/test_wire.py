@@ -13,8 +13,7 @@ from tests.core.talk import PATIENCE, answers, hello
 from tests.fuzz.messages import ORDERS, REPORTS, changed, damaged
 from tests.fuzz.profile import at_most, fuzz, jsonable
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.controller_events import (
+from ttp.core.controller.events import (
     Accused,
     Action,
     ConnectionId,
@@ -26,11 +25,12 @@ from ttp.core.controller_events import (
     StreamEnded,
     Tick,
 )
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.layout_exchange import in_parts
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
 from ttp.core.layout_messages import TellLayout
-from ttp.core.layouts import in_parts
-from ttp.core.processor_machine import ProcessorMachine
+from ttp.core.rank import machine as pm
+from ttp.core.rank.machine import ProcessorMachine
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -324,7 +324,7 @@ PROCESSOR_EVENTS = st.one_of(
 
 @fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
-    subject, now = ProcessorMachine(hello(0, LAYOUT), pm.Manners(), 0.0, in_parts(LAYOUT)), 0.0
+    subject, now = ProcessorMachine(hello(0, LAYOUT), pm.RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
     events: list[pm.Event] = [pm.StreamUp(), pm.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
     for event in [*events, *script]:
         if isinstance(event, float):

@@ -17,8 +17,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching
-from ttp.adapters.torch import adapter, capture, standing
-from ttp.processor import looking
+from ttp.adapters.torch import adapter
+from ttp.adapters.torch.local_state import capture
+from ttp.adapters.torch.saving import standing
+from ttp.processor import state_inspector
 
 NAME = torch.device("cuda", 0)
 """What ttp is told of it; torch itself sees memory of the host."""
@@ -81,7 +83,8 @@ class MadeUp:
 
         with contextlib.ExitStack() as stack:
             stack.enter_context(mock.patch.object(threading.Thread, "run", watched_run))
-            stack.enter_context(mock.patch.object(looking, "DEVICE_PATIENCE_S", 0.2))  # what does not move stays so
+            # what does not move stays so
+            stack.enter_context(mock.patch.object(state_inspector, "DEVICE_PATIENCE_S", 0.2))
             for module in (adapter, capture, standing):
                 for name, stand_in in (("devices_of", devices_of), ("runtimes_on", runtimes_on)):
                     if hasattr(module, name):

@@ -24,8 +24,8 @@ import ttp
 import ttp.session
 from tests.gpu.made_up import MadeUp
 from tests.gpu.spinning import SPIN_MAX_S, NoSpin, Spin, Spinner
-from ttp.adapters.torch.reader import read_values
-from ttp.adapters.torch.table import items_of
+from ttp.adapters.torch.restoring.reader import read_values
+from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.store.manifest import Manifest
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb

@@ -18,8 +18,8 @@ from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Par
 from ttp.handlers.actor import Actor
 from ttp.handlers.loop import Loop
 from ttp.handlers.pause import PausePoint
-from ttp.processor import gate
-from ttp.processor.gate import Gate
+from ttp.processor.gate import gate
+from ttp.processor.gate.gate import Gate
 
 PATIENCE_S = 60.0
 

@@ -11,8 +11,8 @@ import pytest
 from ttp.core.messages import Mirror
 from ttp.launch import dead_pages
 from ttp.launch.dead_pages import DeadPages
-from ttp.processor import page_file
-from ttp.processor.pages import PageWriter
+from ttp.processor.local_state import page_file
+from ttp.processor.local_state.pages import PageWriter
 
 INCARNATION = 3
 HERE = os.getpid()

@@ -17,10 +17,10 @@ from tests.processor.sentinel_owner import Owner
 from ttp.config import Config
 from ttp.launch.host import Host
 from ttp.launch.sentinel_watch import SentinelWatch
-from ttp.processor.futex import DIED
-from ttp.processor.lookout import REASON
-from ttp.processor.pages import PageWriter
-from ttp.processor.sentinel import FILE_BYTES, SEATS, pack_header, process_start, sentinel_name, word_at
+from ttp.processor.liveness.futex import DIED
+from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, process_start, sentinel_name, word_at
+from ttp.processor.liveness.sentinel_reader import REASON
+from ttp.processor.local_state.pages import PageWriter
 
 LONG_S = 20.0
 Start = Callable[..., Owner]

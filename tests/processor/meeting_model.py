@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from ttp.processor.meeting import BROKEN, RELEASED, BrokenError, Meeting, reached, slot
+from ttp.processor.gate.meeting import BROKEN, RELEASED, BrokenError, Meeting, reached, slot
 
 Op = tuple[Any, ...]
 Host = tuple[int, ...]

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.processor.sentinel_owner import without_settings
-from ttp.processor import meeting as meeting_module
-from ttp.processor.futex import Mapping
-from ttp.processor.meeting import BrokenError, Meeting, run
-from ttp.processor.meeting_place import find_place
-from ttp.processor.neighbours import Neighbours
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.gate import meeting as meeting_module
+from ttp.processor.gate.meeting import BrokenError, Meeting, run
+from ttp.processor.gate.meeting_place import find_place
+from ttp.processor.liveness.futex import Mapping
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel import Sentinel
 
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
@@ -56,7 +56,7 @@ def main(directory: Path, rank: int, count: int) -> None:
         known.set()
         run(meeting.warn())
 
-    Neighbours(pages, rank, 0, died).start()
+    PeerWatcher(pages, rank, 0, died).start()
     with (directory / "held").open("r+b") as file:
         held = Mapping(file.fileno(), 4096, writable=True)
     sys.stdout.write("ready\n")

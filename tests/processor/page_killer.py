@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-from ttp.processor.pages import Kept, Page, PageWriter, read_page
+from ttp.processor.local_state.pages import Kept, Page, PageWriter, read_page
 
 RANK, INCARNATION = 3, 9
 WORD = struct.Struct("<QQ")  # version and turn (0, 1: provisional, 2: final) of the last write that returned

@@ -14,8 +14,8 @@ import sys
 import threading
 from pathlib import Path
 
-from ttp.processor.neighbours import Neighbours
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel import Sentinel
 
 PATIENCE_S = 30.0
 
@@ -39,7 +39,7 @@ def fork(sentinel: Sentinel, closes: bool) -> None:
 
 def main(directory: Path, rank: int, incarnation: int, look_s: float) -> None:
     sentinel = Sentinel(directory, rank, f"nonce-{rank}-{os.getpid()}", incarnation)
-    ring = Neighbours(directory, rank, incarnation, lambda r, nonce, _: say("died", r, nonce), look_s)
+    ring = PeerWatcher(directory, rank, incarnation, lambda r, nonce, _: say("died", r, nonce), look_s)
     if look_s:
         ring.start()
     say("placed" if sentinel.wait_placed(PATIENCE_S) else "not placed")

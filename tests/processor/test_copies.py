@@ -17,16 +17,16 @@ from tests.processor.fake_source import FakeSource
 from tests.wire.certificates import Authority
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core import processor_events as pe
-from ttp.core.buddies import NOBODY
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.rank import events as pe
+from ttp.core.replication import NOBODY
 from ttp.errors import CheckpointError
-from ttp.processor import copying
-from ttp.processor.copies import INDEX, Copy, CopyStore, NoRoomError, bring
-from ttp.processor.copy_wire import Receiver, Sender, SendError
-from ttp.processor.copying import Copying
-from ttp.processor.pages import PageWriter
+from ttp.processor.copies import copier
+from ttp.processor.copies.copier import Copying
+from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, bring
+from ttp.processor.copies.transfer import Receiver, Sender, SendError
+from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled
 from ttp.store.digest import digest_bytes
@@ -405,11 +405,11 @@ def test_a_copy_that_takes_too_long_is_dropped(
     copies: Copies, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, deaf: bool
 ) -> None:
     copies.source.deaf = deaf
-    monkeypatch.setattr(copying, "HOLD_S", 0.01)
+    monkeypatch.setattr(copier, "HOLD_S", 0.01)
     copies.source.go_on.clear()
     copies.copying.updated(Version(10))
     copies.copying.hold()  # gives up
-    monkeypatch.setattr(copying, "HOLD_S", PATIENCE_S * 10)
+    monkeypatch.setattr(copier, "HOLD_S", PATIENCE_S * 10)
     copies.copying.hold()  # does not wait again
     assert copies.copying._attempt is not None and not copies.copying._attempt.through.is_set()
     copies.source.go_on.set()

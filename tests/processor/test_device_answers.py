@@ -17,11 +17,11 @@ from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Piece, Save, SaverOrder
-from ttp.core.processor_events import NotRedone, PiecesWritten, Quiet, WriteFailed
-from ttp.processor import looking
-from ttp.processor.looking import Look
+from ttp.core.rank.events import NotRedone, PiecesWritten, Quiet, WriteFailed
+from ttp.processor import state_inspector
 from ttp.processor.processor import Processor
 from ttp.processor.source import MovedError
+from ttp.processor.state_inspector import Snapshot
 
 PATIENCE_S = 60.0
 
@@ -68,14 +68,14 @@ class Rig:
         """The next final answer, or what else was told to the machine."""
         while True:
             event = self.processor._inbox.get(timeout=PATIENCE_S)
-            if not isinstance(event, Look):
+            if not isinstance(event, Snapshot):
                 return event
             if event.quiet.phase is not m.Phase.UPDATING:
                 return event.quiet
 
     def silent(self) -> bool:
         try:
-            self.processor._inbox.get(timeout=10 * looking.FOLLOW_S)
+            self.processor._inbox.get(timeout=10 * state_inspector.FOLLOW_S)
         except queue.Empty:
             return True
         return False
@@ -103,14 +103,14 @@ def test_a_device_that_hangs_costs_milliseconds_where_something_broke(rig: Calla
     it.looker.freeze(hurry=True)
     quiet: Quiet = it.said()
     assert (quiet.version, quiet.phase) == (2, m.Phase.IDLE)
-    assert it.source.asked == [looking.STILL_S] and looking.STILL_S < 0.05
+    assert it.source.asked == [state_inspector.STILL_S] and state_inspector.STILL_S < 0.05
     assert it.silent(), "said once while nothing moves"
 
 
 def test_for_a_mere_snapshot_it_is_waited_for(rig: Callable[[int], Rig]) -> None:
     it = rig(3)
     it.looker.freeze(hurry=False)
-    assert it.said().version == 3 and it.source.asked == [looking.DEVICE_PATIENCE_S]
+    assert it.said().version == 3 and it.source.asked == [state_inspector.DEVICE_PATIENCE_S]
 
 
 def test_one_that_goes_on_is_said_to(rig: Callable[[int], Rig]) -> None:
@@ -188,7 +188,7 @@ def test_a_save_that_the_device_has_left_fails_when_it_is_known_where_it_is(
 ) -> None:
     """The other way round a rank that could save the newer version would be counted out."""
     it = rig(2)
-    monkeypatch.setattr(looking, "FOLLOW_S", PATIENCE_S)  # the save notices first
+    monkeypatch.setattr(state_inspector, "FOLLOW_S", PATIENCE_S)  # the save notices first
     it.looker.freeze(hurry=True)
     assert it.said().version == 2
 

@@ -11,12 +11,12 @@ import pytest
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core import processor_events as pm
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.processor_events import Quiet
+from ttp.core.rank import events as pm
+from ttp.core.rank.events import Quiet
 from ttp.launch.leases import Leases
-from ttp.processor import looking
+from ttp.processor import state_inspector
 from ttp.processor.processor import Processor
 
 PATIENCE_S = 60.0
@@ -170,7 +170,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
 def test_who_hangs_there_is_answered_for_all_the_same(
     source: SlowToLook, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(looking, "COMES_S", 0.01)
+    monkeypatch.setattr(state_inspector, "COMES_S", 0.01)
     source.seen.set()
     made = alone(source, tmp_path)
     with made.gate.nearby():

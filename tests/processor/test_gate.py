@@ -11,7 +11,7 @@ import pytest
 
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
-from ttp.processor.gate import Gate, GateState
+from ttp.processor.gate.gate import Gate, GateState
 
 
 def test_updates_count_versions() -> None:

@@ -11,9 +11,8 @@ import pytest
 
 from tests.processor.meeting_model import Host, World, Wrong
 from tests.processor.meeting_ranks import Ranks
-from ttp.processor.futex import Mapping
-from ttp.processor.gate import Gate
-from ttp.processor.meeting import (
+from ttp.processor.gate.gate import Gate
+from ttp.processor.gate.meeting import (
     BELL,
     FRONT,
     BrokenError,
@@ -26,6 +25,7 @@ from ttp.processor.meeting import (
     size_of,
     slot,
 )
+from ttp.processor.liveness.futex import Mapping
 
 PATIENCE_S = 60.0
 
@@ -214,7 +214,7 @@ def test_threads_meet_again_and_again(words: Words) -> None:
 
 
 def test_whoever_closes_the_gate_wakes_the_training_thread(words: Words, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttp.processor.meeting.NET_S", 3600.0)
+    monkeypatch.setattr("ttp.processor.gate.meeting.NET_S", 3600.0)
     gate, (meeting, _) = Gate(), meetings(words, 2)
     left: list[bool] = []
 

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from ttp.processor import futex, meeting_place
-from ttp.processor.meeting import BELL, OwnWords, run
-from ttp.processor.meeting_place import Place, find_place
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.gate import meeting_place
+from ttp.processor.gate.meeting import BELL, OwnWords, run
+from ttp.processor.gate.meeting_place import Place, find_place
+from ttp.processor.liveness import futex
+from ttp.processor.liveness.sentinel import Sentinel
 
 PATIENCE_S = 60.0
 Find = Callable[..., list[Place]]

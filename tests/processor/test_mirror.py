@@ -11,9 +11,9 @@ import pytest
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Keep
-from ttp.processor import mirror, page_file
-from ttp.processor.mirror import KeptPages, PageMirror, kept_directory, read_page_or_kept
-from ttp.processor.pages import Page, PageWriter, page_name, read_page
+from ttp.processor.local_state import mirror, page_file
+from ttp.processor.local_state.mirror import KeptPages, PageMirror, kept_directory, read_page_or_kept
+from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 
 INCARNATION = 5
 RANK, OTHER = 2, 7
@@ -194,7 +194,7 @@ class TestKept:
         def no_room(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr("ttp.processor.pages.os.posix_fallocate", no_room)
+        monkeypatch.setattr("ttp.processor.local_state.pages.os.posix_fallocate", no_room)
         assert "No space left" in kept.store(keep(3))
         monkeypatch.undo()
         assert kept.store(keep(4)) == "", "there is room again"

@@ -11,11 +11,11 @@ import pytest
 
 from tests.controller.conftest import until
 from tests.processor.sentinel_owner import Owner
-from ttp.processor import neighbours as subject
-from ttp.processor.futex import DIED, WAITERS
-from ttp.processor.lookout import REASON
-from ttp.processor.neighbours import Neighbours
-from ttp.processor.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
+from ttp.processor.liveness import peer_watcher as subject
+from ttp.processor.liveness.futex import DIED, WAITERS
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel import FILE_BYTES, SEATS, pack_header, sentinel_name, word_at
+from ttp.processor.liveness.sentinel_reader import REASON
 
 LONG_S = 20.0
 ME, INCARNATION = 1, 7
@@ -37,11 +37,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 class Watching:
-    """``Neighbours`` of rank 1, in this process, and what they said."""
+    """``PeerWatcher`` of rank 1, in this process, and what they said."""
 
     def __init__(self, directory: Path, look_s: float = 0.02) -> None:
         self.told: queue.SimpleQueue[tuple[int, str, str]] = queue.SimpleQueue()
-        self.ring = Neighbours(directory, ME, INCARNATION, lambda *words: self.told.put(words), look_s)
+        self.ring = PeerWatcher(directory, ME, INCARNATION, lambda *words: self.told.put(words), look_s)
         self.ring.start()
 
     def hear(self) -> tuple[int, str, str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from ttp.config import RankEnv
-from ttp.processor.page_dir import LOCK_FILE, PageDirectory, remove_abandoned
+from ttp.processor.local_state.page_dir import LOCK_FILE, PageDirectory, remove_abandoned
 
 ENV = RankEnv(rank=0, world_size=2, local_rank=0, master_addr="host", run_id="run", launch=0)
 
@@ -58,7 +58,7 @@ def test_a_name_that_somebody_else_prepared_is_not_used(tmp_path: Path) -> None:
 def test_after_a_crash_of_all_the_next_one_cleans_up(tmp_path: Path) -> None:
     code = (
         "import sys, signal; from pathlib import Path; from ttp.config import RankEnv\n"
-        "from ttp.processor.page_dir import PageDirectory\n"
+        "from ttp.processor.local_state.page_dir import PageDirectory\n"
         "env = RankEnv(0, 1, 0, 'a', 'crashed', 0)\n"
         f"pages = PageDirectory(Path({str(tmp_path / 'run')!r}), env, 1, Path({str(tmp_path)!r}))\n"
         "print(pages.path, flush=True); signal.pause()"

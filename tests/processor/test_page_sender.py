@@ -10,9 +10,9 @@ import pytest
 from ttp.config import Config
 from ttp.core.layout import Rank
 from ttp.core.messages import Keep, MirrorTo
-from ttp.processor.copy_wire import Receiver
-from ttp.processor.mirror import PAGE_BYTES_MAX
-from ttp.processor.page_sender import PageSender
+from ttp.processor.copies.transfer import Receiver
+from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
+from ttp.processor.local_state.page_sender import PageSender
 
 ME, KEEPER = Rank(3), Rank(0)
 

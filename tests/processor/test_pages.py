@@ -15,8 +15,8 @@ import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ttp.processor import page_file
-from ttp.processor.pages import Page, PageWriter, page_name, read_page
+from ttp.processor.local_state import page_file
+from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 
 ROOT = Path(__file__).parents[2]
 RANK, INCARNATION = 2, 5
@@ -222,7 +222,7 @@ class TestFailure:
     def test_no_room_at_the_start(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("ttp.processor.pages.os.posix_fallocate", _no_room)
+        monkeypatch.setattr("ttp.processor.local_state.pages.os.posix_fallocate", _no_room)
         writer = PageWriter(directory, RANK)
         assert "No space left" in writer.problem
         assert list(directory.iterdir()) == []
@@ -236,7 +236,7 @@ class TestFailure:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         writer.write(1, True, [b"x"])
-        monkeypatch.setattr("ttp.processor.pages.os.posix_fallocate", _no_room)
+        monkeypatch.setattr("ttp.processor.local_state.pages.os.posix_fallocate", _no_room)
         assert not writer.write(2, True, [bytes(1_000_000)])
         assert not writer.write(3, True, [b"x"])
         assert "No space left" in writer.problem

@@ -18,11 +18,9 @@ from hypothesis import strategies as st
 
 from tests.processor.sentinel_owner import Owner, without_settings
 from ttp.config import RankEnv
-from ttp.processor import futex
-from ttp.processor.futex import DIED, WAITERS, Mapping
-from ttp.processor.lookout import BadSentinelError, Lookout, State, look, ranks_in
-from ttp.processor.page_dir import PageDirectory
-from ttp.processor.sentinel import (
+from ttp.processor.liveness import futex
+from ttp.processor.liveness.futex import DIED, WAITERS, Mapping
+from ttp.processor.liveness.sentinel import (
     FILE_BYTES,
     NONCE_BYTES,
     SEATS,
@@ -33,6 +31,8 @@ from ttp.processor.sentinel import (
     sentinel_name,
     word_at,
 )
+from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look, ranks_in
+from ttp.processor.local_state.page_dir import PageDirectory
 
 LONG_S = 20.0
 Start = Callable[..., Owner]
@@ -52,9 +52,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         owner.end()
 
 
-def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> Lookout:
+def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> SentinelReader:
     lookout = look(directory, rank, seat)
-    assert isinstance(lookout, Lookout), lookout
+    assert isinstance(lookout, SentinelReader), lookout
     return lookout
 
 
@@ -200,7 +200,7 @@ def test_a_kernel_that_refuses_robust_lists(
 NO_ROOM = """
 import resource, sys
 from pathlib import Path
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.liveness.sentinel import Sentinel
 
 if sys.argv[2] == "limit":
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))

@@ -10,11 +10,11 @@ import threading
 
 import pytest
 
-from ttp.processor.signals import Preemption
+from ttp.processor.liveness.signals import Preemption
 
 HANGING = """
 import ctypes, signal, sys, os
-from ttp.processor.signals import Preemption
+from ttp.processor.liveness.signals import Preemption
 def report(text):
     print(text, flush=True)
     os._exit(75)

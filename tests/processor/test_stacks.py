@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.processor import stacks
+from ttp.processor.liveness import stacks
 
 LONG_S = 30.0
 FREE = int(signal.SIGRTMIN) + stacks.FIRST_OFFSET if hasattr(signal, "SIGRTMIN") else 0

@@ -291,10 +291,10 @@ def test_a_hanging_disk_shows_no_progress_and_goes_on_when_it_can(world: World, 
 STUCK = """
 import sys
 from pathlib import Path
-from ttp.processor.lane import Lane
+from ttp.processor.serial_worker import SerialWorker
 from ttp.store.durable import write_durably
 
-lane = Lane("saver")
+lane = SerialWorker("saver")
 lane.submit(lambda: write_durably(Path(sys.argv[1]), b"x" * 100))
 sys.stdin.readline()
 assert lane.busy

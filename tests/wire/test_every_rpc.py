@@ -27,9 +27,9 @@ from ttp.config import Config
 from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.launch.relay import RelayServer
-from ttp.processor.copies import CopyStore
-from ttp.processor.copy_wire import Receiver
-from ttp.processor.mirror import KeptPages
+from ttp.processor.copies.store import CopyStore
+from ttp.processor.copies.transfer import Receiver
+from ttp.processor.local_state.mirror import KeptPages
 from ttp.wire.channel import metadata, open_channel
 from ttp.wire.convert import order_from_wire, report_to_wire
 from ttp.wire.v1 import barrier_pb2, buddy_pb2, rounds_pb2

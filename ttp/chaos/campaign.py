@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 from ttp.chaos.kinds import KINDS, Kind
 from ttp.chaos.script import Run, Script
-from ttp.core.hangs import LEARNT_VERSIONS
+from ttp.core.controller.hangs import LEARNT_VERSIONS
 
 RUNS_PER_JOB = 8
 STEPS_AFTER = 3

@@ -88,7 +88,7 @@ Call = SatDown | Stands | GotUp
 
 
 @dataclass(slots=True)
-class Desk:
+class RankSwitchboard:
     """Listens on a socket in a directory of its own, as paths of sockets have to be short.
 
     Args:

@@ -17,7 +17,7 @@ from typing import Any
 
 from ttp.chaos import notes
 from ttp.chaos.checks import Verdict, judge
-from ttp.chaos.desk import Desk, GotUp, SatDown, Seat, Stands
+from ttp.chaos.desk import GotUp, RankSwitchboard, SatDown, Seat, Stands
 from ttp.chaos.inspection import checkpoints, closing_words
 from ttp.chaos.launches import Launches
 from ttp.chaos.line import END, HOLD
@@ -71,7 +71,7 @@ class Driver:
         self.closing: list[str] = []
         """What was wrong with the job as a whole, when it was over."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._desk = Desk(self._inbox)
+        self._desk = RankSwitchboard(self._inbox)
         self._scene = Scene(script, place.hosts, place.disk)
         self._launches = Launches(script, folder, place, self._scene, self._desk.path, self._inbox)
         self._index = -1

@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from ttp.chaos.line import END, HOLD, LAUNCH, Line
+from ttp.chaos.line import END, HOLD, LAUNCH, RankConnection
 
 ACCUMULATION = 2
 RANK = int(os.environ.get("RANK", "0"))
@@ -39,7 +39,7 @@ class Here:
 
     def __init__(self) -> None:
         self.step = 0
-        self.line = Line(RANK, LIFE)
+        self.line = RankConnection(RANK, LIFE)
 
     def at(self, phase: str) -> None:
         """Come to ``phase`` of the current step."""

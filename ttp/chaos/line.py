@@ -19,7 +19,7 @@ HOLD, END = "hold", "end"
 """Points of every run and of every job, beside the phases: before a run begins, after the last step."""
 
 
-class Line:
+class RankConnection:
     """A rank's end.
 
     Args:

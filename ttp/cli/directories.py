@@ -10,7 +10,7 @@ import typer
 
 from ttp.errors import CheckpointError, UsageError
 from ttp.store import names
-from ttp.store.catalog import Entry, scan
+from ttp.store.catalog import CatalogEntry, scan
 from ttp.store.manifest import MANIFEST
 
 SaveDir = Annotated[Path, typer.Argument(metavar="DIR", help="The save_dir of a job.")]
@@ -45,7 +45,7 @@ def is_checkpoint(path: Path) -> bool:
         return False
 
 
-def bears_name(entry: Entry) -> bool:
+def bears_name(entry: CatalogEntry) -> bool:
     """Whether a reader would take it for a checkpoint, be it one or not."""
     return entry.version is not None and entry.kind in ("checkpoint", "foreign")
 

@@ -13,7 +13,7 @@ from ttp.cli.output import Json, print_json, say, screen, table
 from ttp.cli.wording import size_text, when_text
 from ttp.config import Config
 from ttp.errors import CheckpointError
-from ttp.store.catalog import Entry, scan
+from ttp.store.catalog import CatalogEntry, scan
 
 All = Annotated[bool, typer.Option("--all", help="Also what ttp did not make.")]
 
@@ -40,7 +40,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
         say(note)
 
 
-def _newer_elsewhere(found: list[Entry], directory: Path) -> str:
+def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
     """What a restart would take from the fallback directory instead, in one line; empty for nothing."""
     fallback = Config.from_env().fallback_dir
     if fallback is None or Path(fallback) == directory:
@@ -55,7 +55,7 @@ def _newer_elsewhere(found: list[Entry], directory: Path) -> str:
     return f"newer: step {newest.version} is in TTP_FALLBACK_DIR, see `ttp list {fallback}`; a restart takes it"
 
 
-def describe(entry: Entry) -> dict[str, Any]:
+def describe(entry: CatalogEntry) -> dict[str, Any]:
     """What ``ttp list --json`` prints of one entry."""
     m = entry.manifest
     names = ("created_unix_s", "incident", "cause", "reason", "world_size", "incarnation")
@@ -71,7 +71,7 @@ def describe(entry: Entry) -> dict[str, Any]:
     }
 
 
-def _row(entry: Entry) -> tuple[str | Text, ...]:
+def _row(entry: CatalogEntry) -> tuple[str | Text, ...]:
     m = entry.manifest
     version = "" if entry.version is None else str(entry.version)
     why = Text(entry.problem, "red") if entry.problem else Text(m.cause if m else "never committed")

@@ -16,7 +16,7 @@ from ttp.cli.output import Json, print_json, say, screen, table
 from ttp.errors import UsageError
 
 if TYPE_CHECKING:
-    from ttp.adapters.mindspore.recovery import Recovery
+    from ttp.mindspore_files.redundancy_recovery import Recovery
 
 SHOWN_MAX = 100
 
@@ -73,7 +73,7 @@ def recover(
     source by rank; null: lost), ranks (list: rank, state own | replica | lost, source, why), disagreements, skipped
     (newer ones, and why), out (null: nothing was written).
     """
-    from ttp.adapters.mindspore.recovery import examine, write
+    from ttp.mindspore_files.redundancy_recovery import examine, write
 
     if by is not Way.MAP and out is None:
         raise UsageError(f"--by {by.value} needs --out: where to put the files")
@@ -100,7 +100,7 @@ def recover(
 def _known(
     directory: Path, strategy: Path | None, group_info: list[Path], data_parallel: bool, ranks: int | None
 ) -> Any:
-    from ttp.adapters.mindspore.rank_folders import known_replicas
+    from ttp.mindspore_files.rank_folders import known_replicas
 
     if sum((strategy is not None, bool(group_info), data_parallel)) > 1:
         raise UsageError("give one of --strategy, --group-info and --data-parallel")

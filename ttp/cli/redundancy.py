@@ -63,10 +63,10 @@ def read(source: Path) -> Told:
         UsageError: it does not exist.
         CheckpointError: it is none of the three, or damaged.
     """
-    from ttp.adapters.mindspore.group_info import read_group_info
-    from ttp.adapters.mindspore.rank_folders import groups_of_manifest
-    from ttp.adapters.mindspore.redundancy import groups_of_stages
-    from ttp.adapters.mindspore.strategy_file import read_stages
+    from ttp.mindspore_files.group_info import read_group_info
+    from ttp.mindspore_files.rank_folders import groups_of_manifest
+    from ttp.mindspore_files.redundancy import groups_of_stages
+    from ttp.mindspore_files.strategy_file import read_stages
 
     if not source.exists():
         raise UsageError(f"{source} does not exist: give a group_info.pb, a strategy file or a manifest")

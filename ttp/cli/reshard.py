@@ -15,7 +15,7 @@ from ttp.cli.wording import count_text, size_text
 from ttp.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:
-    from ttp.adapters.mindspore.reshard import Resharded
+    from ttp.mindspore_files.reshard import Resharded
 
 SHOWN_MAX = 20
 
@@ -89,7 +89,7 @@ def reshard(
 
 def _reshard(watch: Watch, **wish: Any) -> Resharded:
     try:
-        from ttp.adapters.mindspore.reshard import Wish, reshard
+        from ttp.mindspore_files.reshard import Wish, reshard
     except ModuleNotFoundError as problem:
         if problem.name != "numpy":
             raise

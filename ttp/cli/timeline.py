@@ -217,4 +217,4 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "manager_left": lambda f: "the manager is gone: this controller decides",
     "told_manager": _told_manager,
 }
-"""How each kind is told; the kinds are those that ``ttp.core.controller_machine`` records."""
+"""How each kind is told; the kinds are those that ``ttp.core.controller.machine`` records."""

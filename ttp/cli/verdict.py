@@ -10,7 +10,7 @@ import typer
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import IncidentLog, incident_files, read_incident
 from ttp.cli.output import Json, complain, print_json, say
-from ttp.core.job_verdict import FRUITLESS_MAX, Verdict
+from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, UsageError
 from ttp.store.catalog import scan
 from ttp.store.history import Launch, fruitless, read_launches

@@ -17,7 +17,7 @@ from ttp.cli.wording import size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import names
-from ttp.store.catalog import Entry, scan
+from ttp.store.catalog import CatalogEntry, scan
 from ttp.store.manifest import Manifest
 from ttp.store.verify import unlisted_files, verify_checkpoint
 
@@ -85,7 +85,7 @@ def verify(path: CheckpointOrDir, everything: All = False, json: Json = False) -
 
 
 def _candidates(save_dir: Path, everything: bool) -> list[Path]:
-    def wanted(entry: Entry) -> bool:
+    def wanted(entry: CatalogEntry) -> bool:
         return bears_name(entry) or (everything and entry.kind == "superseded")
 
     paths = [entry.path for entry in scan(save_dir) if wanted(entry)]

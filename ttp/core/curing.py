@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ttp.core.controller.incident import Incident
 from ttp.core.decide import NoPlan
-from ttp.core.incident import Incident
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.replica_lists import Replicas, sources
 from ttp.core.rounds import Ending, Outcome, Part, Round, Script
 from ttp.core.rounds_messages import Act, Ailment, RepairWay, RoundKind, Transfer
-from ttp.core.ward import Ward
+from ttp.core.ward import RepairState
 
 LOW = 2
 """What the clean handler returns where nothing of the state was in the memory that was lost."""
@@ -26,7 +26,7 @@ PURPOSE = "retry"
 LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
 
 
-def halt(ward: Ward, incident: Incident, purpose: str = PURPOSE) -> Part:
+def halt(ward: RepairState, incident: Incident, purpose: str = PURPOSE) -> Part:
     """Get all training threads out of their loops, and the devices usable."""
     if ward.cleaned:
         return ""
@@ -46,7 +46,7 @@ def halt(ward: Ward, incident: Incident, purpose: str = PURPOSE) -> Part:
     return clean.words
 
 
-def cure(ward: Ward, incident: Incident) -> Script:
+def cure(ward: RepairState, incident: Incident) -> Script:
     """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched."""
     problem = yield from halt(ward, incident)
     if problem:
@@ -66,17 +66,17 @@ def cure(ward: Ward, incident: Incident) -> Script:
     return (yield from _resume(ward, incident, version, f"repaired ranks {compact_ranks(lacking) or 'none'}"))
 
 
-def _lacking(ward: Ward, incident: Incident, version: Version) -> set[Rank]:
+def _lacking(ward: RepairState, incident: Incident, version: Version) -> set[Rank]:
     """Ranks that do not hold the version."""
     return set(ward.job.live) - ward.standing(incident, version)
 
 
-def _lost_memory(ward: Ward, rank: Rank) -> bool:
+def _lost_memory(ward: RepairState, rank: Rank) -> bool:
     return rank in ward.ailing and ward.ailing[rank].ailment in LOST_MEMORY
 
 
 def _repair(
-    ward: Ward, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
+    ward: RepairState, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
 ) -> Part:
     """Senders and receivers at once; whoever has lost memory that it did not need only makes its device usable."""
     ranks = tuple(sorted({r for t in transfers for r in (t.src, t.dst)}))
@@ -100,7 +100,7 @@ def _repair(
     return result.words
 
 
-def _way(ward: Ward, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
+def _way(ward: RepairState, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
     if any(rank == t.src for t in transfers):
         return RepairWay.SEND
     if not any(rank == t.dst for t in transfers):
@@ -108,7 +108,7 @@ def _way(ward: Ward, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
     return RepairWay.MEMORY_HIGH if _lost_memory(ward, rank) else RepairWay.RECEIVE
 
 
-def _load(ward: Ward, incident: Incident) -> Script:
+def _load(ward: RepairState, incident: Incident) -> Script:
     """From the last checkpoint, all ranks."""
     unable = [rank for rank in ward.live if not ward.said[rank].load_repair]
     if unable:
@@ -137,7 +137,7 @@ def _load(ward: Ward, incident: Incident) -> Script:
     return (yield from _resume(ward, incident, version, "loaded a checkpoint"))
 
 
-def _resume(ward: Ward, incident: Incident, version: Version, text: str) -> Script:
+def _resume(ward: RepairState, incident: Incident, version: Version, text: str) -> Script:
     everybody = ward.live
     back = yield ward.everyone(RoundKind.ROLLBACK, version, PURPOSE, together=True)
     ward.spoilt.update(back.failed)

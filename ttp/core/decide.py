@@ -19,16 +19,16 @@ A checkpoint of version n exists if and only if for every shard s some rank r of
 the largest such n. Different shards may come from different data-parallel columns. A torn rank that still holds the
 gradient is not listed as one that can redo: an update is not idempotent, so a half-applied one cannot be finished.
 
-Copies that should be equal and are not: ``ttp.core.jury`` says whom to distrust. Copies that are trusted and free of
+Copies that should be equal and are not: ``replica_vote`` says whom to distrust. Copies that are trusted and free of
 NaN and Inf are taken where a version of such copies is whole, else trusted ones, else any; the plan then says so.
 
-Kept copies (``ttp.core.buddies``) extend Mat(r) shard by shard: n is the largest for which each shard has a rank with n
+Kept copies (``replication``) extend Mat(r) shard by shard: n is the largest for which each shard has a rank with n
 in Mat, or with a kept copy of n. They are of the past, so that happens only where a live copy lacks. A shard that
 somebody still holds at n is not brought from a copy.
 
 When a plan is made again because a saver was lost, the pieces that others have written, or are writing, count like a
 rank that holds them: a shard in ``written`` needs nobody any more at that version. Where a part of a shard is written,
-the parts that lack are given out. How shards are cut and spread over ranks: ``ttp.core.spread``.
+the parts that lack are given out. How shards are cut and spread over ranks: ``ttp.core.placement``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from types import MappingProxyType
 
-from ttp.core import spread, stripes
-from ttp.core.jury import Verdict, judge
+from ttp.core import placement, stripes
 from ttp.core.layout import Layout, Rank, Shard, Version, compact_ranks
+from ttp.core.replica_vote import Verdict, judge
 
 NO_DIGESTS: Mapping[Shard, str] = MappingProxyType({})
 NO_SIZES: Mapping[Shard, int] = MappingProxyType({})
@@ -176,7 +176,7 @@ def decide(
     by_rank = _newest_incarnation(answers)
     ways = {rank: materialisable(answer) for rank, answer in by_rank.items()}
     verdict = judge(layout, by_rank.values())
-    cuts = spread.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
+    cuts = placement.Cuts(stripes.started(written), frozenset({*uncut, *verdict.odd, *verdict.disputed}))
     written = stripes.covered(written)
     *better, everybody = _tiers(layout, by_rank, verdict)
     for copies in better:
@@ -244,7 +244,7 @@ def _plan(
     ways: Mapping[Rank, Mapping[Version, How]],
     written: Mapping[Shard, Version],
     verdict: Verdict,
-    cuts: spread.Cuts,
+    cuts: placement.Cuts,
     kept: KeptCopies = NOTHING_KEPT,
 ) -> Plan:
     wanted = {s: ranks for s, ranks in copies.items() if written.get(s) != version}
@@ -280,7 +280,7 @@ def _assign(
     by_rank: Mapping[Rank, Answer],
     ways: Mapping[Rank, Mapping[Version, How]],
     version: Version,
-    cuts: spread.Cuts,
+    cuts: placement.Cuts,
     kept: KeptCopies = NOTHING_KEPT,
 ) -> tuple[Assignment, ...]:
     """Scarcest shards first; within a shard the rank that has least to do, on the host that has least to do.
@@ -290,7 +290,7 @@ def _assign(
     candidates = {shard: [r for r in ranks if version in ways.get(r, {})] for shard, ranks in groups.items()}
     brought = {shard: kept.get(shard, {}).get(version, ()) for shard, able in candidates.items() if not able}
     candidates |= {shard: list(ranks) for shard, ranks in brought.items()}
-    work = spread.Work({s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}, by_rank.values())
+    work = placement.Work({s: by_rank[ranks[0]].sizes.get(s, 0) for s, ranks in candidates.items()}, by_rank.values())
     chosen: list[Assignment] = []
     for shard in sorted(candidates, key=lambda s: (len(candidates[s]), s)):
 
@@ -313,7 +313,7 @@ def _assign(
         clean = how(lead) is How.AS_IS
         others = (by_rank[r] for r in candidates[shard] if clean and how(r) is How.AS_IS)
         cut = cuts.of(shard, version, allowed=shard not in brought)
-        chosen += [Assignment(p, r, how(lead)) for p, r in spread.savers(shard, by_rank[lead], others, cut, work)]
+        chosen += [Assignment(p, r, how(lead)) for p, r in placement.savers(shard, by_rank[lead], others, cut, work)]
     return tuple(sorted(chosen, key=lambda a: a.shard))
 
 

@@ -11,14 +11,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from ttp.core.controller.incident import Incident
 from ttp.core.curing import halt
 from ttp.core.decide import Assignment, How, NoPlan, Plan
-from ttp.core.incident import Incident
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.replica_lists import Replicas, choose, renamer
 from ttp.core.rounds import Ending, Outcome, Part, Round, Script
 from ttp.core.rounds_messages import RoundKind, TypeRanks
-from ttp.core.ward import Ward
+from ttp.core.ward import RepairState
 
 FAILURES_MAX = 3
 """Attempts that may fail with nobody lost: storage that refuses everybody refuses the next as well."""
@@ -26,7 +26,7 @@ FAILURES_MAX = 3
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 
-def dump(ward: Ward, incident: Incident) -> Script:
+def dump(ward: RepairState, incident: Incident) -> Script:
     """Save the newest version that can be saved, and name it."""
     if ward.must_load:
         words = sorted(f"rank {a.rank}: {a.text}" for a in ward.ailing.values())[:4]
@@ -58,11 +58,11 @@ def dump(ward: Ward, incident: Incident) -> Script:
     return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
 
 
-def _halts_first(ward: Ward) -> bool:
+def _halts_first(ward: RepairState) -> bool:
     return any(said.halt_before_dump for said in ward.said.values())
 
 
-def _catch_up(ward: Ward, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
+def _catch_up(ward: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
     """Let ranks make the one update that they stand in front of; whoever cannot is counted on no more for it."""
     for rank in ranks:
         incident.redoing[rank] = version
@@ -73,7 +73,7 @@ def _catch_up(ward: Ward, incident: Incident, version: Version, ranks: list[Rank
     return result.words
 
 
-def _chosen(ward: Ward, incident: Incident, plan: Plan) -> Lists | None:
+def _chosen(ward: RepairState, incident: Incident, plan: Plan) -> Lists | None:
     """Who saves what."""
     assert isinstance(ward.replicas, Replicas)
     lists = choose(ward.replicas, ward.standing(incident, plan.version), ward.suspect(incident))
@@ -84,13 +84,13 @@ def _chosen(ward: Ward, incident: Incident, plan: Plan) -> Lists | None:
     return lists
 
 
-def _save(ward: Ward, version: Version, lists: Lists) -> Round:
+def _save(ward: RepairState, version: Version, lists: Lists) -> Round:
     plain = ward.everyone(RoundKind.SAVE, version, "dump", ranks=lists)
     acts = {rank: replace(act, lists=lists[rank]) for rank, act in plain.acts.items()}
     return Round(RoundKind.SAVE, acts, together=True)
 
 
-def _name(ward: Ward, version: Version, lists: Lists) -> Script:
+def _name(ward: RepairState, version: Version, lists: Lists) -> Script:
     """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:

@@ -11,17 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from ttp.core import messages as m
-from ttp.core.controller_events import CallManager
+from ttp.core.controller.events import CallManager
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.outbox import Outbox
 from ttp.core.curing import cure, halt
 from ttp.core.decide import Plan
 from ttp.core.dumping import dump
-from ttp.core.incident import Incident
 from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import CallKind, Code, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
-from ttp.core.outbox import Outbox
 from ttp.core.rounds import Ending, Outcome, Pause, Result, Script, Step
 from ttp.core.rounds_messages import Ailment
-from ttp.core.ward import Ward
+from ttp.core.ward import RepairState
 
 WAIT_S = 30.0
 """How long a manager may take to answer unless it says otherwise."""
@@ -31,7 +31,7 @@ FAULTS = {Ailment.NETWORK: FaultOf.NETWORK, Ailment.FATAL: FaultOf.PROCESS}
 Hearing = Generator[Step, Result, Notice | None]
 
 
-class Desk:
+class ManagerMailbox:
     """The manager, as far as it is known.
 
     Args:
@@ -90,7 +90,7 @@ class Handshake:
         alone: what is done without a manager.
     """
 
-    def __init__(self, ward: Ward, desk: Desk, alone: Callable[[Incident], Script]) -> None:
+    def __init__(self, ward: RepairState, desk: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
         self._ward, self._desk, self._alone = ward, desk, alone
         self._owed: tuple[Version, str] | None = None
 
@@ -161,7 +161,7 @@ class Handshake:
         return None
 
 
-def faults_of(ward: Ward, incident: Incident) -> tuple[RankFault, ...]:
+def faults_of(ward: RepairState, incident: Incident) -> tuple[RankFault, ...]:
     """Which ranks are faulty, and how."""
     found: dict[Rank, RankFault] = {}
     for rank, ailing in ward.ailing.items():

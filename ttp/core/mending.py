@@ -4,7 +4,7 @@ Theory of operation
 -------------------
 Faults are found, the world is frozen, and the newest whole version is decided on exactly as in every other job. From
 there on the handlers of the ranks have to act, together and in order, so the rest is not a set of independent tasks as
-in ``ttp.core.saving`` but a *script* of rounds (``ttp.core.rounds``). ``curing`` gets loops going again in the same
+in ``controller.saving`` but a *script* of rounds (``ttp.core.rounds``). ``curing`` gets loops going again in the same
 processes, ``dumping`` saves, ``handshake`` asks an outside manager what to do, ``pausing`` needs no incident at all.
 Without a manager the rule is: what can be cured is cured; what cannot, or could not, is saved.
 
@@ -17,18 +17,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
 from ttp.core.curing import cure
 from ttp.core.dumping import dump
-from ttp.core.handshake import Desk, Handshake
-from ttp.core.incident import Incident
+from ttp.core.handshake import Handshake, ManagerMailbox
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.manager_messages import FaultOf, Notice, NoticeKind
-from ttp.core.membership import Membership
-from ttp.core.outbox import Outbox
 from ttp.core.pausing import Pausing
-from ttp.core.rounds import Ending, Outcome, Pause, Script, Steering
+from ttp.core.rounds import Ending, Outcome, Pause, RoundRunner, Script
 from ttp.core.rounds_messages import Acted, Ailing, Ailment, Handlers
-from ttp.core.ward import Judge, Ward
+from ttp.core.ward import Judge, RepairState
 
 Blame = Callable[[Rank, m.FaultKind, str, float], None]
 """Evidence against a rank, or against nobody (-1), and when it came."""
@@ -56,9 +56,9 @@ class Mending:
 
     def __init__(self, job: Membership, outbox: Outbox, judge: Judge, blame: Blame) -> None:
         self._job, self._outbox, self._blame = job, outbox, blame
-        self._ward = Ward(job, outbox, judge)
-        self._desk = Desk(outbox)
-        self._steering = Steering(outbox)
+        self._ward = RepairState(job, outbox, judge)
+        self._desk = ManagerMailbox(outbox)
+        self._steering = RoundRunner(outbox)
         self._handshake = Handshake(self._ward, self._desk, self._alone)
         self._pausing = Pausing(self._ward, self._desk, self._end_paused_job)
 

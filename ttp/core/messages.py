@@ -102,7 +102,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class KeptCopy:
-    """What rank ``of`` has to keep (see ``ttp.core.buddies``), whole, in memory that whoever says so can read."""
+    """What rank ``of`` has to keep (see ``ttp.core.replication``), whole, in memory that whoever says so can read."""
 
     of: Rank
     version: Version
@@ -145,7 +145,9 @@ class Hello:
     incarnation: int  # 0: not yet told
     nonce: str  # identifies the process
     world_size: int
-    layout_digest: str  # the layout itself is asked for where it is not known; see ``ttp.core.layouts``
+    layout_digest: (
+        str  # the layout itself is asked for where it is not known; see ``ttp.core.controller.layout_exchange``
+    )
     host: str
     pid: int
     local_rank: int
@@ -319,7 +321,7 @@ class Mirror:
 
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """What came of this rank's copy of ``version``; see ``ttp.core.buddies``.
+    """What came of this rank's copy of ``version``; see ``ttp.core.replication``.
 
     Args:
         rank: who copied.

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ttp.core.handshake import Desk
+from ttp.core.handshake import ManagerMailbox
 from ttp.core.layout import Rank, Version
 from ttp.core.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
 from ttp.core.rounds import Ending, Outcome, Part, Pause, Round, Script
 from ttp.core.rounds_messages import Act, RoundKind
-from ttp.core.ward import Ward
+from ttp.core.ward import RepairState
 
 PURPOSE = "pause"
 FOR_EVER_S = 1e9
@@ -30,7 +30,7 @@ class Pausing:
         end_job: the manager wants something else of a paused job than that it goes on.
     """
 
-    def __init__(self, ward: Ward, desk: Desk, end_job: Callable[[Notice], None]) -> None:
+    def __init__(self, ward: RepairState, desk: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
         self.paused = False
         """Training threads may be standing still."""
         self._ward, self._desk, self._end_job = ward, desk, end_job

@@ -9,8 +9,8 @@ short respite: what they would answer later is a consequence. Whoever failed fir
 Serial numbers grow from round to round, and over takeovers with the term in their upper half: a rank carries each out
 once, says its answer again when it is asked again, and what is left of an earlier round is recognised.
 
-``Steering`` runs *scripts*: generators that yield rounds and waits, and get back what came of them. A script reads from
-top to bottom like the procedure that it is, and is given up by closing it.
+``RoundRunner`` runs *scripts*: generators that yield rounds and waits, and get back what came of them. A script reads
+from top to bottom like the procedure that it is, and is given up by closing it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import enum
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version
-from ttp.core.outbox import Outbox
 from ttp.core.rounds_messages import Act, Acted, RoundKind
 
 SERIALS_PER_TERM = 1 << 32
@@ -102,7 +102,7 @@ Script = Generator[Step, Result, Ending]
 """What comes back from a ``Pause`` is empty."""
 
 
-class Steering:
+class RoundRunner:
     """Runs one script.
 
     Args:

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
 from ttp.core.decide import NoPlan, Plan
-from ttp.core.incident import Incident
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.membership import Membership
-from ttp.core.outbox import Outbox
 from ttp.core.replica_lists import Replicas, gather
 from ttp.core.rounds import Result, Round
 from ttp.core.rounds_messages import HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
@@ -45,7 +45,7 @@ class Judge:
     rescue_s: float
 
 
-class Ward:
+class RepairState:
     """The ranks, as far as handlers are concerned.
 
     Args:

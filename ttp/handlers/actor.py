@@ -14,7 +14,7 @@ from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind
 from ttp.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
 from ttp.handlers.loop import Loop
 from ttp.handlers.pause import PausePoint
-from ttp.processor.gate import Gate
+from ttp.processor.gate.gate import Gate
 from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.handlers")

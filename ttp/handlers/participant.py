@@ -21,7 +21,7 @@ from ttp.handlers.call import Call, Handler, HandlerKind
 from ttp.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.handlers.pause import PausePoint
 from ttp.handlers.source import HandlerSource
-from ttp.processor import gate
+from ttp.processor.gate import gate
 from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.handlers")

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Mirror
-from ttp.processor.mirror import PAGE_BYTES_MAX, VERSIONS_KEPT
-from ttp.processor.page_dir import SHARED_MEMORY, page_directories
-from ttp.processor.page_reader import newest_pages
+from ttp.processor.local_state.mirror import PAGE_BYTES_MAX, VERSIONS_KEPT
+from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
+from ttp.processor.local_state.page_reader import newest_pages
 
 logger = logging.getLogger("ttp.launch")
 

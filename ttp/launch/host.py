@@ -26,7 +26,7 @@ from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.worker_watch import WorkerWatch
-from ttp.processor.lookout import REASON
+from ttp.processor.liveness.sentinel_reader import REASON
 
 if TYPE_CHECKING:
     from ttp.launch.relay import RelayServer

@@ -1,6 +1,6 @@
 """Which controllers a job has, for whoever speaks to the one that reigns without being a rank of the job.
 
-Ranks know the ring: the job's home address and the controllers that stand by (``ttp.core.route``). Each rank leaves it
+Ranks know the ring: the job's home address and the controllers that stand by (``rank.failover``). Each rank leaves it
 in the run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask
 everybody on it, and speak to the controller that leads the job under the highest term. Without the file, as before a
 controller stands by, the home address is all there is.

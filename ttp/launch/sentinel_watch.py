@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from ttp.processor.lookout import Lookout, State, look
-from ttp.processor.page_dir import SHARED_MEMORY, page_directories
-from ttp.processor.sentinel import Seat, process_start
+from ttp.processor.liveness.sentinel import Seat, process_start
+from ttp.processor.liveness.sentinel_reader import SentinelReader, State, look
+from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 
 logger = logging.getLogger("ttp.launch")
 
@@ -93,7 +93,7 @@ class SentinelWatch:
                 seen.close()
         return False
 
-    def _died(self, seen: Lookout, over: threading.Event) -> bool:
+    def _died(self, seen: SentinelReader, over: threading.Event) -> bool:
         state = State.ALIVE
         while state is State.ALIVE and not over.is_set():
             state = seen.wait(self._look_s)

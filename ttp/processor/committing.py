@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ttp.core.messages import Commit
-from ttp.processor.local_piece import not_kept
+from ttp.processor.local_state.local_piece import not_kept
 from ttp.store.commit import Finalise, commit
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk

@@ -22,24 +22,24 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core import rounds_messages as rm
+from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layouts import in_parts
+from ttp.core.rank import machine as pm
 from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
-from ttp.processor import stacks
-from ttp.processor.company import Company
-from ttp.processor.connecting import JOIN_PATIENCE_S, Line
-from ttp.processor.copy_wire import Receiver
-from ttp.processor.copying import Copying
-from ttp.processor.gate import Gate
-from ttp.processor.greeting import hello, manners
-from ttp.processor.lane import Lane
-from ttp.processor.looking import Look, Looker
+from ttp.processor.copies.copier import Copying
+from ttp.processor.copies.transfer import Receiver
+from ttp.processor.gate.gate import Gate
+from ttp.processor.link.connecting import JOIN_PATIENCE_S, ControllerLink
+from ttp.processor.link.greeting import hello, manners
+from ttp.processor.liveness import stacks
+from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.saver import Saver
+from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
+from ttp.processor.state_inspector import Snapshot, StateInspector
 from ttp.wire.channel import target
 
 log = logging.getLogger("ttp.processor")
@@ -64,7 +64,7 @@ class Processor:
         source: the adapter that can write the state.
         save_dir: where checkpoints go.
         version: finished updates at the start.
-        buddy: keep second copies where a shard has only one; see ``ttp.core.buddies``.
+        buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
     """
 
     def __init__(
@@ -93,21 +93,23 @@ class Processor:
         """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
-        self._lease_writer = Lane("ttp-lease")  # the run directory may hang, and the gate has to close all the same
-        self._inbox: queue.SimpleQueue[pm.Event | Look] = queue.SimpleQueue()
+        self._lease_writer = SerialWorker(
+            "ttp-lease"
+        )  # the run directory may hang, and the gate has to close all the same
+        self._inbox: queue.SimpleQueue[pm.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         self._receiver: Receiver | None = None
         self.copying: Copying | None = None
         at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
         greeting = hello(config, env, layout, source, save_dir, version, *at)
         self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
-        self._line = Line(
+        self._line = ControllerLink(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
         )
-        self.company = Company(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
+        self.company = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if self._receiver is not None and config.mirror:
             self._receiver.keep = self.company.keep
-        self._looker = Looker(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
+        self._looker = StateInspector(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
         self._saver = Saver(
             config,
             source,
@@ -213,7 +215,7 @@ class Processor:
         """
         if not self._joined.wait(JOIN_PATIENCE_S):  # the other ranks may have one: without it nobody agrees with them
             raise ConfigError(
-                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, "
+                f"{self._unjoined()}, twice: restore() cannot agree with the other ranks. Snapshot at MASTER_ADDR, "
                 "TTP_PORT and what is between this host and that one, and at the controller's log there"
             )
         if self._problem is not None:
@@ -317,7 +319,7 @@ class Processor:
         while not (self._closed or self._machine.gone):
             try:
                 event = self._next_event()
-                if isinstance(event, Look):
+                if isinstance(event, Snapshot):
                     if event.closure != self.gate.state().closure:
                         continue  # the gate was open in between
                     event = event.quiet
@@ -348,7 +350,7 @@ class Processor:
             case pm.ProbeHost(order):
                 self._inbox.put(pm.HostProbed(order.subject, False, text))
 
-    def _next_event(self) -> pm.Event | Look:
+    def _next_event(self) -> pm.Event | Snapshot:
         deadline = self._machine.deadline()
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ttp.config import Config
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core.layout import Version
-from ttp.processor.copying import Copying
-from ttp.processor.lane import Lane
+from ttp.core.rank import machine as pm
+from ttp.processor.copies.copier import Copying
+from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError, StateSource
 from ttp.store.mounts import Mounts
 
@@ -54,7 +54,7 @@ class Saver:
         self._source, self._save_dir, self._copying = source, save_dir, copying
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
-        self._lane, self._tidying = Lane("ttp-saver"), Lane("ttp-tidy")
+        self._lane, self._tidying = SerialWorker("ttp-saver"), SerialWorker("ttp-tidy")
         self._cancel = threading.Event()
 
     @property

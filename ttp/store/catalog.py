@@ -30,7 +30,7 @@ Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CatalogEntry:
     """One thing in a ``save_dir``.
 
     Args:
@@ -57,7 +57,7 @@ class Entry:
         return self.kind in ("checkpoint", "superseded") and self.problem is None
 
 
-def scan(save_dir: Path) -> list[Entry]:
+def scan(save_dir: Path) -> list[CatalogEntry]:
     """Everything in ``save_dir`` that is or may be taken for a checkpoint, newest version first, unnumbered last.
 
     Reads manifests and looks at sizes; reads no piece. A ``save_dir`` that does not exist is empty.
@@ -102,7 +102,7 @@ def find_whole(
     """
     entries = scan(save_dir)
 
-    def open_one(entry: Entry) -> Candidate:
+    def open_one(entry: CatalogEntry) -> Candidate:
         manifest = sound(entry, progress, share) if deep else _promising(entry)
         return Candidate(manifest.version, entry.manifest_digest, entry.path.name)
 
@@ -122,7 +122,7 @@ def newest_whole(directory: Path, progress: Progress | None = None) -> tuple[Pat
     return directory / whole[0].name, skipped
 
 
-def sound(entry: Entry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
+def sound(entry: CatalogEntry, progress: Progress | None = None, share: Share = WHOLE) -> Manifest:
     """The manifest of a checkpoint that is whole: every digest is recomputed.
 
     Raises:
@@ -135,7 +135,7 @@ def sound(entry: Entry, progress: Progress | None = None, share: Share = WHOLE) 
     return manifest
 
 
-def _promising(entry: Entry) -> Manifest:
+def _promising(entry: CatalogEntry) -> Manifest:
     if entry.manifest is None:
         raise NotTriedError(f"{entry.path.name}: {entry.problem}")
     if entry.problem is not None:
@@ -190,35 +190,35 @@ def prune(
     return [entry.path.name for entry in victims]
 
 
-def look(path: Path) -> Entry:
+def look(path: Path) -> CatalogEntry:
     """One thing in a ``save_dir``. Reads its manifest and looks at sizes."""
     name = path.name
     if (draft := names.parse_draft_name(name)) is not None:
-        return Entry(path, draft[0], "draft")
+        return CatalogEntry(path, draft[0], "draft")
     if (version := names.parse_superseded_name(name)) is not None:
         return _look_inside(path, version, "superseded")
     version = names.parse_checkpoint_name(name)
     if version is None:
-        return Entry(path, None, "foreign", problem="not made by ttp")
+        return CatalogEntry(path, None, "foreign", problem="not made by ttp")
     return _look_inside(path, version, "checkpoint")
 
 
-def _look_inside(path: Path, version: Version, kind: Kind) -> Entry:
+def _look_inside(path: Path, version: Version, kind: Kind) -> CatalogEntry:
     try:
         manifest, digest = load_with_digest(path)
     except ForeignCheckpointError as problem:
-        return Entry(path, version, "foreign" if kind == "checkpoint" else kind, problem=str(problem))
+        return CatalogEntry(path, version, "foreign" if kind == "checkpoint" else kind, problem=str(problem))
     except CheckpointError as problem:
-        return Entry(path, version, kind, problem=str(problem))
+        return CatalogEntry(path, version, kind, problem=str(problem))
     problems = verify.name_problems(path, manifest) or verify.size_problems(path, manifest)
-    return Entry(path, version, kind, manifest, "; ".join(problems) or None, digest)
+    return CatalogEntry(path, version, kind, manifest, "; ".join(problems) or None, digest)
 
 
-def _newest_first(entry: Entry) -> tuple[int, str, str]:
+def _newest_first(entry: CatalogEntry) -> tuple[int, str, str]:
     return (-1 if entry.version is None else -entry.version - 2, entry.kind, entry.path.name)
 
 
-def restorable(entries: list[Entry]) -> Iterator[Entry]:
+def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
     """What bears the name of a checkpoint, and a superseded one whose successor did not get as far as its name."""
     published = {entry.version for entry in entries if entry.kind == "checkpoint"}
     for entry in entries:
@@ -227,14 +227,16 @@ def restorable(entries: list[Entry]) -> Iterator[Entry]:
             yield entry
 
 
-def _unfinished(entries: list[Entry], whole: list[Candidate]) -> list[str]:
+def _unfinished(entries: list[CatalogEntry], whole: list[Candidate]) -> list[str]:
     """Drafts newer than what will be restored: somebody may wonder where that work went."""
     newest = whole[0].version if whole else -1
     drafts = [e for e in entries if e.kind == "draft" and e.version is not None and e.version > newest]
     return [f"{entry.path.name}: a draft, never committed" for entry in drafts]
 
 
-def _too_old(entries: list[Entry], keep: int, is_sound: Callable[[Entry], bool]) -> Iterator[Entry]:
+def _too_old(
+    entries: list[CatalogEntry], keep: int, is_sound: Callable[[CatalogEntry], bool]
+) -> Iterator[CatalogEntry]:
     whole = [entry for entry in entries if entry.kind == "checkpoint" and entry.whole]
     newest = _version(whole[0]) if whole else -1
     while _aged(entries, whole, keep) and not is_sound(whole[0]):
@@ -246,13 +248,13 @@ def _too_old(entries: list[Entry], keep: int, is_sound: Callable[[Entry], bool])
             yield entry
 
 
-def _aged(entries: list[Entry], whole: list[Entry], keep: int) -> list[Entry]:
+def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> list[CatalogEntry]:
     """What is older than the ``keep`` newest of ``whole``; nothing where nothing is whole."""
     oldest_kept = _version(whole[:keep][-1]) if whole else -1
     return [entry for entry in entries if entry.whole and _version(entry) < oldest_kept]
 
 
-def _is_sound(entry: Entry) -> bool:
+def _is_sound(entry: CatalogEntry) -> bool:
     try:
         sound(entry)
     except (CheckpointError, NotTriedError) as problem:
@@ -261,11 +263,11 @@ def _is_sound(entry: Entry) -> bool:
     return True
 
 
-def _version(entry: Entry) -> int:
+def _version(entry: CatalogEntry) -> int:
     return -1 if entry.version is None else entry.version
 
 
-def _set_aside(entry: Entry, taken: set[str], disk: Disk) -> Path:
+def _set_aside(entry: CatalogEntry, taken: set[str], disk: Disk) -> Path:
     if entry.kind == "draft":
         return entry.path
     free = next(n for n in range(len(taken) + 1) if names.removed_name(Version(_version(entry)), n) not in taken)

@@ -17,9 +17,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core.controller_events import Action, Record
-from ttp.core.controller_machine import ControllerMachine
-from ttp.core.incident import Incident
+from ttp.core.controller.events import Action, Record
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.toy import Checkpoint, InvariantBroken, ToyState
 

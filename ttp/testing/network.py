@@ -10,8 +10,8 @@ import random
 from typing import Protocol
 
 from ttp.core import messages as m
-from ttp.core.controller_events import ConnectionId, Received, StreamEnded
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.controller.machine import ControllerMachine
 from ttp.testing.clock import Clock
 
 

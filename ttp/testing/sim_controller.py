@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core.controller_events import (
+from ttp.core.controller.events import (
     Accused,
     Action,
     ConnectionId,
+    ControllerTimeouts,
     Event,
     LookAt,
     LookedAt,
-    Patience,
     Received,
     Record,
     SaveRequested,
@@ -21,7 +21,7 @@ from ttp.core.controller_events import (
     StreamEnded,
     Tick,
 )
-from ttp.core.controller_machine import ControllerMachine
+from ttp.core.controller.machine import ControllerMachine
 from ttp.testing.network import Stream
 from ttp.testing.sim_rank import SimRank
 from ttp.testing.toy import InvariantBroken
@@ -44,7 +44,7 @@ class SimController:
         name: for the trace, and in the ids of its incidents.
     """
 
-    def __init__(self, world: Simulation, patience: Patience, host: str, name: str) -> None:
+    def __init__(self, world: Simulation, patience: ControllerTimeouts, host: str, name: str) -> None:
         self.alive = True
         self.host, self.name = host, name
         self.restarts = 0

@@ -1,4 +1,4 @@
-"""Second copies of a simulated rank: what ``ttp.processor.copying`` does with threads, in virtual time.
+"""Second copies of a simulated rank: what ``ttp.processor.copies.copier`` does with threads, in virtual time.
 
 The state is taken at once; how long it takes to arrive in the host's memory, and at the buddy, is drawn.
 """
@@ -8,9 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.buddies import NOBODY, Generations
 from ttp.core.layout import Rank, Shard, Version
+from ttp.core.rank import machine as pm
+from ttp.core.replication import NOBODY, Generations
 from ttp.testing.toy import Words
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core.controller_events import Accused, SaveRequested
+from ttp.core.controller.events import Accused, SaveRequested
 from ttp.core.layout import Rank
 from ttp.testing.scenario import Fault
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core.layout import Rank, Version
+from ttp.core.rank import machine as pm
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED
-from ttp.processor.gate import GateState
+from ttp.processor.gate.gate import GateState
 from ttp.testing.network import Stream
 from ttp.testing.sim_copies import SimCopies
 from ttp.testing.sim_saver import Saver
@@ -61,7 +61,7 @@ class SimRank:
         "stream", "trainer", "world",
     )  # fmt: skip
 
-    def __init__(self, world: Simulation, hello: m.Hello, manners: pm.Manners) -> None:
+    def __init__(self, world: Simulation, hello: m.Hello, manners: pm.RankTimeouts) -> None:
         self.world, self.hello, self.rank, self.host = world, hello, hello.rank, hello.host
         self.name = f"rank {self.rank}#{hello.launch}"
         self.machine = pm.ProcessorMachine(hello, manners, world.now, world.parts)

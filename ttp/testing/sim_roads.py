@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ttp.core import processor_machine as pm
-from ttp.core.controller_events import ConnectionId, Patience
+from ttp.core.controller.events import ConnectionId, ControllerTimeouts
 from ttp.core.layout import Rank
-from ttp.core.route import HOME
+from ttp.core.rank import machine as pm
+from ttp.core.rank.failover import HOME
 from ttp.testing.network import Stream
 from ttp.testing.sim_controller import SimController
 
@@ -51,7 +51,7 @@ class Roads:
         patience: of every controller.
     """
 
-    def __init__(self, world: Simulation, patience: Patience) -> None:
+    def __init__(self, world: Simulation, patience: ControllerTimeouts) -> None:
         self._world, self._patience = world, patience
         self._home = world.scenario.hosts[0]
         self._at: dict[str, SimController] = {}

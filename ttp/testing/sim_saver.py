@@ -6,9 +6,9 @@ from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core import stripes
 from ttp.core.layout import Rank
+from ttp.core.rank import machine as pm
 from ttp.testing.toy import SLOTS, dealt, digest
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, TypeVar, cast
 
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
 from ttp.core.layout import Shard, Version
-from ttp.processor.gate import Gate
+from ttp.core.rank import machine as pm
+from ttp.processor.gate.gate import Gate
 from ttp.testing.toy import SLOTS, InvariantBroken, Words, contribution, draw, update
 
 if TYPE_CHECKING:

@@ -21,11 +21,11 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
-from ttp.core import processor_machine as pm
-from ttp.core.buddies import keepers
-from ttp.core.controller_events import Accused, ConnectionId, Patience, SaveRequested
+from ttp.core.controller.events import Accused, ConnectionId, ControllerTimeouts, SaveRequested
+from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Rank, Version
-from ttp.core.layouts import in_parts
+from ttp.core.rank import machine as pm
+from ttp.core.replication import keepers
 from ttp.testing.clock import Clock
 from ttp.testing.invariants import Judge
 from ttp.testing.network import Stream
@@ -38,7 +38,7 @@ from ttp.testing.sim_rank import Killed, SimRank
 from ttp.testing.sim_roads import GIVES_UP_S, Roads
 from ttp.testing.toy import InvariantBroken, Pages, ToyState, ToyStorage, mix
 
-PATIENCE = Patience(
+PATIENCE = ControllerTimeouts(
     answer_s=0.5,
     freeze_s=2.0,
     grace_s=0.3,
@@ -58,7 +58,7 @@ PATIENCE = Patience(
     forming_s=40.0,
     linger_s=0.2,
 )
-MANNERS = pm.Manners(
+MANNERS = pm.RankTimeouts(
     heartbeat_s=0.5,
     rescue_s=20.0,
     retry_min_s=0.01,
@@ -119,8 +119,8 @@ class Simulation(Clock):
         scenario: Scenario,
         *,
         keep_trace: bool = False,
-        patience: Patience = PATIENCE,
-        manners: pm.Manners = MANNERS,
+        patience: ControllerTimeouts = PATIENCE,
+        manners: pm.RankTimeouts = MANNERS,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         super().__init__(keep_trace=keep_trace)
@@ -145,7 +145,7 @@ class Simulation(Clock):
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
         self.barrier = len(self.layout.groups) > 1 and not scenario.undo
-        """Whether an update waits until every rank holds its gradient; see ``ttp.adapters.torch.barrier``."""
+        """Whether an update waits until every rank holds its gradient; see ``ttp.adapters.torch.loop.barrier``."""
         self._requests = 0
         self._alive = 0
         self._somebody_died = False

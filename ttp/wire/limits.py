@@ -17,7 +17,7 @@ VERSION_MAX = 10**18 - 2
 COUNT_MAX = (1 << 32) - (1 << 20)
 """Launches and incarnations: thirty-two bits on the wire, and each is counted on from the largest that was heard."""
 TERM_MAX = (1 << 16) - (1 << 10)
-"""Generations of a term are 32 bits with the term in the upper half; see ``ttp.core.saving``."""
+"""Generations of a term are 32 bits with the term in the upper half; see ``ttp.core.controller.saving``."""
 
 NAME_MAX = 4096
 """Characters of what names something: a path is the longest of them."""

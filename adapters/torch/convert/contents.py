@@ -11,8 +11,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from ttp.adapters.torch.leaves import leaves, put, whole
-from ttp.adapters.torch.table import Path
+from ttp.adapters.torch.saving.flatten_state import leaves, put, whole
+from ttp.adapters.torch.saving.piece_index import Path
 
 Progress = Callable[[int], None]
 

@@ -24,7 +24,7 @@ from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress,
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
-from ttp.adapters.torch.table import left_out_of
+from ttp.adapters.torch.saving.piece_index import left_out_of
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError, UsageError
 from ttp.store import names

@@ -17,9 +17,9 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
 from ttp.adapters.torch.convert.flat_optimizer import nested_optimizer
-from ttp.adapters.torch.job_state import JOB_KIND, JobState, read_job_state
-from ttp.adapters.torch.metadata import build_metadata
-from ttp.adapters.torch.table import Item, items_of, left_out_of
+from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState, read_job_state
+from ttp.adapters.torch.saving.metadata import build_metadata
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
@@ -53,7 +53,7 @@ def read_checkpoint(path: Path) -> Contents:
     )
 
 
-def _torch_items(path: Path, manifest: Manifest) -> list[Item]:
+def _torch_items(path: Path, manifest: Manifest) -> list[IndexEntry]:
     if manifest.framework != FRAMEWORK:
         raise CheckpointError(
             f"{path} was written by the {manifest.framework} adapter: `ttp convert` reads checkpoints of torch and "
@@ -65,15 +65,15 @@ def _torch_items(path: Path, manifest: Manifest) -> list[Item]:
     return items
 
 
-def _by_path(items: Sequence[Item]) -> list[list[Item]]:
+def _by_path(items: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
     """The distinct chunks of each value, values in the order in which they were written."""
-    found: dict[tuple[str | int, ...], dict[object, Item]] = {}
+    found: dict[tuple[str | int, ...], dict[object, IndexEntry]] = {}
     for item in items:  # replicas may have written a chunk twice; the first is taken, as stock torch does
         found.setdefault(item.path, {}).setdefault((item.offsets, item.sizes), item)
     return [list(chunks.values()) for chunks in found.values()]
 
 
-def _leaf(path: Path, chunks: Sequence[Item]) -> Leaf:
+def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> Leaf:
     first = chunks[0]
     if not first.is_tensor:
         return Leaf(first.path, first.int_keys, read_blob(path, first))
@@ -82,7 +82,7 @@ def _leaf(path: Path, chunks: Sequence[Item]) -> Leaf:
     return Leaf(first.path, first.int_keys, entry)
 
 
-def _assemble(path: Path, chunks: Sequence[Item]) -> Tensor:
+def _assemble(path: Path, chunks: Sequence[IndexEntry]) -> Tensor:
     first = chunks[0]
     if len(chunks) == 1 and first.sizes == first.shape:
         return _part(path, first)
@@ -95,7 +95,7 @@ def _assemble(path: Path, chunks: Sequence[Item]) -> Tensor:
     return full
 
 
-def _part(path: Path, item: Item) -> Tensor:
+def _part(path: Path, item: IndexEntry) -> Tensor:
     part = read_blob(path, item)
     if not isinstance(part, Tensor) or (part.dtype, tuple(part.shape)) != (item.torch_dtype, item.sizes):
         raise CheckpointError(
@@ -104,7 +104,7 @@ def _part(path: Path, item: Item) -> Tensor:
     return part
 
 
-def read_blob(path: Path, item: Item) -> object:
+def read_blob(path: Path, item: IndexEntry) -> object:
     """One tensor or plain value, without a copy of its bytes beside it.
 
     Raises:

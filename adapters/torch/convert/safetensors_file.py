@@ -21,7 +21,7 @@ from typing import Any
 from torch import Tensor
 
 from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress, bytes_of, digest_of
-from ttp.adapters.torch.leaves import put
+from ttp.adapters.torch.saving.flatten_state import put
 from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile
 

@@ -13,14 +13,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.checkpoint import write_shard
 from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, parts, tree
-from ttp.adapters.torch.job_state import JOB_KIND, JobState
-from ttp.adapters.torch.metadata import finalise
+from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
+from ttp.adapters.torch.saving.metadata import finalise
 from ttp.core.layout import REPLICATED, Rank, Version
 from ttp.core.messages import Commit, Piece
 from ttp.errors import CheckpointError
-from ttp.processor.local_piece import Pages, write_local_piece
+from ttp.processor.local_state.local_piece import Pages, write_local_piece
 from ttp.store import names
 from ttp.store.commit import commit
 from ttp.store.digest import digest_bytes

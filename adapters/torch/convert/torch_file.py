@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, bytes_of, digest_of, leaves_of, parts, tree
 from ttp.adapters.torch.convert.foreign import understood
-from ttp.adapters.torch.leaves import dump
+from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.errors import CheckpointError
 from ttp.store.digest import HashingFile
 

@@ -21,9 +21,9 @@ import torch.distributed as dist
 
 import ttp.session
 from tests.adapters.megatron.gpt import Training
-from ttp.adapters.torch import barrier
-from ttp.processor.gate import Gate
-from ttp.processor.meeting import BrokenError, Meeting
+from ttp.adapters.torch.loop import barrier
+from ttp.processor.gate.gate import Gate
+from ttp.processor.gate.meeting import BrokenError, Meeting
 
 
 class Hurt:

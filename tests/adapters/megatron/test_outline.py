@@ -15,19 +15,19 @@ import torch
 from ttp.adapters.megatron.contents import _global_name
 from ttp.adapters.megatron.geometry import Tile
 from ttp.adapters.megatron.mapped import Mapped
-from ttp.adapters.megatron.outline import (
+from ttp.adapters.megatron.rank_layout import (
     FlatBuffer,
     LocalOptimizer,
     LocalTensor,
-    Outline,
     Place,
+    RankLayout,
     _plain_args,
 )
-from ttp.adapters.torch.rng import RngState, streams_of
+from ttp.adapters.torch.local_state.rng import RngState, streams_of
 from ttp.errors import CheckpointError
 
 TILE = Tile("decoder.layers.mlp.weight", (4, 8, 3), (2, 4, 0), (4, 3), (3, 1), 0, flexible=True)
-OUTLINE = Outline(
+OUTLINE = RankLayout(
     place=Place((1, 2), (0, 1), (0, 1)),
     ranks=(1, 3),
     streams=(1,),
@@ -42,8 +42,8 @@ OUTLINE = Outline(
 
 def test_an_outline_comes_back_as_it_was() -> None:
     told = replace(OUTLINE, args=_plain_args(Namespace(**(OUTLINE.args or {}), odd=object(), bound=float("inf"))))
-    assert Outline.from_json(told.to_json()) == OUTLINE
-    assert Outline.from_json(replace(OUTLINE, args=None, problem="why").to_json()).problem == "why"
+    assert RankLayout.from_json(told.to_json()) == OUTLINE
+    assert RankLayout.from_json(replace(OUTLINE, args=None, problem="why").to_json()).problem == "why"
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_an_outline_comes_back_as_it_was() -> None:
 )
 def test_something_else_is_refused(text: str) -> None:
     with pytest.raises(CheckpointError, match="outline"):
-        Outline.from_json(text)
+        RankLayout.from_json(text)
 
 
 def test_places_have_megatrons_names() -> None:

@@ -16,7 +16,7 @@ from ttp.adapters.mindspore.barrier import UpdateBarrier
 from ttp.config import Config
 from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
-from ttp.processor.gate import Gate
+from ttp.processor.gate.gate import Gate
 
 DEADLINE_S = 60
 CONFIG = Config(token="the job's")

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import xxhash
 
-from ttp.adapters.mindspore.ckpt_reader import Contents, read_contents
 from ttp.errors import CheckpointError
+from ttp.mindspore_files.ckpt_reader import Contents, read_contents
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 

@@ -9,8 +9,8 @@ import mindspore as ms
 import numpy as np
 import pytest
 
-from ttp.adapters.mindspore import ckpt_writer
-from ttp.adapters.mindspore.ckpt_writer import Entry, number, write_entries
+from ttp.mindspore_files import ckpt_writer
+from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.processor.source import Cancelled
 from ttp.store.piece_file import piece_file
 
@@ -21,11 +21,11 @@ def never() -> bool:
     return False
 
 
-def entry(name: str, array: Any, dtype: str) -> Entry:
-    return Entry(name, dtype, array.shape, memoryview(array.reshape(-1).view(np.uint8)))
+def entry(name: str, array: Any, dtype: str) -> TensorToWrite:
+    return TensorToWrite(name, dtype, array.shape, memoryview(array.reshape(-1).view(np.uint8)))
 
 
-def write(path: Path, entries: list[Entry]) -> Path:
+def write(path: Path, entries: list[TensorToWrite]) -> Path:
     with piece_file(path) as target:
         write_entries(target, entries, never)
         target.sync_and_close()

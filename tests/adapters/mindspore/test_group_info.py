@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.adapters.mindspore.layouts import S8, S8_SHARDED, Layout, write_json, write_strategy
 from tests.adapters.mindspore.reshard_worlds import STRATEGIES
-from ttp.adapters.mindspore.group_info import GroupInfo, parse_group_info, read_group_info, write_group_info
-from ttp.adapters.mindspore.redundancy import groups_of_stages, parameter_groups, replicas_of, whole_groups
-from ttp.adapters.mindspore.strategy_file import Stage, parse_strategy, read_stages
 from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.group_info import GroupInfo, parse_group_info, read_group_info, write_group_info
+from ttp.mindspore_files.redundancy import groups_of_stages, parameter_groups, replicas_of, whole_groups
+from ttp.mindspore_files.strategy_file import Stage, parse_strategy, read_stages
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")  # importing MindSpore takes seconds: once
 

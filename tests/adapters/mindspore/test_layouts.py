@@ -9,9 +9,9 @@ import pytest
 
 from tests.adapters.mindspore.reshard_worlds import STRATEGIES
 from ttp.adapters.mindspore import layouts
-from ttp.adapters.mindspore.group_info import write_group_info
 from ttp.core.layout import REPLICATED, Rank, Shard
 from ttp.errors import ConfigError
+from ttp.mindspore_files.group_info import write_group_info
 
 pytestmark = pytest.mark.xdist_group("mindspore")
 

@@ -11,11 +11,12 @@ import numpy as np
 import pytest
 
 from tests.adapters.mindspore.jobs import flip, make_job
-from ttp.adapters.mindspore import load_newest, newest
+from ttp.adapters.mindspore import load_newest
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
-from ttp.store.catalog import Entry, look
+from ttp.mindspore_files import newest_whole
+from ttp.store.catalog import CatalogEntry, look
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
 from ttp.store.names import draft_name
@@ -195,11 +196,11 @@ def test_a_checkpoint_is_looked_at_once_however_many_of_its_files_match(
     step = saved_by_ttp(tmp_path, 12)
     seen: list[Path] = []
 
-    def look_and_note(path: Path) -> Entry:
+    def look_and_note(path: Path) -> CatalogEntry:
         seen.append(path)
         return look(path)
 
-    monkeypatch.setattr(newest, "look", look_and_note)
+    monkeypatch.setattr(newest_whole, "look", look_and_note)
     found = load_newest(step / "rank_*" / "*.ckpt")
     assert found is not None and found.step_num == 12
     assert seen == [step]

@@ -14,11 +14,11 @@ import pytest
 from tests.adapters.mindspore.jobs import S8_GROUPS, flip, group_of, make_job
 from tests.adapters.mindspore.layouts import S8, S8_SHARDED, write_json, write_strategy
 from ttp.adapters.mindspore import get_ckpt_path_with_strategy, write_group_info
-from ttp.adapters.mindspore.recover import by_template, newest_first
 from ttp.cli.main import main
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, ConfigError
+from ttp.mindspore_files.redundancy_plan import by_template, newest_first
 from ttp.store.digest import digest_file
 from ttp.store.manifest import Manifest
 

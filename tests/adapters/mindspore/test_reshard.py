@@ -24,12 +24,12 @@ from tests.adapters.mindspore.reshard_worlds import (
     save,
     write_strategy,
 )
-from ttp.adapters.mindspore.reshard import Resharded, Wish, reshard
-from ttp.adapters.mindspore.reshard_fit import Entry, make_plan
-from ttp.adapters.mindspore.reshard_source import open_newest
-from ttp.adapters.mindspore.reshard_strategy import read_strategy
-from ttp.adapters.mindspore.tensor_layout import Cell
 from ttp.errors import CheckpointError
+from ttp.mindspore_files.reshard import Resharded, Wish, reshard
+from ttp.mindspore_files.reshard_fit import TargetTensor, make_plan
+from ttp.mindspore_files.reshard_source import open_newest
+from ttp.mindspore_files.reshard_strategy import read_strategy
+from ttp.mindspore_files.tensor_layout import Cell
 from ttp.store.verify import verify_checkpoint
 
 with warnings.catch_warnings():
@@ -159,7 +159,7 @@ def test_what_a_rank_needs_is_on_the_ranks_that_mindspore_lists(
             assert needed <= held, (rank, name)
 
 
-def needed_cells(entry: Entry, rank: int) -> set[Cell]:
+def needed_cells(entry: TargetTensor, rank: int) -> set[Cell]:
     """Parts of the source in which an element lies that a target rank holds, element by element."""
     owner = np.zeros((*entry.full, len(entry.full)), np.int64)
     for axis, (size, parts) in enumerate(zip(entry.full, entry.source.grid, strict=True)):

@@ -23,13 +23,13 @@ from tests.adapters.mindspore.reshard_worlds import (
     save,
     write_strategy,
 )
-from ttp.adapters.mindspore import reshard_rank
-from ttp.adapters.mindspore.ckpt_reader import Tensor
-from ttp.adapters.mindspore.ckpt_writer import CkptWriter
-from ttp.adapters.mindspore.reshard import MINDSPORE_BYTES, Resharded, Wish, reshard
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files import reshard_rank
+from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.ckpt_writer import CkptWriter
+from ttp.mindspore_files.reshard import MINDSPORE_BYTES, Resharded, Wish, reshard
 from ttp.store.digest import HashingFile, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -370,7 +370,7 @@ def test_the_source_is_as_it_was(s8: Path) -> None:
 
 
 def test_a_large_tensor_is_read_and_written_in_several_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ttp.adapters.mindspore.ckpt_writer.CHUNK_BYTES", 1000)
+    monkeypatch.setattr("ttp.mindspore_files.ckpt_writer.CHUNK_BYTES", 1000)
     full: dict[str, Any] = {"w": np.arange(900, dtype=np.float32).reshape(30, 30), "b": np.array(2, np.int8)}
     (tmp_path / "whole" / "rank_0").mkdir(parents=True)
     file = HashingFile(tmp_path / "whole" / "rank_0" / "net.ckpt")

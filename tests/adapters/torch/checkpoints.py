@@ -80,7 +80,7 @@ def digest(model_state: dict[str, Any], optimizer: torch.optim.Optimizer) -> str
 
 def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size: int = 1) -> Any:
     """Finalise and list these pieces; return the manifest as a reader finds it."""
-    from ttp.adapters.torch.metadata import finalise
+    from ttp.adapters.torch.saving.metadata import finalise
     from ttp.core.layout import Rank, Shard, Version
     from ttp.store.manifest import MANIFEST, Manifest
 
@@ -93,9 +93,9 @@ def whole_checkpoint(path: Path, pieces: Sequence[Any], version: int, world_size
 
 def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, job: Any, **writing: Any) -> Any:
     """A checkpoint as ttp writes it, with a single shard; its manifest."""
-    from ttp.adapters.torch.checkpoint import write_shard
-    from ttp.adapters.torch.names import ModelNames
-    from ttp.adapters.torch.state import checkpoint_state
+    from ttp.adapters.torch.saving.checkpoint import write_shard
+    from ttp.adapters.torch.saving.state import checkpoint_state
+    from ttp.adapters.torch.sharding.names import ModelNames
     from ttp.core.layout import Rank, Shard
     from ttp.core.messages import Piece
     from ttp.store.digest import digest_bytes

@@ -24,12 +24,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch import data_parallel, restore
-from ttp.adapters.torch.checkpoint import write_shard
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.metadata import finalise
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.state import checkpoint_state
+from ttp.adapters.torch.restoring import restore
+from ttp.adapters.torch.saving.checkpoint import write_shard
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.metadata import finalise
+from ttp.adapters.torch.saving.state import checkpoint_state
+from ttp.adapters.torch.sharding import data_parallel
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Piece
 from ttp.store.digest import digest_bytes

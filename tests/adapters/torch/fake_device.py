@@ -347,7 +347,7 @@ Watching.__torch_dispatch__ = Watching.dispatch  # type: ignore[assignment,metho
 
 
 class FakeHold:
-    """See ``ttp.adapters.torch.device.Hold``. A word that is taken back would not be seen by a real stream either."""
+    """See ``accelerator.Hold``. A word that is taken back would not be seen by a real stream either."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device, self.word = device, 0
@@ -370,7 +370,7 @@ class _Reached:
 
 
 class FakeRuntime:
-    """See ``ttp.adapters.torch.device.Runtime``."""
+    """See ``ttp.adapters.torch.device.accelerator.Runtime``."""
 
     def __init__(self, device: FakeDevice | None = None, order: str = TRAINING) -> None:
         self.device = device or FakeDevice(order)

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from ttp.adapters.torch.device import HostFence
-from ttp.adapters.torch.hooks import Calls, attach
-from ttp.adapters.torch.tail import Tail
-from ttp.processor.gate import Gate
+from ttp.adapters.torch.device.accelerator import HostFence
+from ttp.adapters.torch.loop.hooks import Calls, attach
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.processor.gate.gate import Gate
 
 
 class Job:

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch.device import HostFence
-from ttp.adapters.torch.hooks import attach, gradient_triggers
-from ttp.adapters.torch.tail import Tail
-from ttp.processor.gate import Gate
+from ttp.adapters.torch.device.accelerator import HostFence
+from ttp.adapters.torch.loop.hooks import attach, gradient_triggers
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.processor.gate.gate import Gate
 
 HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
 STEPS = 3
@@ -56,7 +56,7 @@ class Holder:
         pass
 
 
-class Looker:
+class StateInspector:
     """Rank 1's capture: none."""
 
     last_batch = False
@@ -81,7 +81,7 @@ def marker(directory: Path, version: int) -> Path:
     return directory / f"captured-{version}"
 
 
-def run(directory: Path, case: str, capture: Holder | Looker) -> dict[str, Any]:
+def run(directory: Path, case: str, capture: Holder | StateInspector) -> dict[str, Any]:
     torch.manual_seed(0)
     ddp = DistributedDataParallel(
         Model(case == "unused"),
@@ -120,7 +120,7 @@ def main(directory: Path, rank: int, cases: list[str]) -> None:
     for case in cases:
         (directory / case).mkdir(exist_ok=True)
         dist.barrier()
-        seen[case] = run(directory / case, case, Holder(directory / case) if rank == 0 else Looker())
+        seen[case] = run(directory / case, case, Holder(directory / case) if rank == 0 else StateInspector())
     sys.stdout.write(json.dumps(seen))
     sys.stdout.flush()
     dist.barrier()

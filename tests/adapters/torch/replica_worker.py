@@ -22,8 +22,8 @@ from tests.adapters.torch.stub_processor import StubProcessor, two_shards
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.layout import Layout, Version
 from ttp.processor.faults import is_collective_error
-from ttp.processor.neighbours import Neighbours
-from ttp.processor.sentinel import Sentinel
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel import Sentinel
 
 WORLD = 2
 HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
@@ -47,7 +47,7 @@ class Alive:
     page_dir: Path | None = None
     current: StubProcessor
     sentinel: Sentinel
-    neighbours: Neighbours
+    neighbours: PeerWatcher
 
     @classmethod
     def show(cls, page_dir: Path, rank: int) -> None:
@@ -55,7 +55,7 @@ class Alive:
         page_dir.mkdir(exist_ok=True)
         cls.page_dir = page_dir
         cls.sentinel = Sentinel(page_dir, rank, f"{rank}", 0)
-        cls.neighbours = Neighbours(page_dir, rank, 0, lambda *_: cls.current.on_death())
+        cls.neighbours = PeerWatcher(page_dir, rank, 0, lambda *_: cls.current.on_death())
         cls.neighbours.start()
 
 

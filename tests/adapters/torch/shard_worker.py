@@ -19,9 +19,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.checkpoint import Chunk
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.sharding import Parts, Sharding, sharding_of
+from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.sharding import Parts, Sharding, sharding_of
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, SaverOrder

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from tests.adapters.torch.fake_device import FakeRuntime
-from ttp.adapters.torch.device import make_fence
-from ttp.adapters.torch.stream_barrier import StreamBarrier
-from ttp.processor import meeting as meeting_module
-from ttp.processor.meeting import Meeting
+from ttp.adapters.torch.device.accelerator import make_fence
+from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
+from ttp.processor.gate import meeting as meeting_module
+from ttp.processor.gate.meeting import Meeting
 
 PATIENCE_S = 60.0
 
@@ -99,11 +99,11 @@ class _Words:
 
 def main(directory: Path, place: int, count: int) -> None:
     from tests.processor.meeting_ranks import through_files
-    from ttp.processor.futex import Mapping
-    from ttp.processor.meeting import run
-    from ttp.processor.meeting_place import find_place
-    from ttp.processor.neighbours import Neighbours
-    from ttp.processor.sentinel import Sentinel
+    from ttp.processor.gate.meeting import run
+    from ttp.processor.gate.meeting_place import find_place
+    from ttp.processor.liveness.futex import Mapping
+    from ttp.processor.liveness.peer_watcher import PeerWatcher
+    from ttp.processor.liveness.sentinel import Sentinel
 
     meeting_module.NET_S = 3600.0  # whoever is not woken sleeps until the test gives up
     pages, frozen = directory / "pages", threading.Event()
@@ -118,7 +118,7 @@ def main(directory: Path, place: int, count: int) -> None:
         sys.stdin.readline()
         frozen.set()
 
-    Neighbours(pages, place, 0, died).start()
+    PeerWatcher(pages, place, 0, died).start()
     with (directory / "held").open("r+b") as file:
         held = _Words(Mapping(file.fileno(), 4096, writable=True))
     rank = Rank(meeting, held, place, count, closed=frozen.is_set)

@@ -11,7 +11,7 @@ from ttp.config import Config, RankEnv
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, FaultKind, SaverOrder
-from ttp.processor.gate import Gate
+from ttp.processor.gate.gate import Gate
 
 INCARNATION = 4
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from ttp.adapters.torch import buffers as buffers_module  # noqa: E402
-from ttp.adapters.torch.capture import LocalCapture, LocalState  # noqa: E402
-from ttp.adapters.torch.extra import ExtraState  # noqa: E402
+from ttp.adapters.torch.local_state import buffers as buffers_module  # noqa: E402
+from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState  # noqa: E402
+from ttp.adapters.torch.local_state.extra_state import ExtraState  # noqa: E402
 from ttp.errors import CheckpointError, UsageError  # noqa: E402
-from ttp.processor.pages import Page, PageWriter, read_page  # noqa: E402
+from ttp.processor.local_state.pages import Page, PageWriter, read_page  # noqa: E402
 
 INCARNATION = 4
 LARGE = buffers_module.LARGE_BYTES // 4  # floats
@@ -300,13 +300,13 @@ class TestNothingRaisesIntoTraining:
     def test_random_streams(
         self, page: PageWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr("ttp.adapters.torch.rng.RngState.capture", _raise)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.rng.RngState.capture", _raise)
         assert "the random streams" in self.problem_of(LocalCapture(network(), page=page), caplog)
         assert read(page, 3).rng == b"" and len(read(page, 3).buffers) == 6
         assert "the random streams were not saved" in LocalCapture(network()).restore(read(page, 3))
 
     def test_buffers(self, page: PageWriter, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-        monkeypatch.setattr("ttp.adapters.torch.buffers.BufferSet.capture", _raise)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.buffers.BufferSet.capture", _raise)
         assert "the model's buffers" in self.problem_of(LocalCapture(network(), page=page), caplog)
         assert read(page, 3).rng and read(page, 3).buffers == {}
 

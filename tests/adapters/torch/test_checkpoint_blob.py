@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.adapters.torch import blob
-from ttp.adapters.torch.blob import BlobWriter
-from ttp.adapters.torch.checkpoint import _without_crc32
+from ttp.adapters.torch.saving import tensor_serializer
+from ttp.adapters.torch.saving.checkpoint import _without_crc32
+from ttp.adapters.torch.saving.tensor_serializer import BlobWriter
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.uint8, torch.complex64, torch.float8_e5m2]
 SHAPES = st.lists(st.integers(0, 5), max_size=4)
@@ -71,5 +71,5 @@ def test_a_large_tensor_is_not_copied_for_a_template(monkeypatch: pytest.MonkeyP
     def none_asked_for(tensor: torch.Tensor) -> None:
         raise AssertionError("no template for this one")
 
-    monkeypatch.setattr(blob, "_make_template", none_asked_for)
-    BlobWriter(io.BytesIO()).write(torch.ones(blob._TEMPLATE_BYTES_MAX // 4 + 1))
+    monkeypatch.setattr(tensor_serializer, "_make_template", none_asked_for)
+    BlobWriter(io.BytesIO()).write(torch.ones(tensor_serializer._TEMPLATE_BYTES_MAX // 4 + 1))

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
-from ttp.adapters.torch.leaves import dump, leaves, put, whole
+from ttp.adapters.torch.saving.flatten_state import dump, leaves, put, whole
 
 T = torch.ones(2)
 VALUES = st.recursive(

@@ -15,10 +15,10 @@ from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from tests.adapters.torch.checkpoints import whole_checkpoint
-from ttp.adapters.torch.checkpoint import Chunk, write_shard
-from ttp.adapters.torch.metadata import build_metadata, finalise
-from ttp.adapters.torch.reader import ManifestReader, load
-from ttp.adapters.torch.table import Item
+from ttp.adapters.torch.restoring.reader import ManifestReader, load
+from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.saving.metadata import build_metadata, finalise
+from ttp.adapters.torch.saving.piece_index import IndexEntry
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -88,7 +88,7 @@ def boxes(draw: st.DrawFn) -> list[tuple[int, int, int, int]]:
 def test_exact_covers_are_recognised(found: list[tuple[int, int, int, int]]) -> None:
     """Against counting every element."""
     items = [
-        Item(("w",), f"{n}", 0, 1, "float32", (4, 4), (top, left), (height, width))
+        IndexEntry(("w",), f"{n}", 0, 1, "float32", (4, 4), (top, left), (height, width))
         for n, (top, left, height, width) in enumerate(found)
     ]
     counts = torch.zeros(8, 8, dtype=torch.int64)

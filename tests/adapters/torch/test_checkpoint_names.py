@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
-from ttp.adapters.torch.leaves import leaves
-from ttp.adapters.torch.names import ModelNames
-from ttp.adapters.torch.state import model_state, optimizer_state
+from ttp.adapters.torch.saving.flatten_state import leaves
+from ttp.adapters.torch.saving.state import model_state, optimizer_state
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import CheckpointError, ConfigError
 
 
@@ -95,7 +95,7 @@ def test_data_parallel_prefixes_vanish_wherever_the_wrapper_is(monkeypatch: pyte
             super().__init__()
             self.module = module
 
-    monkeypatch.setattr("ttp.adapters.torch.names.DistributedDataParallel", Wrapper)
+    monkeypatch.setattr("ttp.adapters.torch.sharding.names.DistributedDataParallel", Wrapper)
     model = nn.ModuleDict({"a": Wrapper(nn.Linear(2, 2)), "b": nn.Linear(2, 2)})
     names = ModelNames(model, torch.optim.SGD(model.parameters()))
     assert list(names.parameters) == ["a.weight", "a.bias", "b.weight", "b.bias"]

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
-from ttp.adapters.torch.job_state import JobState
+from ttp.adapters.torch.saving.job_state import JobState
 
 pytestmark = pytest.mark.xdist_group("stock")  # they share one checkpoint
 

@@ -15,10 +15,10 @@ pytest.importorskip("torch")
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch import checkpoint
-from ttp.adapters.torch.checkpoint import Chunk, write_shard
-from ttp.adapters.torch.reader import read_values
-from ttp.adapters.torch.table import items_of, left_out_of
+from ttp.adapters.torch.restoring.reader import read_values
+from ttp.adapters.torch.saving import checkpoint
+from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.saving.piece_index import items_of, left_out_of
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError

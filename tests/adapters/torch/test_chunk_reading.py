@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tests.adapters.torch.checkpoints import whole_checkpoint
-from ttp.adapters.torch import reader
-from ttp.adapters.torch.checkpoint import Chunk, write_shard
-from ttp.adapters.torch.reader import load_chunks
+from ttp.adapters.torch.restoring import reader
+from ttp.adapters.torch.restoring.reader import load_chunks
+from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
 from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch import bracket
-from ttp.adapters.torch.closures import evaluates_first
+from ttp.adapters.torch.loop import bracket
+from ttp.adapters.torch.loop.closures import evaluates_first
 from ttp.core.messages import Phase
 
 SGD: Any = torch.optim.SGD

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, whole_checkpoint, write_checkpoint
-from ttp.adapters.torch.checkpoint import Chunk, write_shard
 from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
 from ttp.adapters.torch.convert.conversion import Converted, convert
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.restore import Restored, restore_into
+from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest

@@ -14,18 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ttp.adapters.torch import data_parallel
-from ttp.adapters.torch.data_parallel import (
+from ttp.adapters.torch.loop.hooks import gradient_triggers
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.sharding import data_parallel
+from ttp.adapters.torch.sharding.data_parallel import (
     LayoutWatch,
     apply_layouts,
     ddps_of,
     hook_refusal,
     not_replicated,
 )
-from ttp.adapters.torch.ddp import apply_bucket_layout
-from ttp.adapters.torch.hooks import gradient_triggers
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.sharding.ddp_buckets import apply_bucket_layout
+from ttp.adapters.torch.sharding.names import ModelNames
 
 Ddp: Any = DistributedDataParallel
 

@@ -129,10 +129,10 @@ def test_nothing_of_torch_is_replaced_while_a_layout_is_applied() -> None:
     """DDP's own construction is run, with an answer of ours for the one question that decides the layout."""
     from torch.nn.parallel import distributed
 
-    from ttp.adapters.torch import ddp
+    from ttp.adapters.torch.sharding import ddp_buckets
 
     asked: Any = types.FunctionType(_construct.__code__, vars(distributed), "construct")
-    assert ddp._asking(lambda *_: "ours", asked)() == ("ours", distributed.dist.Reducer)  # type: ignore[attr-defined]
+    assert ddp_buckets._asking(lambda *_: "ours", asked)() == ("ours", distributed.dist.Reducer)  # type: ignore[attr-defined]
     assert asked() != "ours"
 
 

@@ -12,13 +12,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from ttp.adapters.torch import dealing
-from ttp.adapters.torch.checkpoint import Chunk, chunks_of, write_shard
-from ttp.adapters.torch.dealing import Share
-from ttp.adapters.torch.inspection import agreed_on
-from ttp.adapters.torch.leaves import leaves
-from ttp.adapters.torch.metadata import finalise
-from ttp.adapters.torch.names import ModelNames
+from ttp.adapters.torch.saving import stripe_plan
+from ttp.adapters.torch.saving.checkpoint import Chunk, chunks_of, write_shard
+from ttp.adapters.torch.saving.flatten_state import leaves
+from ttp.adapters.torch.saving.inspection import agreed_on
+from ttp.adapters.torch.saving.metadata import finalise
+from ttp.adapters.torch.saving.stripe_plan import Share
+from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -29,7 +29,7 @@ CUT = 64
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dealing, "CUT_MIN", CUT)
+    monkeypatch.setattr(stripe_plan, "CUT_MIN", CUT)
 
 
 def agreed(path: tuple[str | int, ...]) -> bool:

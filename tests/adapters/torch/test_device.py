@@ -14,13 +14,14 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, FakeRuntime, Sin, Watching  # noqa: E402
-from ttp.adapters.torch import buffers, staging  # noqa: E402
-from ttp.adapters.torch.capture import LocalCapture, LocalState  # noqa: E402
-from ttp.adapters.torch.device import DeviceFence, HostFence, flat_bytes, holder, make_fence  # noqa: E402
-from ttp.adapters.torch.to_host import HostCopier, launch_once  # noqa: E402
+from ttp.adapters.torch.device import staging  # noqa: E402
+from ttp.adapters.torch.device.accelerator import DeviceFence, HostFence, flat_bytes, holder, make_fence  # noqa: E402
+from ttp.adapters.torch.device.to_host import HostCopier, launch_once  # noqa: E402
+from ttp.adapters.torch.local_state import buffers  # noqa: E402
+from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
-from ttp.processor import pages  # noqa: E402
-from ttp.processor.pages import PageWriter, read_page  # noqa: E402
+from ttp.processor.local_state import pages  # noqa: E402
+from ttp.processor.local_state.pages import PageWriter, read_page  # noqa: E402
 
 LARGE = buffers.LARGE_BYTES // 4
 

@@ -12,22 +12,22 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
-from ttp.adapters.torch import announce, cuts  # noqa: E402 - behind importorskip, like all of these
-from ttp.adapters.torch.announce import Said, View, label_of  # noqa: E402
-from ttp.adapters.torch.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
-from ttp.adapters.torch.groups import groups_for  # noqa: E402
-from ttp.adapters.torch.names import ModelNames  # noqa: E402
-from ttp.adapters.torch.sharding import Parts, sharding_of  # noqa: E402
+from ttp.adapters.torch.restoring.param_groups import groups_for  # noqa: E402
+from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery  # noqa: E402
+from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
+from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
+from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards, label_of  # noqa: E402
+from ttp.adapters.torch.sharding.sharding import Parts, sharding_of  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
 
-def view(*parts: str, scopes: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> View:
+def view(*parts: str, scopes: tuple[int, ...] = (), stages: tuple[int, ...] = ()) -> RankShards:
     """A rank that holds these; what is in front of a colon tells the names, all of it the parts."""
-    return View(tuple(Said(part.partition(":")[0], part) for part in parts), scopes, stages)
+    return RankShards(tuple(StatedShards(part.partition(":")[0], part) for part in parts), scopes, stages)
 
 
-def groups_of(views: list[View]) -> dict[str, tuple[int, ...]]:
+def groups_of(views: list[RankShards]) -> dict[str, tuple[int, ...]]:
     shards = same_shards(views)
     refuse_strangers(shards, views)
     layout, _ = named(shards, len(views))
@@ -37,7 +37,7 @@ def groups_of(views: list[View]) -> dict[str, tuple[int, ...]]:
 class TestGroups:
     def test_what_is_said_survives_the_way(self) -> None:
         said = view("w:0", "b", scopes=(0, 3), stages=(1,))
-        assert View.decode(said.encode()) == said
+        assert RankShards.decode(said.encode()) == said
 
     def test_one_shard_is_the_model(self) -> None:
         assert groups_of([view("w")] * 3) == {"model": (0, 1, 2)}
@@ -81,8 +81,8 @@ class TestGroups:
         model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
         stage = PipelineStage.__new__(PipelineStage)
         stage.submod, stage.stage_index = model[1], 3
-        assert announce._stages(model) == (3,)
-        assert announce._stages(nn.Linear(1, 1)) == ()
+        assert shard_discovery._stages(model) == (3,)
+        assert shard_discovery._stages(nn.Linear(1, 1)) == ()
         del bystander, stage
 
 
@@ -90,8 +90,8 @@ class TestExplicit:
     LAYOUT = Layout(2, {Shard("a"): (Rank(0),), Shard("b"): (Rank(0), Rank(1))})
 
     @staticmethod
-    def labelled(*shards: tuple[str, str]) -> View:
-        return View(tuple(Said(parts, parts, label) for parts, label in shards))
+    def labelled(*shards: tuple[str, str]) -> RankShards:
+        return RankShards(tuple(StatedShards(parts, parts, label) for parts, label in shards))
 
     def test_the_names_are_the_users(self) -> None:
         views = [self.labelled(("w", "a"), ("x", "b")), self.labelled(("x", "b"))]
@@ -137,7 +137,7 @@ class TestCuts:
         start = data.draw(st.integers(0, whole.numel()))
         stop = data.draw(st.integers(start, whole.numel())) if shape else 1
         start = start if shape else 0
-        chunks = cuts.flat_chunks(whole[start:stop], shape, start)
+        chunks = dtensor_chunks.flat_chunks(whole[start:stop], shape, start)
         found = torch.full(shape, -1)
         for chunk in chunks:
             box = tuple(slice(o, o + s) for o, s in zip(chunk.offsets, chunk.tensor.shape, strict=True))
@@ -153,17 +153,17 @@ class TestCuts:
         """FSDP cuts what tensor parallelism has cut before: exactly once, and contiguous here."""
         seen: list[int] = []
         for t in range(tp):
-            local = cuts._part(torch.arange(size), 1, tp, t)
+            local = dtensor_chunks._part(torch.arange(size), 1, tp, t)
             for c in range(copies):
-                direct = cuts._part(local, 1, copies, c)
-                strided = cuts._part(torch.arange(size), tp, copies, c)
+                direct = dtensor_chunks._part(local, 1, copies, c)
+                strided = dtensor_chunks._part(torch.arange(size), tp, copies, c)
                 seen += direct.tolist()
                 assert set(direct.tolist()) <= set(strided.tolist())
         assert sorted(seen) == list(range(size))
 
     def test_stretches(self) -> None:
-        assert cuts._stretches(torch.tensor([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
-        assert cuts._stretches(torch.tensor([], dtype=torch.int64)) == []
+        assert dtensor_chunks._stretches(torch.tensor([3, 4, 5, 9, 10, 2])) == [(0, 3, 3), (3, 9, 2), (5, 2, 1)]
+        assert dtensor_chunks._stretches(torch.tensor([], dtype=torch.int64)) == []
 
 
 class TestParamGroups:

@@ -16,7 +16,7 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch.hook import Hook
+from ttp.adapters.torch.loop.hook import Hook
 
 
 def exponential(optimizer: Any) -> Any:

@@ -16,8 +16,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.hooked import Job  # noqa: E402
-from ttp.adapters.torch import hooks  # noqa: E402
-from ttp.adapters.torch.hooks import EVALUATING, Calls, attach, gradient_triggers  # noqa: E402
+from ttp.adapters.torch.loop import hooks  # noqa: E402
+from ttp.adapters.torch.loop.hooks import EVALUATING, Calls, attach, gradient_triggers  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
 

@@ -14,11 +14,11 @@ from torch import nn  # noqa: E402
 from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
 from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching  # noqa: E402
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
-from ttp.adapters.torch import inspection  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.inspection import Inspector, Leaf, replicated  # noqa: E402
-from ttp.adapters.torch.names import ModelNames  # noqa: E402
-from ttp.adapters.torch.sharding import Parts, PlainSharding  # noqa: E402
+from ttp.adapters.torch.saving import inspection  # noqa: E402
+from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated  # noqa: E402
+from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
+from ttp.adapters.torch.sharding.sharding import Parts, PlainSharding  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard, Version  # noqa: E402
 
 
@@ -32,7 +32,7 @@ class Replica:
         train(self.model, self.optimizer, None, steps)
         self.names = ModelNames(self.model, self.optimizer)
 
-    def leaves(self) -> list[Leaf]:
+    def leaves(self) -> list[ComparedTensor]:
         return replicated(self.names, self.optimizer)
 
     def digest(self, version: int = 3, mode: str = "sample") -> str:
@@ -68,7 +68,7 @@ class TestDigest:
     def test_so_does_another_shape_or_type_of_the_same_bytes(self) -> None:
         forms = [torch.zeros(2, 3), torch.zeros(3, 2), torch.zeros(3), torch.zeros(6, dtype=torch.int32)]
         forms.append(torch.zeros(6, device="meta"))
-        assert len({Inspector().look([Leaf("x", form, True)], 0).digest for form in forms}) == len(forms)
+        assert len({Inspector().look([ComparedTensor("x", form, True)], 0).digest for form in forms}) == len(forms)
 
     def test_what_may_differ_is_not_looked_at(self) -> None:
         one, other = Replica(), Replica()
@@ -97,9 +97,9 @@ class TestSample:
             monkeypatch.setattr(inspection, name, value)
 
     @staticmethod
-    def leaves() -> list[Leaf]:
+    def leaves() -> list[ComparedTensor]:
         torch.manual_seed(1)
-        return [Leaf("large", torch.randn(9_000), True), Leaf("tiny", torch.randn(3), True)]
+        return [ComparedTensor("large", torch.randn(9_000), True), ComparedTensor("tiny", torch.randn(3), True)]
 
     def test_it_is_bounded_and_spread(self) -> None:
         pieces = [piece for _, piece in Inspector()._pieces(self.leaves(), 5)]
@@ -134,7 +134,7 @@ class TestBad:
         assert replica.bad() == ()
 
     def test_a_few_are_enough(self) -> None:
-        leaves = [Leaf(f"t{n:02}", torch.full((3,), float("nan")), True) for n in range(20)]
+        leaves = [ComparedTensor(f"t{n:02}", torch.full((3,), float("nan")), True) for n in range(20)]
         assert Inspector().look(leaves, 0).bad == tuple(f"t{n:02}" for n in range(8))
 
     @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16", "complex64", "float8_e4m3fn"])
@@ -144,10 +144,10 @@ class TestBad:
         damaged = torch.ones(shape)
         damaged.reshape(-1)[-1] = float("nan")
         damaged = damaged.to(getattr(torch, dtype))
-        assert Inspector().look([Leaf("x", sound, True), Leaf("y", damaged, True)], 0).bad == ("y",)
+        assert Inspector().look([ComparedTensor("x", sound, True), ComparedTensor("y", damaged, True)], 0).bad == ("y",)
 
     def test_large_values_are_not_infinite(self) -> None:
-        assert Inspector().look([Leaf("x", torch.full((9,), 6e4, dtype=torch.float16), True)], 0).bad == ()
+        assert Inspector().look([ComparedTensor("x", torch.full((9,), 6e4, dtype=torch.float16), True)], 0).bad == ()
 
 
 def odd() -> dict[str, Any]:
@@ -168,7 +168,7 @@ def odd() -> dict[str, Any]:
 
 def test_odd_tensors() -> None:
     def look(tensors: dict[str, Any]) -> str:
-        return Inspector("all").look([Leaf(name, tensor, True) for name, tensor in tensors.items()], 0).digest
+        return Inspector("all").look([ComparedTensor(name, tensor, True) for name, tensor in tensors.items()], 0).digest
 
     sound = look(odd())
     assert look(odd()) == sound
@@ -189,8 +189,14 @@ class TestDevice:
 
     def test_it_sees_what_is_there_past_a_stream_that_hangs(self, device: Any) -> None:
         leaves = [leaf for leaf in Replica().leaves() if not leaf.name.endswith(".step")]
-        leaves += [Leaf("large", torch.randn(5 * self.LIMIT), True), Leaf("bad", torch.tensor([float("nan")]), True)]
-        leaves += [Leaf("half", torch.randn(9, dtype=torch.float16), True), Leaf("eight", torch.ones(3).byte(), True)]
+        leaves += [
+            ComparedTensor("large", torch.randn(5 * self.LIMIT), True),
+            ComparedTensor("bad", torch.tensor([float("nan")]), True),
+        ]
+        leaves += [
+            ComparedTensor("half", torch.randn(9, dtype=torch.float16), True),
+            ComparedTensor("eight", torch.ones(3).byte(), True),
+        ]
         expected = Inspector("all").look(leaves, 3)
         for leaf in leaves:
             device.device.put(leaf.tensor)
@@ -205,7 +211,7 @@ class TestDevice:
     def test_so_it_does_where_it_takes_a_sample(self, device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for name, value in {"WHOLE_BYTES": 0, "SAMPLE_BYTES": 4096, "_SHARE_MIN": 64, "_BLOCK_BYTES": 256}.items():
             monkeypatch.setattr(inspection, name, value)
-        leaves = [*TestSample.leaves(), Leaf("half", torch.randn(9_000, dtype=torch.bfloat16), True)]
+        leaves = [*TestSample.leaves(), ComparedTensor("half", torch.randn(9_000, dtype=torch.bfloat16), True)]
         expected = Inspector().look(leaves, 5)
         for leaf in leaves:
             device.device.put(leaf.tensor)
@@ -216,19 +222,23 @@ class TestDevice:
             assert inspector.look(leaves, 5) == expected
 
     def test_numbers_on_the_host_are_ahead_of_it(self, device: Any) -> None:
-        there = Leaf("x", device.device.put(torch.ones(3)), True)
+        there = ComparedTensor("x", device.device.put(torch.ones(3)), True)
         inspector = Inspector("sample", [device])
-        assert inspector.look([there, Leaf("step", torch.tensor(5.0), True)], 3) == inspector.look([there], 3)
+        assert inspector.look([there, ComparedTensor("step", torch.tensor(5.0), True)], 3) == inspector.look([there], 3)
 
     def test_one_that_hangs_is_not_waited_for(self, device: Any) -> None:
         inspector = Inspector("sample", [device])
         device.moving.clear()
         with pytest.raises(TimeoutError, match="12 bytes did not leave the device"):
-            inspector.look([Leaf("x", device.device.put(torch.ones(3)), True)], 3)
+            inspector.look([ComparedTensor("x", device.device.put(torch.ones(3)), True)], 3)
 
     def test_two_devices_look_like_one(self, device: Any) -> None:
         other = FakeRuntime(FakeDevice(beside=device.device))
-        leaves = [Leaf("a", torch.randn(7), True), Leaf("b", torch.randn(8), True), Leaf("c", torch.randn(9), True)]
+        leaves = [
+            ComparedTensor("a", torch.randn(7), True),
+            ComparedTensor("b", torch.randn(8), True),
+            ComparedTensor("c", torch.randn(9), True),
+        ]
         expected = Inspector("all").look(leaves, 3)
         for leaf, runtime in zip(leaves, (device, other, device), strict=True):
             runtime.device.put(leaf.tensor)

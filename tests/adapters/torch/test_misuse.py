@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch import misuse
+from ttp.adapters.torch.loop import misuse
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
 

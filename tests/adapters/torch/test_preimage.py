@@ -19,7 +19,7 @@ from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
 from tests.adapters.torch.stub_processor import StubProcessor, join, save  # noqa: E402
 from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.preimage import PreImage  # noqa: E402
+from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
 from ttp.core.decide import How  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import CheckpointError, ConfigError  # noqa: E402

@@ -10,9 +10,9 @@ import pytest
 import torch.distributed as dist
 
 from tests.adapters.torch.worlds import run_world
-from ttp.adapters.torch import exchange
-from ttp.adapters.torch.announce import Said, View
-from ttp.adapters.torch.discovery import refuse_left_alone
+from ttp.adapters.torch.sharding import exchange
+from ttp.adapters.torch.sharding.discovery import refuse_left_alone
+from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards
 from ttp.errors import ConfigError, UsageError
 
 pytestmark = pytest.mark.xdist_group("refusals")  # they share a world
@@ -72,7 +72,11 @@ class TestIgnoredByDistributedDataParallel:
         assert sorted(told["experts"]["groups"].values()) == [[0], [0, 1], [1]]
 
     def test_the_words_are_the_same_where_nothing_is_wrong(self) -> None:
-        views = [View((Said("n", "p", alone=("e",)),)), View((Said("n", "p", alone=("e",)),)), View((Said("m", "q"),))]
+        views = [
+            RankShards((StatedShards("n", "p", alone=("e",)),)),
+            RankShards((StatedShards("n", "p", alone=("e",)),)),
+            RankShards((StatedShards("m", "q"),)),
+        ]
         with pytest.raises(ConfigError, match=r"ignore e, .* on ranks 0-1, .*data_parallel\(3\)"):
             refuse_left_alone(views)
 

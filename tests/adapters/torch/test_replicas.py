@@ -15,7 +15,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
-from ttp.adapters.torch.barrier import UpdateBarrier, needs_barrier  # noqa: E402
+from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
@@ -101,6 +101,6 @@ def test_without_a_process_group_of_all_ranks(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, ranks: int, found: str
 ) -> None:
     there = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: ranks > 0, get_world_size=lambda: ranks)
-    monkeypatch.setattr("ttp.adapters.torch.barrier.dist", there)
+    monkeypatch.setattr("ttp.adapters.torch.loop.barrier.dist", there)
     with pytest.raises(ConfigError, match=rf"{found}: call init_process_group\(\) before wrap_optimizer"):
         UpdateBarrier(2, (), StubProcessor(tmp_path))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
-from ttp.adapters.torch.partition import Placement, assign  # noqa: E402
-from ttp.adapters.torch.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
+from ttp.adapters.torch.sharding.partition import Placement, assign  # noqa: E402
+from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
 ROOT = Path(__file__).parents[3]

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.checkpoints import Net, adamw, digest, train, write_checkpoint
-from ttp.adapters.torch.job_state import JobState
-from ttp.adapters.torch.restore import restore_into
+from ttp.adapters.torch.restoring.restore import restore_into
+from ttp.adapters.torch.saving.job_state import JobState
 from ttp.errors import CheckpointError
 
 Make = Callable[[nn.Module], torch.optim.Optimizer]

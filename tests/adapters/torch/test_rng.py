@@ -13,10 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
-from ttp.adapters.torch import rng as torch_rng  # noqa: E402
-from ttp.adapters.torch.rng import RngState, streams_of  # noqa: E402
+from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
+from ttp.adapters.torch.local_state.rng import RngState, streams_of  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
-from ttp.processor import host_rng as rng  # noqa: E402
+from ttp.processor.local_state import host_rng as rng  # noqa: E402
 
 SLOW = {"_python_layout_holds": lambda: False, "_numpy_gauss_offset": lambda kind: None}
 

@@ -14,14 +14,14 @@ from torch import nn  # noqa: E402
 
 from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
-from ttp.adapters.torch import standing  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
-from ttp.adapters.torch.device import DeviceFence  # noqa: E402
-from ttp.adapters.torch.preimage import PreImage  # noqa: E402
-from ttp.adapters.torch.reader import read_values  # noqa: E402
-from ttp.adapters.torch.reporting import DeviceReporter  # noqa: E402
-from ttp.adapters.torch.table import items_of  # noqa: E402
-from ttp.adapters.torch.to_host import HostCopier  # noqa: E402
+from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402
+from ttp.adapters.torch.device.to_host import HostCopier  # noqa: E402
+from ttp.adapters.torch.loop.reporting import DeviceReporter  # noqa: E402
+from ttp.adapters.torch.restoring.reader import read_values  # noqa: E402
+from ttp.adapters.torch.saving import standing  # noqa: E402
+from ttp.adapters.torch.saving.piece_index import items_of  # noqa: E402
+from ttp.adapters.torch.saving.preimage import PreImage  # noqa: E402
 from ttp.core.layout import Rank  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor.source import MovedError  # noqa: E402

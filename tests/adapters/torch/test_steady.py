@@ -17,12 +17,12 @@ import xxhash
 from torch import nn
 
 from tests.adapters.torch.hooked import Job
-from ttp.adapters.torch.apart import ApartMemory
-from ttp.adapters.torch.capture import LocalCapture, LocalState
-from ttp.adapters.torch.extra import ExtraState
-from ttp.adapters.torch.hyperparameters import Hyperparameters
-from ttp.adapters.torch.no_sync import NoSync
-from ttp.processor.pages import Page, PageWriter, read_page
+from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters
+from ttp.adapters.torch.local_state.large_arrays import ApartMemory
+from ttp.adapters.torch.loop.no_sync import NoSync
+from ttp.processor.local_state.pages import Page, PageWriter, read_page
 
 streams: Any = numpy.random
 """Not every numpy says the types of what is used here."""
@@ -295,8 +295,8 @@ class TestLargeArrays:
             return int(digest(data))
 
         counted = SimpleNamespace(xxh3_64_intdigest=note)
-        monkeypatch.setattr("ttp.processor.pages.xxhash", counted)
-        monkeypatch.setattr("ttp.adapters.torch.apart.xxhash", counted)
+        monkeypatch.setattr("ttp.processor.local_state.pages.xxhash", counted)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.large_arrays.xxhash", counted)
         step(8)
         assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"

@@ -23,12 +23,12 @@ from tests.adapters.torch.stream_rank import PATIENCE_S, Rank
 from tests.adapters.torch.stub_processor import StubProcessor
 from tests.gpu.made_up import MadeUp
 from tests.processor.sentinel_owner import without_settings
-from ttp.adapters.torch import stream_barrier
 from ttp.adapters.torch.adapter import TorchAdapter
-from ttp.adapters.torch.barrier import UpdateBarrier
-from ttp.adapters.torch.stream_barrier import LEAD_MAX
+from ttp.adapters.torch.loop import stream_barrier
+from ttp.adapters.torch.loop.barrier import UpdateBarrier
+from ttp.adapters.torch.loop.stream_barrier import LEAD_MAX
 from ttp.core.layout import Version
-from ttp.processor.meeting import Meeting, OwnWords, run
+from ttp.processor.gate.meeting import Meeting, OwnWords, run
 
 ROOT = Path(__file__).parents[3]
 
@@ -181,7 +181,7 @@ def test_what_cannot_hold_a_stream_is_found_out_and_the_host_waits(
 
 
 def test_without_a_driver_there_is_no_hold() -> None:
-    from ttp.adapters.torch.device import CudaRuntime
+    from ttp.adapters.torch.device.accelerator import CudaRuntime
 
     if torch.cuda.is_available():
         pytest.skip("there is one")
@@ -211,8 +211,8 @@ def test_a_job_says_that_it_holds_the_gradient_and_makes_the_update_by_order(
     """All of the adapter, whose host is two updates ahead of a device that waits for a rank which never comes."""
     one = SimpleNamespace(is_available=lambda: True, is_initialized=lambda: True)
     one.get_world_size, one.get_rank = lambda: 1, lambda: 0
-    monkeypatch.setattr("ttp.adapters.torch.barrier.dist", one)
-    monkeypatch.setattr("ttp.adapters.torch.barrier.gather_bytes", lambda data: [data])
+    monkeypatch.setattr("ttp.adapters.torch.loop.barrier.dist", one)
+    monkeypatch.setattr("ttp.adapters.torch.loop.barrier.gather_bytes", lambda data: [data])
     monkeypatch.setattr("ttp.adapters.torch.adapter.needs_barrier", lambda _layout, _undo: True)
     made_up = MadeUp()
     with made_up.watched():

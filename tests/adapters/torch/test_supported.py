@@ -126,7 +126,7 @@ def test_an_averaged_model(tmp_path: Path, use_buffers: bool) -> None:
 @supports("EMA")
 def test_statistics_in_an_average_are_told() -> None:
     """Each rank makes them from its own batches, and a checkpoint has those of one."""
-    from ttp.adapters.torch.extra import ExtraState
+    from ttp.adapters.torch.local_state.extra_state import ExtraState
 
     plain, synced = net(nn.BatchNorm1d(8)), nn.SyncBatchNorm.convert_sync_batchnorm(net(nn.BatchNorm1d(8)))
     (note,) = ExtraState({"ema": plain}).notes()

@@ -14,10 +14,11 @@ from torch import nn  # noqa: E402
 from torch.optim import lr_scheduler as lr  # noqa: E402
 
 from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
-from ttp.adapters.torch import device, schedules  # noqa: E402
-from ttp.adapters.torch.device import AHEAD_MAX  # noqa: E402
-from ttp.adapters.torch.job_state import JobState  # noqa: E402
-from ttp.adapters.torch.tail import Tail  # noqa: E402
+from ttp.adapters.torch.device import accelerator  # noqa: E402
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX  # noqa: E402
+from ttp.adapters.torch.loop import schedules  # noqa: E402
+from ttp.adapters.torch.loop.post_step_state import Tail  # noqa: E402
+from ttp.adapters.torch.saving.job_state import JobState  # noqa: E402
 from ttp.errors import CheckpointError, UsageError  # noqa: E402
 
 
@@ -549,7 +550,7 @@ class TestScaleOnADevice:
             assert not loop.state(5).scaler_pending
 
     def test_behind_a_hang_too(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(device, "_NUMBER_S", 0.01)
+        monkeypatch.setattr(accelerator, "_NUMBER_S", 0.01)
         self.iteration(loop)
         loop.tail.forward_entered(True)
         runtime.device.run()
@@ -578,8 +579,8 @@ class TestScaleOnADevice:
         assert state.scaler["scale"] == 1024.0 and state.scaler_pending
 
     def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(device, "_NUMBERS", 8)
-        loop.tail._numbers = device.Numbers(loop.tail._numbers._runtimes)
+        monkeypatch.setattr(accelerator, "_NUMBERS", 8)
+        loop.tail._numbers = accelerator.Numbers(loop.tail._numbers._runtimes)
         for _ in range(4):
             self.iteration(loop)
         assert loop.state(4).scaler["scale"] == 1024.0 * 2**3

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.adapters.torch.turns import Turns
+from ttp.adapters.torch.loop.turns import Turns
 from ttp.errors import UsageError
 
 D, G = 0, 1

@@ -10,7 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
-from ttp.adapters.torch.zero_sharding import partitions  # noqa: E402
+from ttp.adapters.torch.sharding.zero_sharding import partitions  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
 WORKER = Path(__file__).with_name("zero_saves.py")

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from tests.gpu.stand import Stand
-from ttp.adapters.torch import adapter, standing
-from ttp.adapters.torch.device import poll
+from ttp.adapters.torch import adapter
+from ttp.adapters.torch.device.accelerator import poll
+from ttp.adapters.torch.saving import standing
 
 _HELD_S = 0.5
 

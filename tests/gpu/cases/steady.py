@@ -82,8 +82,8 @@ def pages(stand: Stand) -> None:
 def _page(version: int) -> dict[str, Any]:
     """The buffers in this rank's page."""
     import ttp.session
-    from ttp.adapters.torch.capture import LocalCapture
-    from ttp.processor.pages import Page, read_page
+    from ttp.adapters.torch.local_state.capture import LocalCapture
+    from ttp.processor.local_state.pages import Page, read_page
 
     processor = ttp.session.current().processor
     assert processor is not None and processor.company.pages is not None

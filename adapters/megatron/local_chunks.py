@@ -1,0 +1,95 @@
+"""A stretch of a tensor's memory as boxes of the tensor.
+
+Megatron's distributed optimizer cuts a buffer of all parameters into equal stretches, without regard to where a tensor
+or one of its rows begins. Checkpoints are made of boxes (offsets and sizes per dimension). A stretch of a tensor of n
+dimensions is at most 2n - 1 boxes: a part of the first row, whole rows, a part of the last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalChunk:
+    """A box of a tensor, and where in the memory it lies.
+
+    Args:
+        offsets: of its first element in the tensor, one number per dimension.
+        sizes: one number per dimension.
+        strides: of the tensor, in elements.
+        start: of its first element in the memory, in elements.
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    def of(self, memory: Tensor, begin: int) -> Tensor:
+        """The elements of this box as a view of ``memory``, a vector whose first element lies at ``begin``."""
+        return memory.as_strided(self.sizes, self.strides, memory.storage_offset() + self.start - begin)
+
+
+def boxes(sizes: Sequence[int], strides: Sequence[int], first: int, begin: int, end: int) -> Iterator[LocalChunk]:
+    """What of a tensor lies in ``begin .. end`` of the memory, in ascending order.
+
+    Args:
+        sizes: of the tensor.
+        strides: in elements, of which each spans all dimensions behind it.
+        first: where the tensor's first element lies.
+        begin: of the stretch.
+        end: behind its last element.
+
+    Raises:
+        ValueError: the tensor does not lie in the memory in the order of its elements.
+    """
+    if prod(sizes) == 0:
+        return
+    _check_order(sizes, strides)
+    for offsets, part in _cut(tuple(sizes), tuple(strides), first, begin, end):
+        start = first + sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
+        yield LocalChunk(offsets, part, tuple(strides), start)
+
+
+def _check_order(sizes: Sequence[int], strides: Sequence[int]) -> None:
+    span = 1
+    for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+        if size > 1 and stride < span:
+            raise ValueError(f"a tensor of sizes {tuple(sizes)} and strides {tuple(strides)} is not in memory order")
+        span = max(span, (size - 1) * stride + span)
+
+
+def _cut(
+    sizes: tuple[int, ...], strides: tuple[int, ...], first: int, begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of the boxes; equal neighbours along the first dimension are one."""
+    span = 1 + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+    if begin >= first + span or end <= first:
+        return
+    if begin <= first and first + span <= end:
+        yield (0,) * len(sizes), sizes
+        return
+    inner = span - (sizes[0] - 1) * strides[0]  # what one row spans
+    low = max(0, -(-(begin - first) // strides[0]))  # rows low .. high - 1 lie inside with all of their elements
+    high = min(sizes[0], (end - first - inner) // strides[0] + 1)
+    if low < high:
+        yield from _rows(low - 1, low, sizes, strides, first, begin, end)
+        yield (low, *(0,) * (len(sizes) - 1)), (high - low, *sizes[1:])
+        yield from _rows(high, high + 1, sizes, strides, first, begin, end)
+        return
+    at = max(0, begin - first) // strides[0]
+    yield from _rows(at, at + 2, sizes, strides, first, begin, end)
+
+
+def _rows(
+    low: int, high: int, sizes: tuple[int, ...], strides: tuple[int, ...], first: int, begin: int, end: int
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """The boxes of single rows."""
+    for row in range(max(0, low), min(high, sizes[0])):
+        for offsets, part in _cut(sizes[1:], strides[1:], first + row * strides[0], begin, end):
+            yield (row, *offsets), (1, *part)

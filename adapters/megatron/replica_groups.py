@@ -1,0 +1,83 @@
+"""Which ranks hold the same: every rank says what it holds, and those that hold the same are replicas.
+
+What a rank holds of an optimizer is a list of boxes of the checkpoint's tensors; a digest of it is gathered from every
+rank. So nothing here depends on how Megatron builds its process groups, on its order of ranks, or on which kinds of
+parallelism there are. With several instances of the distributed optimizer, stretches come out equal and make replicas.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+
+from ttp.adapters.megatron.geometry import Part
+from ttp.adapters.megatron.optimizers import Inner
+from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.core.layout import Layout, Rank, Shard
+
+IDLE = Shard("nothing")
+"""Held by every rank; there because some rank holds nothing else (padding only), and a layout has no such ranks."""
+
+
+def announce(inners: Sequence[Inner]) -> tuple[Layout, list[Shard]]:
+    """The layout of the job, and the shard of each of these optimizers.
+
+    All ranks call it at the same point of their programs.
+    """
+    mine = [[_name(inner), _digest(inner)] for inner in inners if not inner.empty]
+    everyone = [json.loads(data) for data in gather_bytes(json.dumps(mine).encode())]
+    held: dict[tuple[str, str], list[Rank]] = {}
+    for rank, announced in enumerate(everyone):
+        for name, digest in announced:
+            held.setdefault((name, digest), []).append(Rank(rank))
+    shards = _named(list(held))
+    groups = {shards[key]: tuple(ranks) for key, ranks in held.items()}
+    if any(not announced for announced in everyone):
+        groups[IDLE] = tuple(Rank(rank) for rank in range(len(everyone)))
+    names = [IDLE if inner.empty else shards[_name(inner), _digest(inner)] for inner in inners]
+    return Layout(len(everyone), groups), names
+
+
+def _named(keys: Sequence[tuple[str, str]]) -> dict[tuple[str, str], Shard]:
+    """Names by place in the model; where several have one place, numbered in the order of their lowest ranks."""
+    count: dict[str, int] = {}
+    named: dict[tuple[str, str], Shard] = {}
+    for name, digest in keys:
+        count[name] = number = count.get(name, 0) + 1
+        named[name, digest] = Shard(name if number == 1 else f"{name}.{number}")
+    return named
+
+
+def _name(inner: Inner) -> str:
+    """For people: where in the model it is."""
+    from megatron.core import parallel_state as state
+
+    parts = [inner.kind]
+    if inner.expert:
+        parts += _coordinate("ep", state.get_expert_model_parallel_rank(), state.get_expert_model_parallel_world_size())
+        parts += _coordinate(
+            "tp", state.get_expert_tensor_parallel_rank(), state.get_expert_tensor_parallel_world_size()
+        )
+    else:
+        parts += _coordinate("tp", state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size())
+    pipeline = state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()
+    parts += _coordinate("pp", *pipeline)
+    return "-".join([*parts, *_coordinate("dp", inner.part, inner.parts)])
+
+
+def _coordinate(axis: str, rank: int, size: int) -> list[str]:
+    return [f"{axis}{rank}"] if size > 1 else []
+
+
+def _digest(inner: Inner) -> str:
+    seen = hashlib.sha256(inner.main_key.encode())
+    for holding in inner.holdings:
+        seen.update(repr([_identity(part) for part in holding.parts] + [holding.described.first]).encode())
+    for described in inner.fixed:
+        seen.update(repr([_identity(part) for part in described.whole]).encode())
+    return seen.hexdigest()[:16]
+
+
+def _identity(part: Part) -> tuple[object, ...]:
+    return part.key, part.shape, part.offsets, part.sizes

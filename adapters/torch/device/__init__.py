@@ -1,0 +1,1 @@
+"""What an accelerator needs: events, staging buffers, copies to the host past whatever hangs."""

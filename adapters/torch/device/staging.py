@@ -1,0 +1,353 @@
+"""What a rank's page holds of a device, brought to the host beside the training and written when it has arrived.
+
+Nothing here waits for the device in the steady state, and nothing is set aside there. In the order of the training's
+own work the buffers are copied into memory of ours on the device: what the training does to them afterwards, an update
+in place or a tensor that is thrown away, cannot tear the copy. From there they go to the host on a stream of their own,
+and a thread of ours writes the page when they have arrived. So the page of a version appears some tens of microseconds
+after the device got there, whether or not there are buffers in it; a process killed within them leaves the page before
+it. And a host that is ahead of its device does not write over the pages of versions that its device has not reached.
+
+Memory, on each device: twice the small buffers, and two times 8 MiB where there are large ones. On the host, pinned:
+twelve times the small buffers; each large one once, and up to four times when it changes: the first changes set that
+aside. Only a host that is several updates ahead of its device waits for memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ttp.adapters.torch.device.accelerator import AllEvents, Event, Runtime, flat_bytes, holder
+from ttp.adapters.torch.local_state.buffers import BufferEntry, BufferTable
+from ttp.processor.local_state.pages import Buffer, Kept
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_POOL = 12
+"""Captures on their way at once: three per update, and the host may be some updates ahead of the device."""
+_COPIES_MAX = 4
+"""Of one large buffer in different states, on their way at once."""
+_TWIN_BYTES = 8 << 20
+_PATIENCE_S = 5.0
+_ALIGNMENT = 16
+
+
+@dataclass(slots=True, eq=False)
+class Staged:
+    """A capture on its way to the host.
+
+    Args:
+        parts: of the small buffers, valid when ``ready`` is done.
+        kept: of the large ones; the same.
+        ready: behind the last copy; None: everything is there.
+    """
+
+    parts: list[Buffer] = field(default_factory=list)
+    kept: list[Kept] = field(default_factory=list)
+    ready: Event | None = None
+    lane: _Lane | None = None
+    large: list[_Held] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Twin:
+    """Memory on the device that buffers are copied to first; ``left`` is behind what was brought from it last."""
+
+    memory: Tensor
+    left: Event | None = None
+
+
+@dataclass(slots=True, eq=False)
+class _Small:
+    """The small buffers of one device, packed one behind the other."""
+
+    runtime: Runtime
+    entries: list[int]  # places in the table
+    spans: list[slice]
+    twins: list[_Twin]
+    slots: list[list[Tensor]]  # for each twin: views of it, one per buffer, in its dtype and shape
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """Memory of the host for one capture of all small buffers."""
+
+    layout: Hashable
+    pinned: list[Tensor]  # one for each device
+    parts: list[Buffer]  # views of it in the order of the table; empty where a buffer is on the host
+
+
+@dataclass(slots=True, eq=False)
+class _Held:
+    """A large buffer as it was once. ``users``: captures on their way, and being the newest one."""
+
+    stamp: Hashable
+    pinned: Tensor
+    home: list[Tensor]  # where the memory goes when nobody uses it
+    users: int = 1
+
+
+@dataclass(slots=True, eq=False)
+class _Large:
+    """Memory of the host for one large buffer."""
+
+    size: int
+    free: list[Tensor]
+    made: int = 0
+    newest: _Held | None = None
+
+
+class DeviceBuffers:
+    """All buffers of a module of which some part lives on devices. Its memory is set aside at start.
+
+    Args:
+        module: whose buffers.
+        runtimes: the devices, those without buffers too.
+    """
+
+    def __init__(self, module: nn.Module, runtimes: Sequence[Runtime]) -> None:
+        self.table = BufferTable(module)
+        self._runtimes = runtimes
+        self._built = 0
+        self._layout: Hashable = None
+        self._small: list[_Small] = []
+        self._lanes: list[_Lane] = []
+        self._large: dict[tuple[str, int], _Large] = {}  # by name and size
+        self._twins: dict[int, list[_Twin]] = {}
+        self._turn = 0
+        self._returned: queue.SimpleQueue[Staged] = queue.SimpleQueue()
+        self._stuck = False
+        self._build()
+
+    def capture(self) -> Staged | None:
+        """Start to bring the buffers' bytes, as they are after the work queued so far. Training thread.
+
+        A host that is several updates ahead of its device waits here for memory: a version without a page would be
+        worse, and the device has work. None: none came free, the device does not move; or a CUDA graph is being
+        captured, whose work is not done now.
+        """
+        if any(runtime.capturing() for runtime in self._runtimes):
+            return None
+        self.table.refresh()
+        if self._built != self.table.layout:
+            self._build()
+        while not self._returned.empty():
+            self._take_back(self._returned.get())
+        if not self._until(lambda: self._lanes):
+            return None
+        lane = self._lanes.pop()
+        staged = Staged(parts=list(lane.parts), lane=lane)
+        with torch.no_grad():
+            events = [self._bring_small(small, pinned) for small, pinned in zip(self._small, lane.pinned, strict=True)]
+            for entry in self.table.large:
+                held = self._bring_large(entry, events)
+                if held is None:
+                    self.release(staged)
+                    return None
+                staged.large.append(held)
+                staged.kept.append((held.stamp, _view(held.pinned)))
+            for place, entry in enumerate(self.table.small):
+                if holder(self._runtimes, entry.tensor) is None:
+                    staged.parts[place] = _bytes_of(entry.tensor)
+        staged.ready = events[0] if len(events) == 1 else AllEvents(events)
+        return staged
+
+    def release(self, staged: Staged) -> None:
+        """The capture has been written, or never will be: its memory may be used again. Any thread."""
+        self._returned.put(staged)
+
+    # ------------------------------------------------------------------------------------------------------- memory
+
+    def _until(self, there: Callable[[], object]) -> bool:
+        """Wait until memory has come back; only once for a device that does not move."""
+        deadline = time.monotonic() + (0.0 if self._stuck else _PATIENCE_S)
+        while not there():
+            try:
+                self._take_back(self._returned.get(timeout=max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                self._stuck = True
+                return False
+        self._stuck = False
+        return True
+
+    def _take_back(self, staged: Staged) -> None:
+        lane = staged.lane
+        if lane is not None and lane.layout is self._layout:
+            self._lanes.append(lane)
+        for held in staged.large:
+            _let_go(held)
+
+    # ----------------------------------------------------------------------------------------------------- bringing
+
+    def _bring_small(self, small: _Small, pinned: Tensor) -> Event:
+        """What is small on one device; where nothing is, a mark tells when the device has come here."""
+        if not small.entries:
+            return small.runtime.mark(side=False)
+        twin, slots = small.twins[self._turn % 2], small.slots[self._turn % 2]
+        self._turn += 1
+        self._reuse(small.runtime, twin)
+        torch._foreach_copy_(slots, [self.table.small[place].tensor.detach() for place in small.entries])
+        return self._leave(small.runtime, twin, [(pinned, twin.memory)])
+
+    def _bring_large(self, entry: BufferEntry, events: list[Event]) -> _Held | None:
+        """The newest state of a large buffer, under way already when it has not changed; None: no memory came free."""
+        large, stamp = self._large[entry.info.name, entry.size], entry.stamp()
+        newest = large.newest
+        if newest is not None and stamp is not None and newest.stamp == stamp:
+            newest.users += 1
+            return newest
+        pinned = self._memory_for(large)
+        if pinned is None:
+            return None
+        if newest is not None:
+            _let_go(newest)
+        large.newest = held = _Held(stamp, pinned, large.free, users=2)
+        runtime = holder(self._runtimes, entry.tensor)
+        if runtime is None:
+            pinned.copy_(flat_bytes(entry.tensor))
+            return held
+        for source, target in _chunks(flat_bytes(entry.tensor), pinned):
+            twin = self._twins[id(runtime)][self._turn % 2]
+            self._turn += 1
+            self._reuse(runtime, twin)
+            there = twin.memory[: source.numel()]
+            there.copy_(source)
+            events.append(self._leave(runtime, twin, [(target, there)]))
+        return held
+
+    def _memory_for(self, large: _Large) -> Tensor | None:
+        if not large.free and large.made < _COPIES_MAX:
+            large.made += 1
+            return self._runtimes[0].pinned(large.size)
+        return large.free.pop() if self._until(lambda: large.free) else None
+
+    @staticmethod
+    def _reuse(runtime: Runtime, twin: _Twin) -> None:
+        """The training's stream writes to it when what was there has left: the device waits, not the host."""
+        if twin.left is not None:
+            runtime.training_waits_for(twin.left)
+
+    @staticmethod
+    def _leave(runtime: Runtime, twin: _Twin, copies: Sequence[tuple[Tensor, Tensor]]) -> Event:
+        runtime.side_waits_for(runtime.mark(side=False))
+        with runtime.on_side():
+            for target, source in copies:
+                target.copy_(source, non_blocking=True)
+        twin.left = runtime.mark(side=True)
+        return twin.left
+
+    # ------------------------------------------------------------------------------------------------------ building
+
+    def _build(self) -> None:
+        """Memory for the buffers that the module has now. A buffer that was replaced by one of its kind needs none."""
+        places = [(holder(self._runtimes, entry.tensor), entry) for entry in self.table.small]
+        layout = tuple((id(runtime), entry.info.dtype, entry.info.shape) for runtime, entry in places)
+        if layout != self._layout or not self._built:
+            self._layout = layout
+            self._small = [
+                self._pack(runtime, [n for n, (held_by, _) in enumerate(places) if held_by is runtime])
+                for runtime in self._runtimes
+            ]
+            self._lanes = [self._lane() for _ in range(_POOL)]
+        known = self._large
+        names = [(entry.info.name, entry.size) for entry in self.table.large]
+        self._large = {name: known.get(name) or _Large(name[1], []) for name in names}
+        for entry in self.table.large:
+            runtime = holder(self._runtimes, entry.tensor)
+            if runtime is not None and id(runtime) not in self._twins:
+                self._twins[id(runtime)] = [_Twin(runtime.on_device(_TWIN_BYTES)) for _ in range(2)]
+        self._built = self.table.layout
+
+    def _pack(self, runtime: Runtime, places: list[int]) -> _Small:
+        entries = [self.table.small[place] for place in places]
+        spans, total = [], 0
+        for entry in entries:
+            spans.append(slice(total, total + entry.size))
+            total += -(-entry.size // _ALIGNMENT) * _ALIGNMENT
+        twins = [_Twin(runtime.on_device(total)) for _ in range(2)]
+        slots = [
+            [
+                twin.memory[span].view(entry.tensor.dtype).view(entry.tensor.shape)
+                for span, entry in zip(spans, entries, strict=True)
+            ]
+            for twin in twins
+        ]
+        return _Small(runtime, places, spans, twins, slots)
+
+    def _lane(self) -> _Lane:
+        parts: list[Buffer] = [b""] * len(self.table.small)
+        pinned = []
+        for small in self._small:
+            memory = small.runtime.pinned(small.twins[0].memory.numel())
+            view = _view(memory)
+            for place, span in zip(small.entries, small.spans, strict=True):
+                parts[place] = view[span]
+            pinned.append(memory)
+        return _Lane(self._layout, pinned, parts)
+
+
+def _let_go(held: _Held) -> None:
+    held.users -= 1
+    if not held.users:
+        held.home.append(held.pinned)
+
+
+def _chunks(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(torch.split(source, _TWIN_BYTES), torch.split(target, _TWIN_BYTES), strict=True)
+
+
+def _bytes_of(tensor: Tensor) -> bytes:
+    array: Any = flat_bytes(tensor.contiguous()).numpy()
+    return bytes(array)
+
+
+def _view(host: Tensor) -> memoryview:
+    array: Any = host.numpy()
+    return memoryview(array) if host.numel() else memoryview(b"")
+
+
+class ArrivalWriter:
+    """A thread that writes each capture when it has arrived, in order. It sleeps until then, in the driver.
+
+    Args:
+        write: writes a page; given version, final, what comes before the buffers, and what arrived.
+        release: takes the memory back.
+    """
+
+    def __init__(self, write: Callable[[int, bool, bytes, Staged], None], release: Callable[[Staged], None]) -> None:
+        self._write = write
+        self._release = release
+        self.arrived = 0
+        """How many captures have arrived: as long as that grows the device moves."""
+        self._inbox: queue.SimpleQueue[tuple[int, bool, bytes, Staged] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="ttp-pages", daemon=True)
+        self._thread.start()
+
+    def put(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
+        """Training thread: hand over a capture."""
+        self._inbox.put((version, final, head, staged))
+
+    def close(self) -> None:
+        """End the thread after what is in its inbox; does not wait for a stuck device."""
+        self._inbox.put(None)
+        self._thread.join(timeout=1.0)
+
+    def _run(self) -> None:
+        while (item := self._inbox.get()) is not None:
+            staged = item[3]
+            try:
+                if staged.ready is not None:
+                    staged.ready.synchronize()
+                self.arrived += 1
+                self._write(*item)
+            except Exception as problem:  # the device is gone: so is this capture
+                log.debug("a capture of device buffers did not arrive: %s", problem)
+            self._release(staged)

@@ -1,0 +1,255 @@
+"""The buffers of a module as bytes: BatchNorm statistics, queues, masks, whatever ``register_buffer`` was given.
+
+Small buffers are taken every time, as live memory that the page copies once. Large ones carry a stamp, and are copied
+again only when it changes: a causal mask of 48 MB costs nothing per step. The stamp is the identity of the tensor, of
+its memory, and torch's version counter. Two things write without counting: BatchNorm's kernels (such buffers count as
+small, whatever their size) and writes through ``.data``; for these the first captures compare bytes, and a buffer that
+changed under the same stamp is taken every time from then on.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ttp.adapters.torch.device.accelerator import flat_bytes
+from ttp.adapters.torch.sharding.names import _walk as walk
+from ttp.errors import CheckpointError
+from ttp.processor.local_state.pages import Buffer, Kept
+
+LARGE_BYTES = 64 << 10
+_LEARNING_CAPTURES = 8
+"""Captures that compare the bytes of large buffers: four updates' worth."""
+
+_serials = itertools.count(1)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferInfo:
+    """What a buffer is, apart from its bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes.
+
+        Raises:
+            CheckpointError: there is no such dtype or shape.
+        """
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or min(self.shape, default=0) < 0:
+            raise CheckpointError(f"buffer {self.name} cannot be {self.dtype} {self.shape}")
+        return math.prod(self.shape) * dtype.itemsize
+
+
+@dataclass(slots=True, eq=False)
+class BufferEntry:
+    """A buffer as it was when last looked at."""
+
+    owner: dict[str, Tensor | None]
+    key: str
+    info: BufferInfo
+    tensor: Tensor
+    address: int
+    serial: int
+    counted: bool  # whoever writes to it raises its version counter
+    digest: int = 0
+    digest_of: Hashable = None
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.tensor.numel() * self.tensor.element_size()
+
+    def stamp(self) -> Hashable:
+        """Equal stamps promise equal bytes; None promises nothing."""
+        return (self.serial, self.tensor._version) if self.counted else None
+
+
+class BufferTable:
+    """Which buffers a module has, by the names that checkpoints use."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.skipped: list[str] = []
+        """Names of buffers that are no plain memory (sparse, quantized, distributed)."""
+        self.layout = 0
+        """Goes up whenever ``infos`` may have changed."""
+        self.small: list[BufferEntry] = []
+        self.large: list[BufferEntry] = []
+        self._absent: list[tuple[dict[str, Tensor | None], str]] = []
+        self._owners: list[dict[str, Tensor | None]] = []  # of all, absent ones too
+        self._keys: list[str] = []
+        self._ids: list[int] = []
+        self._tensors: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._uncounted: set[str] = set()
+        self.scan()
+
+    @property
+    def infos(self) -> tuple[BufferInfo, ...]:
+        """Of the small ones and then of the large ones."""
+        return tuple(entry.info for entry in (*self.small, *self.large))
+
+    def is_current(self) -> bool:
+        """Whether the module still has these tensors under these names, in the same memory, and no others.
+
+        A ResNet has 160 of them: so nothing here is done by the interpreter for each.
+        """
+        found = [*map(id, map(dict.get, self._owners, self._keys))]
+        return found == self._ids and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+
+    def refresh(self) -> None:
+        """Scan again if a buffer was replaced since."""
+        if not self.is_current():
+            self.scan()
+
+    def scan(self) -> None:
+        """Look at the whole module."""
+        self.small, self.large, self._absent, self.skipped = [], [], [], []
+        self.layout += 1
+        for _, prefix, owner in walk(self._module):
+            for key, tensor in owner._buffers.items():
+                if tensor is None:
+                    self._absent.append((owner._buffers, key))
+                elif (
+                    type(tensor.detach()) is not Tensor  # what is behind another class is not in its memory
+                    or tensor.layout is not torch.strided
+                    or tensor.is_quantized
+                    or tensor.is_meta
+                ):
+                    self.skipped.append(prefix + key)
+                else:
+                    self._add(owner, key, prefix + key, tensor)
+        entries = [*self.small, *self.large]
+        self._owners = [entry.owner for entry in entries] + [owner for owner, _ in self._absent]
+        self._keys = [entry.key for entry in entries] + [key for _, key in self._absent]
+        self._ids = [id(entry.tensor) for entry in entries] + [id(None)] * len(self._absent)
+        self._tensors = [entry.tensor for entry in entries]
+        self._addresses = [entry.address for entry in entries]
+
+    def _add(self, owner: nn.Module, key: str, name: str, tensor: Tensor) -> None:
+        info = BufferInfo(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape))
+        trusted = name not in self._uncounted
+        entry = BufferEntry(owner._buffers, key, info, tensor, tensor.data_ptr(), next(_serials), trusted)
+        large = entry.size >= LARGE_BYTES and tensor.is_contiguous() and not isinstance(owner, _NormBase)
+        (self.large if large else self.small).append(entry)
+
+    def distrust(self, entry: BufferEntry) -> None:
+        """The bytes of this one changed under the same stamp."""
+        entry.counted = False
+        self._uncounted.add(entry.info.name)
+
+
+class BufferSet:
+    """All buffers of a module that lives on the CPU."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.table = BufferTable(module)
+        self._captures = 0
+        self._viewed = 0
+        self._views: list[Buffer | None] = []  # None: not contiguous, copied each time
+        self._plain: list[Buffer] = []  # the others
+        self._large_views: list[Buffer] = []
+        self._kept: list[Kept] = []
+
+    def capture(self) -> tuple[Sequence[Buffer], Sequence[Kept]]:
+        """The bytes of every buffer now, mostly live memory: to be copied before the next forward pass.
+
+        The second list is the one of the last time where nothing in it has changed.
+        """
+        table = self.table
+        table.refresh()
+        if self._viewed != table.layout:
+            self._views = [_live(e.tensor) if e.tensor.is_contiguous() else None for e in table.small]
+            self._large_views = [_live(e.tensor) for e in table.large]
+            self._plain = [view for view in self._views if view is not None]
+            self._viewed, self._kept = table.layout, []
+        parts = self._plain
+        if len(parts) < len(table.small):
+            parts = [
+                view if view is not None else bytes(_live(entry.tensor.detach().contiguous()))
+                for view, entry in zip(self._views, table.small, strict=True)
+            ]
+        return parts, self.capture_large()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the parts that ``capture`` gave last are those of all small buffers as long as the table holds."""
+        return len(self._plain) == len(self.table.small)
+
+    def capture_large(self) -> Sequence[Kept]:
+        """The second list of ``capture``, where the buffers are still the same."""
+        if not self.table.large:
+            return ()
+        if self._captures < _LEARNING_CAPTURES:
+            self._captures += 1
+            for entry, view in zip(self.table.large, self._large_views, strict=True):
+                self._learn(entry, view)
+        stamps = [entry.stamp() for entry in self.table.large]
+        if None in stamps or stamps != [stamp for stamp, _ in self._kept]:
+            self._kept = list(zip(stamps, self._large_views, strict=True))
+        return self._kept
+
+    def _learn(self, entry: BufferEntry, view: Buffer) -> None:
+        stamp = entry.stamp()
+        if stamp is not None:
+            digest = xxhash.xxh3_64_intdigest(view)
+            if entry.digest_of == stamp and entry.digest != digest:
+                self.table.distrust(entry)
+            entry.digest_of, entry.digest = stamp, digest
+
+
+def _live(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor. Whoever keeps the view keeps the tensor."""
+    size = tensor.numel() * tensor.element_size()
+    if size == 0:
+        return memoryview(b"")
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory._tensor = tensor  # so that a view of a copy does not outlive it
+    return memoryview(memory).cast("B")
+
+
+def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
+    """Copy saved buffers into the live ones. Returns notes on those that only one side has.
+
+    Raises:
+        CheckpointError: a buffer has another shape or dtype; nothing has been modified.
+    """
+    live: list[tuple[str, Tensor]] = []
+    for _, prefix, owner in walk(module):
+        live += [(prefix + key, tensor) for key, tensor in owner._buffers.items() if tensor is not None]
+    wrong = [
+        f"{name}: {saved[name].dtype} {tuple(saved[name].shape)} saved, {tensor.dtype} {tuple(tensor.shape)} here"
+        for name, tensor in live
+        if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
+    ]
+    if wrong:
+        raise CheckpointError("buffers of another model: " + "; ".join(wrong[:5]) + ("; ..." if wrong[5:] else ""))
+    with torch.no_grad():
+        for name, tensor in live:
+            if name in saved:
+                tensor.copy_(saved[name])
+    names = {name for name, _ in live}
+    notes = [f"buffer {name} was saved and is not in this model" for name in sorted(set(saved) - names)]
+    return notes + [f"buffer {name} was not saved" for name in sorted(names - set(saved))]
+
+
+def decode_buffer(info: BufferInfo, data: bytes) -> Tensor:
+    """The tensor that a buffer was; ``data`` has ``info.size`` bytes."""
+    tensor = torch.empty(info.shape, dtype=getattr(torch, info.dtype))
+    if data:
+        flat_bytes(tensor).copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return tensor

@@ -1,0 +1,400 @@
+"""Rank-local state of one version as one page: random streams, buffers, ``extra_state``.
+
+The image: a header, a description of the buffers (msgpack, made once), the length of each section, the sections, the
+buffers, the large arrays of ``extra_state``. No pickle anywhere. Nothing here raises into training: a part that fails
+is given up with one warning, and ``problem`` says so for the manifest.
+
+``capture`` asks everybody, ``look_again`` (at the gate) only those whose state was seen to change between the captures
+of one version; and an image that is in the page already is not written again. See decision 30.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgpack
+from torch import Tensor, nn
+
+from ttp.adapters.torch.device.accelerator import Runtime, devices_of, runtimes_on
+from ttp.adapters.torch.device.staging import ArrivalWriter, DeviceBuffers, Staged
+from ttp.adapters.torch.local_state.buffers import BufferInfo, BufferSet, decode_buffer, restore_buffers
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.processor.local_state.local_piece import read_local_image
+from ttp.processor.local_state.pages import Buffer, Kept, PageWriter
+from ttp.store.encoding import EncodingError, decode, encode
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_MAGIC = b"TTPL\x01"
+_MAGIC_APART = b"TTPL\x02"
+"""Of an image with large arrays of extra states behind it."""
+_HEADER = struct.Struct("<5sxHI")  # magic, number of extra states, bytes of the description
+
+_LEARNING_UPDATES = 4
+"""In so many updates every extra state is asked at the gate again, to learn which of them change before it."""
+
+_UNREADABLE = (
+    ValueError, TypeError, LookupError, ArithmeticError, struct.error, msgpack.UnpackException, EncodingError
+)  # fmt: skip
+
+_Section = tuple[bytes, Sequence[Kept]]
+"""An extra state, encoded, and its large arrays."""
+
+_NOWHERE: tuple[int, bytes, Sequence[Kept]] = (-1, b"", ())
+"""Version, image and large parts of a provisional page; there is none."""
+
+_GIVEN_UP: _Section = (b"", ())
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class LocalState:
+    """What only one rank had, of one version.
+
+    Args:
+        rng: for ``RngState.restore``; empty when it could not be captured.
+        buffers: every buffer of the model, on the CPU.
+        extra: encoded states for ``ExtraState.restore``.
+    """
+
+    rng: bytes
+    buffers: Mapping[str, Tensor]
+    extra: Mapping[str, bytes]
+
+
+class LocalCapture:
+    """Ties the parts together and writes them to the rank's page.
+
+    Args:
+        module: whose buffers belong to the rank.
+        extra: the user's objects.
+        page: where to write; may come later by ``open_page``. Without one nothing is captured.
+        runtimes: the devices of the module, not to be used by others; None: found out.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        extra: ExtraState | None = None,
+        *,
+        page: PageWriter | None = None,
+        runtimes: Sequence[Runtime] | None = None,
+    ) -> None:
+        self._module = module
+        self._page = page
+        devices = devices_of([*module.parameters(), *module.buffers()])
+        self._streams = RngState(devices if len(devices) > 1 else ())
+        self._rng: RngState | None = self._streams
+        self._extra = extra or ExtraState()
+        self._names = self._extra.changing
+        self._lengths = struct.Struct(f"<{1 + len(self._names)}Q")
+        if runtimes is None:
+            runtimes = runtimes_on(devices)
+        self._host = BufferSet(module) if not runtimes else None
+        self._device = DeviceBuffers(module, runtimes) if runtimes else None
+        self._arrivals: ArrivalWriter | None = None
+        self._head: tuple[tuple[int, ...], bytes] = ((-1,), b"")
+        self._sections: dict[str, _Section] = dict.fromkeys(self._names, _GIVEN_UP)
+        self._kept: tuple[list[Sequence[Kept]], Sequence[Kept]] = ([], ())
+        self._in_page = _NOWHERE
+        self._parts: list[Buffer] = []  # of the image, mostly live memory
+        self._has_kept = False
+        self._first_section = 0  # its place among them
+        self._stands: Callable[[], bool] = _never  # whether they still are all there is, but for buffers
+        self._buffers_stand: Callable[[], bool] = _never  # the same of these
+        self._moving: set[str] = set()  # extra states that were seen to change between the captures of one version
+        self._updates = 0
+        self._given_up: dict[str, str] = {}
+        self.on_written: Callable[[int, bool], None] | None = None
+        """Called with version and final when a page was written, on the thread that wrote it; may not raise."""
+
+    # ------------------------------------------------------------------------------------------------ steady state
+
+    def open_page(self, page: PageWriter) -> None:
+        """Write to this page from now on. Capture the present version next: the page is empty."""
+        self._page = page
+
+    def capture(self, version: int, final: bool) -> None:
+        """Put the state of this moment into the page as that of ``version``. Never raises.
+
+        Args:
+            version: the version that the state belongs to.
+            final: false before the update of that version, when the rank may still die.
+        """
+        if self._page is None:
+            return
+        if self._names:
+            self._ask(self._names, compare=final and version == self._in_page[0])
+        self._updates += final
+        self._put(self._page, version, final)
+
+    def look_again(self, version: int) -> None:
+        """Just before the update of ``version``: what has changed since the provisional capture goes into the page.
+
+        Extra states of which that was never seen are not asked again. Never raises.
+        """
+        page = self._page
+        if page is None:
+            return
+        known = version == self._in_page[0]
+        if not known or self._updates < _LEARNING_UPDATES:
+            self._ask(self._names, compare=known)
+        elif self._moving:
+            self._ask(self._moving, compare=False)
+        self._put(page, version, final=False)
+
+    def _ask(self, names: Collection[str], *, compare: bool) -> None:
+        for name in names:
+            before = self._sections[name]
+            section = self._sections[name] = self._capture_extra(name)
+            if section[1] is not before[1] or len(section[0]) != len(before[0]):
+                self._stands = _never  # the image is laid out anew
+            elif section[0] != before[0]:
+                if self._parts:
+                    self._parts[self._first_section + self._names.index(name)] = section[0]
+            else:
+                continue
+            if compare:
+                self._moving.add(name)
+
+    def _put(self, page: PageWriter, version: int, final: bool) -> None:
+        try:
+            if self._device is not None:
+                self._stage(self._device, version, final)
+                return
+            host = self._host
+            if host is None or not (self._stands() and self._buffers_stand()):
+                kept = self._assemble()
+            elif self._has_kept:
+                kept = self._with_apart(host.capture_large())
+            else:
+                kept = ()
+            image = b"".join(self._parts)
+            if final:
+                self._in_page = _NOWHERE
+            else:
+                known = self._in_page
+                if version == known[0] and image == known[1] and kept is known[2]:
+                    return
+                self._in_page = (version, image, kept)
+            if page.write(version, final, (image,), kept) and self.on_written is not None:
+                self.on_written(version, final)
+        except Exception as problem:
+            self._host = self._device = None
+            self._stands = _never
+            self._give_up("buffers", "the model's buffers", problem)
+
+    def _assemble(self) -> Sequence[Kept]:
+        """Ask for all parts of the image anew; returns what lies apart.
+
+        As long as all of them are live memory, or bytes that only ``_ask`` replaces, the next capture takes what is in
+        them by then.
+        """
+        parts, kept = self._host.capture() if self._host is not None else ([], ())
+        kept = self._with_apart(kept)
+        small = self._small()  # behind that: it describes the buffers that were found
+        self._first_section = len(small) - len(self._sections)
+        self._parts = [*small, *parts]
+        self._has_kept = bool(kept)
+        self._stands = _always if self._rng is None else self._rng.standing() or _never
+        if self._host is not None:
+            self._buffers_stand = self._host.table.is_current if self._host.is_live else _never
+        return kept
+
+    def _small(self) -> list[Buffer]:
+        """What comes before the buffers. Some parts are live memory."""
+        rng = self._capture_rng()
+        sections = [section for section, _ in self._sections.values()]
+        return [self._described(), self._lengths.pack(sum(map(len, rng)), *map(len, sections)), *rng, *sections]
+
+    def _with_apart(self, kept: Sequence[Kept]) -> Sequence[Kept]:
+        """Large buffers and large arrays of extra states; the same list as before when nothing has changed."""
+        lists = [kept, *(apart for _, apart in self._sections.values() if apart)]
+        if len(lists) == 1:
+            return kept
+        known, joined = self._kept
+        if len(lists) != len(known) or any(a is not b for a, b in zip(lists, known, strict=True)):
+            self._kept = lists, (joined := [part for one in lists for part in one])
+        return joined
+
+    def _capture_rng(self) -> list[Buffer]:
+        if self._rng is not None:
+            try:
+                return self._rng.capture()
+            except Exception as problem:
+                self._rng = None
+                self._give_up("rng", "the random streams", problem)
+        return []
+
+    def _capture_extra(self, name: str) -> _Section:
+        if name not in self._given_up:
+            try:
+                return self._extra.capture(name)
+            except Exception as problem:
+                self._give_up(name, f"extra_state {name!r}", problem)
+        return _GIVEN_UP
+
+    def _described(self) -> bytes:
+        """The header and the description; made anew only when buffers or large arrays are others."""
+        holder = self._host or self._device
+        layout = holder.table.layout if holder is not None else 0
+        apart = [len(kept) for _, kept in self._sections.values()]
+        sizes = [len(data) for _, kept in self._sections.values() for _, data in kept] if any(apart) else []
+        facts = (layout, *apart, *sizes)
+        if self._head[0] != facts:
+            infos = holder.table.infos if holder is not None else ()
+            description: dict[str, Any] = {"extra": self._names}
+            description["buffers"] = [[info.name, info.dtype, info.shape] for info in infos]
+            if sizes:
+                description["apart"] = [[len(data) for _, data in kept] for _, kept in self._sections.values()]
+            packed = msgpack.packb(description)
+            head = _HEADER.pack(_MAGIC_APART if sizes else _MAGIC, len(self._names), len(packed))
+            self._head = (facts, head + packed)
+        return self._head[1]
+
+    def _stage(self, device: DeviceBuffers, version: int, final: bool) -> None:
+        staged = device.capture()
+        if staged is None:
+            return  # the device does not move, and neither will the versions; or nothing is done now
+        parts = self._small()  # behind that: it describes the buffers that were found
+        for _, apart in self._sections.values():  # live memory: what is written later is a copy
+            staged.kept += [(stamp, bytes(data)) for stamp, data in apart]
+        if self._arrivals is None:
+            self._arrivals = ArrivalWriter(self._write_arrived, device.release)
+        self._arrivals.put(version, final, b"".join(parts), staged)
+
+    def _write_arrived(self, version: int, final: bool, head: bytes, staged: Staged) -> None:
+        page = self._page
+        if page is not None:
+            written = page.write(version, final, [head, *staged.parts], staged.kept)
+            if written and self.on_written is not None:
+                self.on_written(version, final)
+
+    def _give_up(self, part: str, what: str, problem: Exception) -> None:
+        if part not in self._given_up:
+            self._given_up[part] = f"{what} could not be captured ({type(problem).__name__}: {problem})"
+            log.warning("%s; training goes on, a resumed run will not have it", self._given_up[part])
+
+    @property
+    def arrived(self) -> int:
+        """How many captures have come from a device that is behind its host."""
+        return 0 if self._arrivals is None else self._arrivals.arrived
+
+    # ------------------------------------------------------------------------------------------------ save, restore
+
+    @property
+    def skipped(self) -> list[str]:
+        """Names of buffers that are no plain memory."""
+        holder = self._host or self._device
+        return [] if holder is None else holder.table.skipped
+
+    @property
+    def problem(self) -> str:
+        """What is not captured, and why, for the manifest; empty: everything is."""
+        problems = list(self._given_up.values())
+        page = self._page
+        if page is not None and page.problem:
+            problems.append(page.problem)
+        if self.skipped:
+            problems.append("buffers that are no plain memory: " + ", ".join(self.skipped))
+        return "; ".join(problems)
+
+    @staticmethod
+    def decode(data: bytes) -> LocalState:
+        """What ``capture`` put into a page.
+
+        Raises:
+            CheckpointError: these bytes are something else.
+        """
+        try:
+            return _decode(data)
+        except _UNREADABLE as problem:
+            raise CheckpointError(f"{len(data)} bytes of rank-local state cannot be read: {problem}") from problem
+
+    def restore(self, state: LocalState) -> list[str]:
+        """Put everything back; random streams last. Returns notes on what only one side has.
+
+        Raises:
+            CheckpointError: it does not fit this model or these objects.
+        """
+        notes = restore_buffers(self._module, state.buffers)
+        notes += self._extra.restore(state.extra)
+        if state.rng:
+            notes += self._streams.restore(state.rng)
+        else:
+            notes.append("the random streams were not saved")
+        return notes
+
+    def close(self, unlink: bool = False) -> None:
+        """Stop capturing; the page goes with ``unlink``."""
+        page, self._page = self._page, None
+        if self._arrivals is not None:
+            self._arrivals.close()
+        if page is not None:
+            page.close(unlink)
+
+
+def read_local_state(path: Path, pieces: Sequence[Piece], rank: int) -> LocalState | None:
+    """What the checkpoint at ``path`` keeps of ``rank``; None if nothing.
+
+    Raises:
+        CheckpointError: a piece cannot be read.
+    """
+    image = read_local_image(path, pieces, rank)
+    return None if image is None else LocalCapture.decode(image)
+
+
+def _decode(data: bytes) -> LocalState:
+    magic, extra_count, description_size = _HEADER.unpack_from(data)
+    if magic not in (_MAGIC, _MAGIC_APART):
+        raise ValueError(f"they begin with {magic!r}")
+    at = _HEADER.size
+    described, at = _take(data, at, description_size)
+    description = msgpack.unpackb(described)
+    names = [str(name) for name in description["extra"]]
+    if len(names) != extra_count:
+        raise ValueError(f"{extra_count} extra states with {len(names)} names")
+    rng_size, *extra_sizes = struct.unpack_from(f"<{1 + extra_count}Q", data, at)
+    at += 8 * (1 + extra_count)
+    rng, at = _take(data, at, rng_size)
+    extra: dict[str, bytes] = {}
+    for name, size in zip(names, extra_sizes, strict=True):
+        section, at = _take(data, at, size)
+        if section:
+            extra[name] = section
+    buffers: dict[str, Tensor] = {}
+    for name, dtype, shape in description["buffers"]:
+        info = BufferInfo(str(name), str(dtype), tuple(int(extent) for extent in shape))
+        section, at = _take(data, at, info.size)
+        buffers[info.name] = decode_buffer(info, section)
+    for name, sizes in zip(names, description.get("apart", ()), strict=False):
+        parts = []
+        for size in sizes:
+            part, at = _take(data, at, size)
+            parts.append(part)
+        if parts and name in extra:
+            extra[name] = encode(decode(extra[name], parts))
+    if at != len(data):
+        raise ValueError(f"{len(data) - at} bytes too many")
+    return LocalState(rng, buffers, extra)
+
+
+def _take(data: bytes, at: int, size: int) -> tuple[bytes, int]:
+    if size < 0 or at + size > len(data):
+        raise ValueError(f"{at + size} bytes are promised")
+    return data[at : at + size], at + size

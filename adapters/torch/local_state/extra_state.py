@@ -1,0 +1,142 @@
+"""``extra_state``: what the user wants back besides model, optimizer and schedule.
+
+Three kinds, by what the object is:
+
+* anything with ``state_dict()`` and ``load_state_dict()``: belongs to one rank, is taken at the end of each update;
+* one that says ``ttp_constant = True``: it changes seldom and at no particular moment, so it is asked only when a
+  checkpoint is written;
+* an ``nn.Module`` (an average of the weights): large and equal on every replica, read where it lies at save time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from ttp.adapters.torch.local_state.large_arrays import ApartMemory
+from ttp.errors import CheckpointError, UsageError
+from ttp.processor.local_state.pages import Kept
+from ttp.store.encoding import Encoder, EncodingError, decode, encode
+
+SINGLE = "extra_state"
+"""The name of an object that was given without one."""
+
+
+class ExtraState:
+    """The user's objects, by name and kind.
+
+    Args:
+        given: one object, or a dict of name to object; None: nothing.
+
+    Raises:
+        UsageError: an object lacks ``state_dict`` or ``load_state_dict``, or its state cannot be stored; the text
+            names the object and the path in its state.
+    """
+
+    def __init__(self, given: Any = None) -> None:
+        named = _named(given)
+        self.modules: dict[str, nn.Module] = {n: o for n, o in named.items() if isinstance(o, nn.Module)}
+        """Replicated state; its tensors go into the shard."""
+        others = {n: o for n, o in named.items() if n not in self.modules}
+        self._constant = {n: o for n, o in others.items() if getattr(o, "ttp_constant", False) is True}
+        self._changing = {n: o for n, o in others.items() if n not in self._constant}
+        for name, value in {**self._changing, **self._constant}.items():
+            _encoded(name, value)
+        self._encoders = {name: Encoder(_path(name)) for name in self._changing}
+        self._memories = {name: ApartMemory() for name in self._changing}
+
+    def notes(self) -> list[str]:
+        """What those should know who train on several ranks."""
+        return [
+            f"{_path(name)} holds statistics of BatchNorm ({layer}), which differ between ranks: after a restore every "
+            "rank has those of the rank that saved. For the bits of each rank use SyncBatchNorm, or let the average "
+            "copy the model's buffers at each update"
+            for name, module in self.modules.items()
+            if (layer := _own_statistics(module)) is not None
+        ]
+
+    @property
+    def objects(self) -> tuple[Any, ...]:
+        """All of them."""
+        return (*self.modules.values(), *self._changing.values(), *self._constant.values())
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """Names of the objects taken at the end of each update."""
+        return tuple(self._changing)
+
+    def capture(self, name: str) -> tuple[bytes, Sequence[Kept]]:
+        """The state of a changing object now: its bytes, but for large arrays, which are live memory with a stamp."""
+        encoder = self._encoders[name]
+        encoded = encoder.encode(self._changing[name].state_dict())
+        return encoded, self._memories[name].look_at(encoder.apart)
+
+    def capture_constant(self) -> dict[str, bytes]:
+        """The states of the constant objects, at save time. May be called from another thread than training's.
+
+        Raises:
+            UsageError: a state cannot be stored.
+        """
+        return {name: _encoded(name, value) for name, value in self._constant.items()}
+
+    def restore(self, saved: Mapping[str, bytes]) -> list[str]:
+        """Give every object that is not a module its state back. Returns notes on those that only one side has.
+
+        Raises:
+            CheckpointError: a saved state cannot be read, or its object does not take it.
+        """
+        objects = {**self._changing, **self._constant}
+        states = {name: _decoded(name, data) for name, data in saved.items() if name in objects}
+        for name, state in states.items():
+            try:
+                objects[name].load_state_dict(state)
+            except Exception as problem:
+                raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
+        notes = [f"{_path(name)} was not saved: it begins anew" for name in objects if name not in saved]
+        return notes + [f"{_path(name)} was saved, and this job has none" for name in saved if name not in objects]
+
+
+def _own_statistics(module: nn.Module) -> str | None:
+    """The first layer whose statistics each rank makes from its own batches."""
+    kept = ((name, each) for name, each in module.named_modules() if isinstance(each, _NormBase))
+    own = ((name, each) for name, each in kept if each.track_running_stats and not isinstance(each, nn.SyncBatchNorm))
+    return next((name for name, _ in own), None)
+
+
+def _named(given: Any) -> dict[str, Any]:
+    if given is None:
+        return {}
+    named = dict(given) if isinstance(given, Mapping) else {SINGLE: given}
+    for name, value in named.items():
+        if not isinstance(name, str):
+            raise UsageError(f"extra_state has the key {name!r}; its keys are names, so use strings")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(value, method, None)):
+                raise UsageError(
+                    f"{_path(name)} is a {type(value).__name__} without {method}(); give it state_dict() and "
+                    "load_state_dict(), as torch's own objects have"
+                )
+    return named
+
+
+def _path(name: str) -> str:
+    return SINGLE if name == SINGLE else f"{SINGLE}[{name!r}]"
+
+
+def _encoded(name: str, value: Any) -> bytes:
+    try:
+        return encode(value.state_dict(), f"{_path(name)}.state_dict()")
+    except EncodingError as problem:
+        raise UsageError(f"this state cannot be stored: {problem}") from problem
+    except Exception as problem:
+        raise UsageError(f"{_path(name)}.state_dict() failed: {type(problem).__name__}: {problem}") from problem
+
+
+def _decoded(name: str, data: bytes) -> Any:
+    try:
+        return decode(data)
+    except EncodingError as problem:
+        raise CheckpointError(f"the saved state of {_path(name)} cannot be read: {problem}") from problem

@@ -1,0 +1,121 @@
+"""The hyperparameters of param groups, as they were at one moment.
+
+A job may have a thousand groups, and they are looked at twice in each step. So all values of an optimizer are taken as
+one list, and compared as one: a dictionary for each group, made in each step, would keep the garbage collector busy
+with everything that the process holds. The dictionaries are made when somebody asks for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from operator import is_
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.schedule_habit import PLAIN, copied
+
+_FEW = 4
+_chained = chain.from_iterable
+
+Groups = list[dict[str, Any]]
+"""The hyperparameters of an optimizer's param groups, without the parameters."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """All groups of one optimizer.
+
+    Args:
+        lengths: values in each group.
+        names: of all values, group after group.
+        values: of these.
+        types: of the values.
+        others: where those are that are no numbers: the parameters, tuples.
+        copies: the groups, where some values can change in place; None: all of them can only be replaced.
+        few: the groups with their parameters, where they are few: as such they are compared faster.
+    """
+
+    lengths: list[int]
+    names: list[str]
+    values: list[Any]
+    types: list[type]
+    others: list[int]
+    copies: Groups | None
+    few: Groups | None
+
+    def groups(self) -> Groups:
+        """As dictionaries."""
+        if self.copies is not None:
+            return self.copies
+        items = zip(self.names, self.values, strict=True)
+        found = [dict(islice(items, length)) for length in self.lengths]
+        for group in found:
+            group.pop("params", None)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Hyperparameters:
+    """Of all param groups of some optimizers.
+
+    Args:
+        columns: of each optimizer.
+    """
+
+    columns: list[_Columns]
+
+    @staticmethod
+    def of(optimizers: Sequence[Optimizer], before: Hyperparameters | None = None) -> Hyperparameters:
+        """As they are now. May be called from any thread; what has not changed since ``before`` is that."""
+        if before is None:
+            return Hyperparameters([_looked_at(each.param_groups, None) for each in optimizers])
+        now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
+        return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
+
+    def groups(self) -> list[Groups]:
+        """Of each optimizer."""
+        return [columns.groups() for columns in self.columns]
+
+
+def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
+    if last is not None and last.few is not None and _equal(groups, last.few):
+        return last
+    lengths, names = [*map(len, groups)], [*_chained(groups)]
+    values = [*_chained(map(dict.values, groups))]
+    if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
+        return _new(groups, lengths, names, values)
+    if _equal(values, last.values):
+        return last
+    others, known = last.others, last.values
+    if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):
+        return _Columns(last.lengths, last.names, values, last.types, others, None, _few(groups))
+    return _new(groups, lengths, names, values)
+
+
+def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], values: list[Any]) -> _Columns:
+    """The long way, where values are of other kinds than before, or can change in place."""
+    types = [*map(type, values)]
+    others = [index for index, kind in enumerate(types) if kind not in PLAIN]
+    copies = None
+    if not all(names[index] == "params" or _is_fixed(values[index]) for index in others):
+        copies = [{name: copied(value) for name, value in group.items() if name != "params"} for group in groups]
+    return _Columns(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
+
+
+def _few(groups: list[dict[str, Any]]) -> Groups | None:
+    return [*map(dict.copy, groups)] if len(groups) <= _FEW else None
+
+
+def _equal(values: list[Any], last: list[Any]) -> bool:
+    try:
+        return values == last
+    except Exception:  # tensors of other parameters, compared
+        return False
+
+
+def _is_fixed(value: Any) -> bool:
+    """Whether this can only be replaced, not changed."""
+    return type(value) is tuple and PLAIN.issuperset(map(type, value))

@@ -1,0 +1,220 @@
+"""The random streams of one process: python, numpy's global one, torch, the device.
+
+Taking them costs a few microseconds: see ``ttp.processor.local_state.host_rng``. Torch's own stream is a Mersenne
+Twister too, and is handed over as the memory it lies in: its ``get_state()`` makes a tensor of twice the size. Where
+that memory is, is looked for at start on a private generator, and checked against ``get_state()``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import struct
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ttp.errors import CheckpointError
+from ttp.processor.local_state.host_rng import HostStreams, memory_at, numpy_tuple, python_state
+from ttp.processor.local_state.pages import Buffer
+from ttp.store.encoding import EncodingError
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_HEADER = struct.Struct("<4s6I")  # magic; bytes of: python, its gauss, numpy, its gauss, torch, device
+_MAGIC = b"RNG\x01"
+_cuda: Any = torch.cuda
+_backends: Any = torch.backends
+
+
+class RngState:
+    """Captures and restores all global random streams of this process.
+
+    Args:
+        devices: CUDA devices whose streams the training uses; none: the current one's, where CUDA is in use.
+    """
+
+    def __init__(self, devices: Sequence[torch.device] = ()) -> None:
+        self._host = HostStreams()
+        self._devices = [device.index for device in devices]
+        self._torch: torch.Generator = torch.default_generator
+        self._live = live_memory(self._torch)
+
+    def capture(self) -> list[Buffer]:
+        """The state of every stream now. Some parts are live memory: copy them before the next random number."""
+        python, python_gauss, numpy, numpy_gauss = self._host.capture()
+        host = self._live if self._live is not None else _tensor_bytes(self._torch.get_state())
+        device = _capture_device(self._devices)
+        sizes = (len(python), len(python_gauss), len(numpy), len(numpy_gauss), len(host), len(device))
+        return [_HEADER.pack(_MAGIC, *sizes), python, python_gauss, numpy, numpy_gauss, host, device]
+
+    def standing(self) -> Callable[[], bool] | None:
+        """To be asked behind ``capture``: what tells whether its parts are still all there is to be said.
+
+        Live memory has become what the stream is now. None: not all of it is live.
+        """
+        host = self._host.standing() if self._live is not None else None
+        if host is None or not _backends.cuda.is_built():
+            return host
+        return None if _cuda.is_initialized() else lambda: host() and not _cuda.is_initialized()
+
+    def restore(self, data: bytes) -> list[str]:
+        """Put back what ``capture`` gave, joined. Returns notes on streams that this process does not have.
+
+        Raises:
+            CheckpointError: these are not captured streams.
+        """
+        python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
+        notes: list[str] = []
+        try:
+            notes += self._host.restore(python, python_gauss, numpy, numpy_gauss)
+            self._torch.set_state(_torch_state(host))
+            if device:
+                notes += _restore_device(device, self._devices)
+        except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
+            raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
+        return notes
+
+
+def streams_of(data: bytes) -> dict[str, Any]:
+    """What ``capture`` gave, joined, as the libraries' own functions for the old global generators give and take it.
+
+    Returns:
+        ``python``: for ``random.setstate``; ``numpy``: for ``numpy.random.set_state``, None if there was no Mersenne
+        Twister; ``torch``: for ``torch.set_rng_state``; ``device``: for ``torch.cuda.set_rng_state``, None without one.
+
+    Raises:
+        CheckpointError: these are not captured streams.
+    """
+    python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
+    try:
+        return {
+            "python": python_state(python, python_gauss),
+            "numpy": numpy_tuple(numpy, numpy_gauss) if numpy else None,
+            "torch": _torch_state(host),
+            "device": torch.frombuffer(bytearray(device), dtype=torch.uint8) if device else None,
+        }
+    except (ValueError, TypeError, LookupError, struct.error, EncodingError) as problem:
+        raise CheckpointError(f"the saved random streams cannot be read: {problem}") from problem
+
+
+def _split(data: bytes) -> list[bytes]:
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise CheckpointError(f"{len(data)} bytes do not begin like saved random streams: {data[:8]!r}")
+    sizes = _HEADER.unpack_from(data)[1:]
+    if _HEADER.size + sum(sizes) != len(data):
+        raise CheckpointError(f"saved random streams have {len(data)} bytes where their header promises others")
+    sections: list[bytes] = []
+    at = _HEADER.size
+    for size in sizes:
+        sections.append(data[at : at + size])
+        at += size
+    return sections
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.numel())
+
+
+# ---------------------------------------------------------------------------------------------------------------- torch
+
+_WORDS = 624
+_LIVE = struct.Struct(f"<Qi?3xI{_WORDS}I4xf?3xd?7x")
+"""As it lies in memory: seed, numbers left, seeded, next, words; spare normal numbers and whether they are there."""
+
+_OFFICIAL = struct.Struct(f"<QiiQ{_WORDS}QdddI4xf?3x")
+"""As ``get_state()`` says it: words of eight bytes; three doubles of which the second is the spare normal number."""
+
+_LOOKED_THROUGH = 512
+"""Bytes of a generator in which its stream begins; it has more than two thousand."""
+
+
+def live_memory(generator: torch.Generator) -> memoryview | None:
+    """The stream of a host generator as the memory it lies in; None where that cannot be told: another torch."""
+    try:
+        offset = _offset() if sys.byteorder == "little" else None
+        found: Any = generator
+        return memory_at(found._cdata + offset, _LIVE.size) if offset is not None else None
+    except Exception:
+        return None
+
+
+@functools.cache
+def _offset() -> int | None:
+    """Where in a generator its stream lies, found and checked on a private one."""
+    probe: Any = torch.Generator()
+    probe.manual_seed(20_11)
+    begin = _OFFICIAL.unpack(_tensor_bytes(probe.get_state()))
+    needle = struct.pack("<8I", *begin[4:12])
+    found = ctypes.string_at(probe._cdata, _LOOKED_THROUGH).find(needle) - 20
+    if found < 0:
+        return None
+    memory = memory_at(probe._cdata + found, _LIVE.size)
+    draws: list[Callable[[], object]] = [
+        lambda: torch.rand((), generator=probe),
+        lambda: torch.rand(700, generator=probe),
+        lambda: torch.randn((), generator=probe),  # leaves a spare normal number
+        lambda: torch.randn((), generator=probe),
+        lambda: probe.set_state(_crafted(probe.get_state(), 1.5, 2.5)),
+        lambda: probe.manual_seed(20_12),
+    ]
+    for draw in draws:
+        if bytes(_torch_state(bytes(memory)).numpy()) != _tensor_bytes(probe.get_state()):
+            return None
+        draw()
+    return found
+
+
+def _crafted(state: torch.Tensor, single: float, double: float) -> torch.Tensor:
+    """A state with spare normal numbers of both kinds."""
+    fields = list(_OFFICIAL.unpack(_tensor_bytes(state)))
+    fields[-5], fields[-3:] = double, [1, single, True]
+    return torch.frombuffer(bytearray(_OFFICIAL.pack(*fields)), dtype=torch.uint8)
+
+
+def _torch_state(data: bytes) -> torch.Tensor:
+    """What ``capture`` gave of torch's stream, for ``set_state``: it may be as it lay in memory.
+
+    Raises:
+        struct.error: it is neither.
+    """
+    if len(data) == _LIVE.size:
+        seed, left, seeded, following, *words, single, has_single, double, has_double = _LIVE.unpack(data)
+        spare = (0.0, double if has_double else 0.0, 0.0, int(has_double), single if has_single else 0.0, has_single)
+        data = _OFFICIAL.pack(seed, left, int(seeded), following, *words, *spare)
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+# --------------------------------------------------------------------------------------------------------------- device
+
+
+def _generators(devices: Sequence[int]) -> list[torch.Generator]:
+    return [torch.cuda.default_generators[index] for index in devices or (torch.cuda.current_device(),)]
+
+
+def _capture_device(devices: Sequence[int]) -> bytes:
+    """Seeds and offsets of the CUDA devices' generators, one behind the other.
+
+    They live on the host: nothing waits for a device. A CUDA graph keeps an offset on the device for its own launches;
+    what it has used up is added on the host when the graph is launched.
+    """
+    if not _cuda.is_initialized():
+        return b""
+    return b"".join(_tensor_bytes(generator.get_state()) for generator in _generators(devices))
+
+
+def _restore_device(data: bytes, devices: Sequence[int]) -> list[str]:
+    if not torch.cuda.is_available():
+        return ["there is no CUDA device: its random stream was not put back"]
+    _cuda.init()
+    generators = _generators(devices)
+    size = len(data) // len(generators)
+    if size * len(generators) != len(data) or size != generators[0].get_state().numel():
+        return [f"{len(data)} bytes of random streams are not those of {len(generators)} CUDA devices: not put back"]
+    for number, generator in enumerate(generators):
+        part = bytearray(data[number * size : (number + 1) * size])
+        generator.set_state(torch.frombuffer(part, dtype=torch.uint8))
+    return []

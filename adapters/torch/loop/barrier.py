@@ -1,0 +1,237 @@
+"""A barrier of all ranks between the reduced gradient and the update, for layouts of several shards.
+
+With one shard any replica will do, and no barrier is needed. With several, one shard's group could start an update
+whose gradient another group never gets; then no version is whole in every shard. Behind the barrier every rank holds
+its final gradient: ranks that were left behind can make the same update. Where updates can be undone it is not needed
+either: the ranks ahead go back.
+
+Who is frozen in the barrier stands at the gate there, as it holds its gradient: it may be told to make the update
+without the others (redo). So does who is left in a barrier that broke, because a peer died: it reports that, waits for
+the freeze and raises only when none comes or the rescue is over.
+
+Ranks of a host meet in shared memory (``gate.meeting``); where there are several hosts, one thread of each
+meets those of the others over gloo, in a group of its own. The training thread sleeps on a word of memory, and is woken
+by whoever closes its gate or sees a neighbour die. Decision 33 says why this is sound.
+
+It runs on the host. On a device the host first waits for the gradient, because a host at the barrier says nothing about
+its device; that costs the host its lead. ``TTP_STREAM_BARRIER=1`` has the device wait instead (``stream_barrier.py``).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch.distributed as dist
+
+from ttp.adapters.torch.device.accelerator import Runtime
+from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
+from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.core.layout import Layout
+from ttp.core.messages import FaultKind
+from ttp.errors import ConfigError
+from ttp.processor.faults import describe
+from ttp.processor.gate.gate import Gate
+from ttp.processor.gate.meeting import BrokenError, Meeting, run
+from ttp.processor.gate.meeting_place import find_place
+
+log = logging.getLogger("ttp.adapters.torch")
+
+FREEZE_S = 30.0
+"""How long a rank whose barrier broke waits to be frozen. Outlasts the loss of a controller."""
+COMES_S = 1800.0
+"""After which a rank that does not come is an error; that of torch for its own collectives."""
+
+
+class Frozen(Protocol):
+    """The processor, as the barrier needs it."""
+
+    gate: Gate
+    on_death: Callable[[], None]
+
+    @property
+    def page_dir(self) -> Path | None:
+        """Where ranks of this host may share memory."""
+
+    def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
+        """This rank cannot train on."""
+
+
+def needs_barrier(layout: Layout, undo: str | None) -> bool:
+    """Whether an update of this layout has to wait until all ranks can make it.
+
+    Shards that the same ranks hold are never at different versions: only distinct replica groups need to agree.
+    """
+    return len(set(layout.groups.values())) > 1 and undo is None
+
+
+class UpdateBarrier:
+    """To be made by all ranks at the same point of their programs: it makes a process group.
+
+    Args:
+        world_size: ranks of the job; all of them take part.
+        runtimes: the devices on which the state lives.
+        processor: of this rank.
+        reduced: called when the gradient is final, before anybody is waited for.
+        stream: the device that is to wait instead of its host, and why it may not; see ``StreamBarrier``.
+        timeout: after which a rank that does not come is an error; None: that of torch, half an hour, because ranks
+            may wait for each other for good reasons. The death of a rank is an error at once.
+
+    Raises:
+        ConfigError: there is no process group of this size yet.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        runtimes: Sequence[Runtime],
+        processor: Frozen,
+        reduced: Callable[[], None] = lambda: None,
+        stream: tuple[Callable[[], Runtime], Callable[[], str]] | None = None,
+        timeout: timedelta | None = None,
+    ) -> None:
+        ready = dist.is_available() and dist.is_initialized()
+        if not ready or dist.get_world_size() != world_size:
+            found = f"has {dist.get_world_size()} ranks" if ready else "is not initialised"
+            raise ConfigError(
+                f"a layout of several shards needs a process group of all {world_size} ranks for the barrier before "
+                f"each update, and torch.distributed {found}: call init_process_group() before wrap_optimizer(), or "
+                'give wrap_optimizer() undo="preimage"'
+            )
+        self._runtimes, self._processor, self._reduced = runtimes, processor, reduced
+        self._timeout_s = timeout.total_seconds() if timeout is not None else COMES_S
+        place = find_place(dist.get_rank(), processor.page_dir, gather_bytes)
+        wide = len(place.firsts) > 1
+        self.meeting = Meeting(place.words, place.number, len(place.ranks), wide=wide, gone=place.gone)
+        self._turn = 0
+        self._couriers: list[Courier] = []
+        if wide:
+            group = dist.new_group(list(place.firsts), backend="gloo", timeout=timeout)
+            if place.number == 0:
+                self._couriers.append(Courier(self.meeting, group))
+        text = "rank %d meets ranks %s in shared memory before each update, and %d hosts (or lone ranks) over gloo"
+        log.info(text, dist.get_rank(), place.ranks, len(place.firsts) - 1)
+        self.stream = None if stream is None else self._on_stream(*stream)
+        """The barrier on the training's stream, where there is one."""
+        processor.on_death = self._warn
+
+    def _on_stream(self, runtime: Callable[[], Runtime], why_not: Callable[[], str]) -> StreamBarrier | None:
+        gate = self._processor.gate
+        try:
+            return StreamBarrier(self.meeting, runtime(), why_not, lambda: gate.closed, self._timeout_s)
+        except (OSError, AttributeError, RuntimeError) as problem:
+            log.warning("the host waits for its device in the barrier before each update: %s", describe(problem))
+            return None
+
+    def wait(self) -> None:
+        """Return when every rank holds its final gradient, or this one is to make the update without them.
+
+        Raises:
+            RuntimeError: a rank died or does not come: like any collective of the program.
+        """
+        self._turn += 1
+        gate, stream = self._processor.gate, self.stream
+        if stream is not None and stream.ready(self._turn):
+            self._reduced()
+            stream.queue(self._turn, gate.version + 1)
+            return
+        for runtime in self._runtimes:
+            runtime.mark(side=False).synchronize()
+        self._reduced()
+        with gate.nearby(self._ring):
+            try:
+                if not run(self.meeting.come(self._turn)):
+                    run(self.meeting.wait(self._turn, self._patience(gate, self._timeout_s)))
+            except (BrokenError, TimeoutError) as problem:
+                if not self._rescued(problem):
+                    raise RuntimeError(f"the barrier before the update broke: {self._why(problem)}") from problem
+        if stream is not None:
+            stream.watch(self._turn)
+
+    def updated(self) -> None:
+        """The update is over, on the host."""
+        if self.stream is not None:
+            self.stream.updated()
+
+    def close(self) -> None:
+        """Let go of the courier. The training thread makes no more updates."""
+        if self.stream is not None:
+            self.stream.close()
+        for courier in self._couriers:
+            courier.close()
+
+    def _ring(self) -> None:
+        """The training thread, if it waits here, is to look at the gate."""
+        with contextlib.suppress(OSError):
+            run(self.meeting.ring())
+
+    def _warn(self) -> None:
+        """A neighbour has died."""
+        with contextlib.suppress(OSError):
+            run(self.meeting.warn())
+
+    @staticmethod
+    def _patience(gate: Gate, patience_s: float) -> Any:
+        """What is asked when the training thread is woken: whether to leave; no longer than ``patience_s``."""
+        deadline = time.monotonic() + patience_s
+
+        async def leave() -> bool:
+            if gate.closed and gate.stand_aside():
+                return True
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks came within {patience_s:g} s")
+            return False
+
+        return leave
+
+    def _why(self, problem: Exception) -> str:
+        return "; ".join([describe(problem), *(courier.problem for courier in self._couriers if courier.problem)])
+
+    def _rescued(self, problem: Exception) -> bool:
+        """The barrier broke, the gradient is whole: whether the update is to be made all the same."""
+        self._processor.report(FaultKind.COLLECTIVE, f"the barrier before the update broke: {self._why(problem)}")
+        gate, deadline = self._processor.gate, time.monotonic() + FREEZE_S
+        while not gate.closed and time.monotonic() < deadline:
+            run(self.meeting.pause(lambda: gate.closed))
+        return gate.closed and gate.stand_aside()
+
+
+class Courier:
+    """A thread that meets those of other hosts, for all ranks of this one.
+
+    Args:
+        meeting: of this host.
+        group: of one rank of every host.
+    """
+
+    def __init__(self, meeting: Meeting, group: Any) -> None:
+        self._meeting, self._group, self._closed = meeting, group, False
+        self.problem = ""
+        threading.Thread(target=self._run, name="ttp-courier", daemon=True).start()
+
+    def close(self) -> None:
+        """End, when all couriers have come to where they are."""
+        self._closed = True
+        run(self._meeting.ring_front())
+
+    async def _leave(self) -> bool:
+        return self._closed
+
+    def _run(self) -> None:
+        turn = 1
+        try:
+            while run(self._meeting.all_here(turn, self._leave)):
+                dist.barrier(group=self._group)
+                run(self._meeting.release(turn))
+                turn += 1
+        except Exception as problem:
+            self.problem = describe(problem)
+            log.debug("the hosts do not meet any more", exc_info=True)
+            with contextlib.suppress(OSError):
+                run(self._meeting.break_up())

@@ -1,0 +1,68 @@
+"""What training may stand between: the steps of several optimizers that make one version, with learning in between.
+
+A GAN steps its critic, learns again, and steps its generator. A rank may be killed in that second pass; those that are
+left have one network of version n + 1 and one of version n. Nothing can be saved of that, and waiting does not help:
+they wait for the dead one. So before each step but the last of a version, what it is going to change (parameters and
+optimizer state) is copied, as ``undo="preimage"`` does for all; and who stands between is gone back to version n.
+
+The step that ends a version makes what was kept worthless when it begins. It is copied too where the way back may lead
+from the finished version, because other shards may not be able to make it, and where the loop says itself when a
+version ends.
+
+Until it is known whether the loop learns between the steps, copies are made; where it does not, they are given up.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.turns import Turns
+from ttp.adapters.torch.saving.preimage import PreImage
+
+log = logging.getLogger("ttp.adapters.torch")
+
+
+class BetweenSteps:
+    """Keeps what is needed to go back from between two steps of one version. For the training thread.
+
+    Args:
+        turns: of the optimizers.
+        owners: of each of them, those that keep the state.
+        whole: the last step of a version is copied too.
+        make: a ``PreImage`` without memory.
+    """
+
+    def __init__(
+        self, turns: Turns, owners: Sequence[Sequence[Optimizer]], whole: bool, make: Callable[[], PreImage]
+    ) -> None:
+        self._turns, self._owners, self._whole, self._make = turns, owners, whole, make
+        self.preimage: PreImage | None = None
+        self._told = False
+
+    def before_turn(self, version: int, number: int) -> None:
+        """This optimizer is about to step, in the update after ``version``. Never raises."""
+        whole = self._whole or self._turns.by_hand
+        if self._turns.is_last(number) and not whole:
+            if self.preimage is not None:
+                self.preimage.forget()
+            return
+        if self.preimage is None:
+            self.preimage = self._make()
+        self.preimage.take(version, self._owners[number], modules=whole)
+
+    def after_update(self) -> None:
+        """A version is finished."""
+        if not self._turns.several:
+            return
+        if not self._turns.stands_between:
+            self.preimage = None
+        elif self._turns.interleaved and self.preimage is not None and not self._told:
+            self._told = True
+            log.info(
+                "the loop learns between the steps of its optimizers: %.1f MB are copied in every iteration, so that a "
+                "rank that stands between them can be gone back to the last version",
+                self.preimage.nbytes / 1e6,
+            )

@@ -1,0 +1,327 @@
+"""The bracket around an update: when it begins and ends, and what is captured for it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import Fence
+from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
+from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step
+from ttp.adapters.torch.loop.no_sync import NoSync
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.stepping import Stepping
+from ttp.adapters.torch.loop.turns import Turns
+from ttp.adapters.torch.loop.untouched import Untouched
+from ttp.errors import UsageError
+from ttp.processor.source import UpdateReporter
+
+log = logging.getLogger("ttp.adapters.torch")
+
+EVALUATING = "a forward pass without gradients"
+"""What a rank is said to do from such a pass until the next point of a step."""
+
+_WHOLE_STEP = (
+    "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
+    "whole step counts as the update, forward and backward passes included. If a rank is lost in it, this step cannot "
+    'be saved before it ends; with undo="preimage" ranks that get an exception from the loss can go back. To have the '
+    "update begin later, call the closure yourself: loss = closure(); optimizer.step()"
+)
+
+_LEFT = (
+    "step() was left by an exception that the program has caught, in the update after version %d. Parts of that update "
+    "may be in the weights: nothing can be saved from this rank until its next whole step. If other ranks did not "
+    "raise alike, their weights differ from those of this one from now on; that is compared when a checkpoint is made"
+)
+
+_NOT_EVALUATED = "{0}.step(closure) has not called its closure: ttp was told of this update when it was over"
+
+
+class Capture(Protocol):
+    """``LocalCapture``, as hooks need it."""
+
+    def capture(self, version: int, final: bool) -> None:
+        """Take the rank-local state of this moment; never raises."""
+
+    def look_again(self, version: int) -> None:
+        """Just before the update: take what has changed since the last capture for ``version``; never raises."""
+
+
+def _nothing(*_: object) -> None:
+    """There is nothing to do."""
+
+
+class Calls(NamedTuple):
+    """Who else has something to do around an update. All are called on the training thread.
+
+    Args:
+        before_gate: when the gradient is reduced; may block, and raise like any collective.
+        before_update: behind the gate, with the number of finished updates; may not raise.
+        before_turn: the same before each step of several, with the number of the optimizer too, where training may
+            stand between the steps of one version.
+        after_update: after each update; may not block.
+        after_end: when the update was reported as finished, before ``step()`` returns; may block, and raise
+            ``UsageError``.
+    """
+
+    before_gate: Callable[[], None] = _nothing
+    before_update: Callable[[int], None] = _nothing
+    before_turn: Callable[[int, int], None] = _nothing
+    after_update: Callable[[], None] = _nothing
+    after_end: Callable[[], None] = _nothing
+
+
+class Bracket:
+    """The bracket around an update; see ``attach`` for its parts.
+
+    ``step`` of a subclass that calls ``super().step()`` fires the hooks twice: only the outermost counts. An exception
+    of ``step()`` leaves the bracket open: the copy is torn, which is the truth. A program that catches it and goes on
+    is told so; see docs/decisions/0028-the-bracket.md for what becomes of the version.
+    """
+
+    __slots__ = (
+        "_again",
+        "_begun",
+        "_between",
+        "_calls",
+        "_capture",
+        "_closures",
+        "_complained",
+        "_evaluating",
+        "_fence",
+        "_left",
+        "_mark",
+        "_no_sync",
+        "_number",
+        "_numbers",
+        "_opened",
+        "_reporter",
+        "_said",
+        "_stands",
+        "_stepping",
+        "_tail",
+        "_turns",
+        "_untouched",
+        "_version",
+        "redoable",
+    )
+
+    def __init__(
+        self,
+        reporter: UpdateReporter,
+        capture: Capture,
+        turns: Turns,
+        untouched: Untouched | None,
+        tail: Tail,
+        fence: Fence,
+        version: Callable[[], int],
+        calls: Calls,
+    ) -> None:
+        self._reporter = reporter
+        self._capture = capture
+        self._tail = tail
+        self._fence = fence
+        self._version = version
+        self._calls = calls
+        self.redoable = False
+        """Whether the update at the gate needs nothing but the gradient: neither a closure nor ``step_done()``."""
+        self._stepping = Stepping(())
+        self._begun = False
+        self._stands = False  # training may stand between the steps of the open update
+        self._between = False  # it does
+        self._turns, self._untouched = turns, untouched
+        self._numbers: dict[int, int] = {}  # of the optimizers, by identity
+        self._number = 0  # whose turn it is
+        self._opened = False  # nothing keeps it from writing any more
+        self._left = False  # the last update, half made; until the next one begins
+        self._again = False  # no gradient has come since
+        self._closures = 0  # that run
+        self._mark = 0
+        self._evaluating = False
+        self._complained = False
+        self._said: set[str] = set()
+        self._no_sync = NoSync(nn.Module())
+
+    def step_done(self) -> None:
+        """The user says that a step is done, tail and all; from the first call on this ends the update.
+
+        Without an update since the last call (a skipped step) nothing happens.
+
+        Raises:
+            UsageError: called from inside ``optimizer.step()``.
+        """
+        if self._stepping.depth:
+            self._look_for_exception()
+        if self._stepping.depth:
+            raise UsageError("step_done() was called inside optimizer.step(): call it at the end of the iteration")
+        hand = self._turns.ends_by_hand()
+        if self._begun:
+            self._end()
+        elif not hand:  # the hooks have ended this update already, too early
+            try:
+                self._tail.step_done()
+            except Exception:
+                self._complain()
+            self._capture.capture(self._version(), True)
+
+    # --------------------------------------------------------------------------------------------------- the update
+
+    def _before_step(
+        self, optimizer: Optimizer, args: Any, kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if graph_task() != -1:
+            refuse_in_step(optimizer)
+        refuse_capture()
+        if self._stepping.depth:
+            self._look_for_exception(entering=True)
+            if self._stepping.depth:  # in another step
+                self._stepping.entered()
+                return None
+        if self._turns.simple:
+            self._opened = False
+        else:
+            self._take_turn(self._numbers[id(optimizer)])
+        closure = closure_of(args, kwargs) if kwargs or len(args) > 1 else None
+        if closure is None:
+            self._open(redoable=True)
+            self._stepping.entered()
+            return None
+        self._again = False  # it makes a gradient of its own
+        kind: Any = type(optimizer)
+        if not evaluates_first(kind):
+            self._say_once(_WHOLE_STEP.format(kind.__name__))
+            self._open(redoable=False)
+        self._stepping.entered()
+        return with_closure(partial(self._evaluate, closure), args, kwargs)
+
+    def _take_turn(self, number: int) -> None:
+        """It is the turn of this optimizer; nothing of its step is done yet."""
+        if self._left and not self._again:
+            self._turns.forget()
+        if self._turns.overdue(number):
+            self._end()
+        self._turns.begins(number)
+        self._number, self._opened = number, False
+
+    def _evaluate(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """What the optimizer calls in place of ``closure``: behind it the gradient is there, and nothing is written."""
+        self._closures += 1
+        try:
+            result = closure(*args, **kwargs)
+        finally:
+            self._closures -= 1
+        if not self._opened:
+            with torch.no_grad():
+                self._open(redoable=True)
+        return result
+
+    def _open(self, redoable: bool) -> None:
+        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one."""
+        fresh, self._opened = not self._left, True  # what was left half made is nothing to go back to
+        if not self._begun:
+            self._begin(redoable)
+        elif self._between:
+            self._pass()
+            self._capture.look_again(self._next_version())
+            self._reporter.begin_update()
+            self._between = False
+        if self._stands and fresh:
+            self._calls.before_turn(self._version(), self._number)
+
+    def _begin(self, redoable: bool) -> None:
+        again, turns = self._again, self._turns
+        self._pass()
+        self._no_sync.at_gate()
+        try:
+            self._tail.at_gate()
+        except Exception:
+            self._complain()
+        self._capture.look_again(self._next_version())
+        self._stands = stands = not turns.simple and turns.stands_between
+        self.redoable = redoable and not (turns.by_hand or stands)
+        if not again:
+            self._calls.before_gate()
+        self._reporter.begin_update(again)
+        self._begun = True
+        if not self._left:  # what was left half made is nothing to go back to
+            self._calls.before_update(self._version())
+        self._left = self._again = False
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        depth = self._stepping.returned()
+        if not self._opened:
+            self._say_once(_NOT_EVALUATED.format(type(optimizer).__name__))
+            self._open(redoable=False)
+        if depth:
+            return
+        if self._untouched is not None and not self._untouched.stepped():
+            self._untouched = None
+        if self._turns.simple or self._turns.ended(self._number):
+            self._end()
+        elif self._stands:
+            self._between = True
+            self._reporter.stand_between()
+
+    def _end(self) -> None:
+        if self._between:
+            self._reporter.begin_update()  # who stands between is frozen like anybody before the gate
+        turns, version = self._turns, self._version() + 1
+        if not turns.simple:
+            turns.over()
+        self._capture.capture(version, True)
+        try:
+            self._tail.update_finished(version, turns.by_hand)
+        except Exception:
+            self._complain()
+        try:
+            self._fence.record(version)
+        except Exception:
+            self._complain()
+        try:
+            self._calls.after_update()
+        except Exception:
+            self._complain()
+        self._begun = self._between = False
+        self._mark = self._reporter.mark = 0
+        self._reporter.end_update()
+        self._calls.after_end()
+
+    def _next_version(self) -> int:
+        """Of the update that comes. One that was left half made has used up its number, unless it is made again."""
+        return self._version() + (2 if self._left and not self._again else 1)
+
+    def _look_for_exception(self, *, entering: bool = False) -> None:
+        """Where a step seems to run: whether the program has caught an exception of ``step()`` and goes on."""
+        if not self._closures and self._stepping.was_left(entering=entering) and self._begun:
+            self._begun = self._between = False
+            self._left = self._again = True
+            if self._untouched is not None and not self._untouched.stepped():
+                self._untouched = None
+            self._reporter.leave_update()
+            log.error(_LEFT, self._version())
+
+    def _pass(self) -> None:
+        """One more point of the step."""
+        self._mark += 1
+        self._reporter.mark = self._mark
+        if self._evaluating:
+            self._evaluating = False
+            if self._reporter.activity == EVALUATING:  # else the user has said something since
+                self._reporter.activity = ""
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            log.warning("%s", text)
+
+    def _complain(self) -> None:
+        """Say once that something of ours has just raised."""
+        if not self._complained:
+            self._complained = True
+            log.warning("ttp could not follow an update; training goes on", exc_info=True)

@@ -1,0 +1,109 @@
+"""Several optimizers of one training, seen as one: what ``get_optimizer_state_dict(model, [one, two])`` of torch shows.
+
+Their states are merged by parameter, their param groups stand one behind the other. Everything that reads or writes a
+checkpoint sees one optimizer, whatever the number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import ConfigError
+
+_LISTED_MAX = 3
+
+
+class CombinedOptimizer(Optimizer):
+    """A view: it has no state, no param groups and no step of its own.
+
+    Args:
+        members: whose parameters are disjoint.
+    """
+
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        # Not ``Optimizer.__init__``: it would copy the param groups and register hooks.
+        self.members = tuple(members)
+        self.defaults = {}
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override] # an attribute of Optimizer: here a view
+        """Those of all members, live."""
+        return [group for member in self.members for group in member.param_groups]
+
+    @property
+    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override] # the same
+        """That of all members, live; what is set goes to the member that updates the parameter."""
+        return _States(self.members)
+
+
+class _States(MutableMapping[Any, Any]):
+    def __init__(self, members: Sequence[Optimizer]) -> None:
+        self._members = members
+        self._owners = {id(p): member for member in members for group in member.param_groups for p in group["params"]}
+
+    def _of(self, key: Any) -> MutableMapping[Any, Any]:
+        if isinstance(key, Tensor):
+            return self._owners.get(id(key), self._members[0]).state
+        return next((member.state for member in self._members if key in member.state), self._members[0].state)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._of(key)[key]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._of(key)[key] = value
+
+    def __delitem__(self, key: Any) -> None:
+        del self._of(key)[key]
+
+    def __iter__(self) -> Iterator[Any]:
+        for member in self._members:
+            yield from list(member.state)
+
+    def __len__(self) -> int:
+        return sum(len(member.state) for member in self._members)
+
+
+def combined(members: Sequence[Optimizer]) -> Optimizer:
+    """One optimizer for several; the optimizer itself where there is one."""
+    return members[0] if len(members) == 1 else CombinedOptimizer(members)
+
+
+def members_of(optimizer: Optimizer) -> tuple[Optimizer, ...]:
+    """The optimizers that ``combined`` was given."""
+    return optimizer.members if isinstance(optimizer, CombinedOptimizer) else (optimizer,)
+
+
+def refuse_shared(members: Sequence[Optimizer], names: ModelNames) -> None:
+    """A parameter may belong to one optimizer only: the checkpoint keeps state by parameter.
+
+    Raises:
+        ConfigError: two of ``members`` update the same parameter.
+    """
+    owners: dict[int, int] = {}
+    shared: list[str] = []
+    for number, member in enumerate(members):
+        for parameter in _parameters(member):
+            other = owners.setdefault(id(parameter), number)
+            if other != number:
+                shared.append(f"{names.of(parameter)} is in optimizers {other + 1} and {number + 1}")
+    if shared:
+        raise ConfigError(
+            f"{'; '.join(shared[:_LISTED_MAX])}{'; ...' if len(shared) > _LISTED_MAX else ''}: a checkpoint keeps the "
+            "state of an optimizer by parameter, so each parameter may be in one optimizer only. Split the parameters "
+            "between them"
+        )
+
+
+def without_optimizer(optimizer: Optimizer, names: ModelNames) -> list[str]:
+    """Parameters that want gradients and that no given optimizer updates."""
+    updated = {id(parameter) for parameter in _parameters(optimizer)}
+    return [name for name, p in names.parameters.items() if p.requires_grad and id(p) not in updated]
+
+
+def _parameters(optimizer: Optimizer) -> Iterable[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])

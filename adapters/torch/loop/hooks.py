@@ -1,0 +1,177 @@
+"""Where ttp touches the training loop: hooks of optimizer, parameters and model.
+
+::
+
+    forward        the tail of the last update is through
+    backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
+    step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
+    step, after    final capture of n + 1; the version is finished
+
+The provisional capture exists because a rank may die after it has given its gradients and before it has made the
+update: its peers will reach n + 1, so what only it had must be there for n + 1.
+
+One parameter is enough to notice a backward pass in time. DistributedDataParallel reduces a bucket when its own hooks
+have seen every parameter of it; a parameter's post-accumulate hook runs before them; and n + 1 needs every bucket.
+Where parameters may stay unused, and outside of DistributedDataParallel, all of them get the hook (0.3 us each). FSDP
+calls the hooks of its parameters behind the reduction of their gradients: there the outputs of the outermost module
+tell of the backward pass.
+
+Each of these points raises the mark of the step by one. Ranks run the same program, so they pass the same points in the
+same order, however often gradients are accumulated: the one with the lower mark is behind. A forward pass without
+gradients is an evaluation, which not every rank may make: it raises no mark, it is said to be one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import Fence
+from ttp.adapters.torch.loop.bracket import EVALUATING, Bracket, Calls, Capture
+from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
+from ttp.adapters.torch.loop.no_sync import NoSync
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.stepping import Stepping
+from ttp.adapters.torch.loop.triggers import gathering, gradient_triggers
+from ttp.adapters.torch.loop.turns import Turns
+from ttp.adapters.torch.loop.untouched import Untouched
+from ttp.adapters.torch.sharding.data_parallel import ddps_of
+from ttp.adapters.torch.sharding.ddp_buckets import Ddp
+from ttp.processor.source import UpdateReporter
+
+__all__ = ["EVALUATING", "Attachment", "Calls", "attach", "gathering", "gradient_triggers"]
+
+_is_compiling, _learns = torch.compiler.is_compiling, torch.is_grad_enabled
+
+
+def attach(
+    optimizers: Optimizer | Sequence[Optimizer | Sequence[Optimizer]],
+    model: nn.Module,
+    reporter: UpdateReporter,
+    capture: Capture,
+    *,
+    tail: Tail,
+    fence: Fence,
+    version: Callable[[], int],
+    turns: Turns | None = None,
+    untouched: Untouched | None = None,
+    ddps: Sequence[Ddp] | None = None,
+    calls: Calls | None = None,
+) -> Attachment:
+    """Report every update of ``optimizers``, and capture what belongs to it.
+
+    Args:
+        optimizers: one, or several that make one version together; of wrappers those inside too, as a list, of which
+            the outermost step counts.
+        model: the outermost module that the loop calls.
+        reporter: begin waits while the world is frozen.
+        capture: of rank-local state.
+        tail: of scheduler and scaler.
+        fence: of the device.
+        version: finished updates, as the gate counts them.
+        untouched: looks whether the loop changes weights by itself.
+        turns: whose steps make one version; None: each optimizer steps once, in the order given, without a pause.
+        ddps: what reduces the gradients of ``model``; None: to be found.
+        calls: who else has something to do around an update.
+
+    Returns:
+        Call it to detach.
+    """
+    each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
+    many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
+    turns = turns or Turns([type(each[0]).__name__ for each in many], chained=True)
+    attachment = Attachment(reporter, capture, turns, untouched, tail, fence, version, calls or Calls())
+    attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
+    return attachment
+
+
+class Attachment(Bracket):
+    """A ``Bracket``, its hooks where torch calls them, and those hooks that lie outside of the update."""
+
+    __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
+
+    def connect(self, optimizers: Sequence[Sequence[Optimizer]], model: nn.Module, ddps: Sequence[Ddp]) -> None:
+        """Register the hooks.
+
+        Raises:
+            UsageError: parameters are updated in the backward pass.
+        """
+        refuse_in_backward(model)
+        self._handles: list[Any] = []
+        self._backward_begins = Hook(self._backward_enters, traced=False)  # it may be part of a compiled backward pass
+        self._task = -1
+        self._numbers = {id(each): number for number, several in enumerate(optimizers) for each in several}
+        every = [each for several in optimizers for each in several]
+        self._stepping = Stepping(every)
+        self._strangers = Strangers(every, model, lambda: self._begun)
+        self._no_sync = NoSync(model, ddps)
+        for optimizer in every:
+            self._handles.append(optimizer.register_step_pre_hook(Hook(self._before_step, traced=False)))
+            self._handles.append(optimizer.register_step_post_hook(Hook(self._after_step, traced=False)))
+        for parameter in gradient_triggers(model, ddps):
+            register: Any = parameter.register_post_accumulate_grad_hook
+            self._handles.append(register(Hook(self._on_gradient)))
+        for module in gathering(model):
+            self._handles.append(module.register_forward_hook(Hook(self._on_output)))
+        if self._tail.wants_forward:
+            self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
+
+    def __call__(self) -> None:
+        """Take all hooks away."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+        self._strangers.remove()
+
+    # -------------------------------------------------------------------------------------------------------- hooks
+    #
+    # Each of these runs in every step, mostly when its code and its objects have left the caches: so there is as little
+    # of both as there can be on the way that a plain loop takes.
+
+    def _on_forward(self, module: nn.Module, _args: Any) -> None:
+        if _is_compiling():
+            return  # traced, it would bring its changing numbers as guards, and the model would be compiled each step
+        if self._stepping.depth:
+            self._look_for_exception()
+        learning = _learns()
+        if learning:
+            self._pass()
+        elif not self._reporter.activity:
+            self._reporter.activity, self._evaluating = EVALUATING, True
+        try:
+            self._tail.forward_entered(module.training and learning)
+        except Exception:
+            self._complain()
+
+    def _on_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """A backward pass will come through here before anything inside of the module is reduced."""
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            for tensor in torch.utils._pytree.tree_leaves(output):
+                if isinstance(tensor, Tensor) and tensor.requires_grad:
+                    hook: Any = tensor.register_hook
+                    hook(self._on_gradient)
+
+    def _on_gradient(self, _tensor: Tensor) -> None:
+        task = graph_task()
+        if task != self._task or task == -1:
+            self._task = task
+            self._backward_begins()
+
+    def _backward_enters(self) -> None:
+        if capturing():
+            return  # of a CUDA graph: this happens once, not in each of its replays
+        if self._stepping.depth:
+            self._look_for_exception()
+        self._again = False
+        self._pass()
+        if not self._turns.simple:
+            self._turns.backward()
+        if self._untouched is not None and not self._stepping.depth:
+            self._untouched.backward()
+        if not self._no_sync.withholds():
+            self._capture.capture(self._next_version(), False)

@@ -1,0 +1,125 @@
+"""Ways of updating weights that cannot be protected, noticed before they write anything."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ttp.adapters.torch.loop.hook import Hook
+from ttp.errors import UsageError
+
+graph_task: Callable[[], int] = getattr(torch._C, "_current_graph_task_id", lambda: -1)
+"""Number of the backward pass that runs on this thread; -1 outside of one."""
+
+_cuda: Any = torch.cuda
+_backends: Any = torch.backends
+_CUDA_BUILT = bool(_backends.cuda.is_built())
+
+_WAY_OUT = (
+    "weights would change while other ranks still wait for gradients, and no moment of a step would be one to save. "
+    "Call optimizer.step() after backward(), for all parameters at once"
+)
+
+
+def capturing() -> bool:
+    """Whether the work of this thread goes into a CUDA graph instead of being done."""
+    return _CUDA_BUILT and bool(_cuda.is_initialized() and _cuda.is_current_stream_capturing())
+
+
+def refuse_capture() -> None:
+    """Called when an update is about to begin.
+
+    Raises:
+        UsageError: it is being captured: when the graph is replayed, nobody is told of the update.
+    """
+    if capturing():
+        raise UsageError(
+            "optimizer.step() is being captured in a CUDA graph: ttp would not notice the updates that its replays "
+            "make. Capture the forward and the backward pass only (torch.cuda.make_graphed_callables, or a graph that "
+            "ends with backward()), and call optimizer.step() outside of the graph"
+        )
+
+
+def refuse_in_backward(model: nn.Module) -> None:
+    """Called at start.
+
+    Raises:
+        UsageError: parameters have optimizers that step in the backward pass.
+    """
+    for name, parameter in model.named_parameters():
+        if getattr(parameter, "_in_backward_optimizers", None):
+            raise UsageError(
+                f"the optimizer of {name} steps in the backward pass (_apply_optimizer_in_backward): {_WAY_OUT}"
+            )
+
+
+def refuse_in_step(optimizer: Optimizer) -> NoReturn:
+    """``step()`` begins while a backward pass runs on this thread.
+
+    Raises:
+        UsageError: always.
+    """
+    raise UsageError(f"{type(optimizer).__name__}.step() was called by a hook in the backward pass: {_WAY_OUT}")
+
+
+class Strangers:
+    """Notices optimizers that update the registered model and were not registered. Nothing is known before they step.
+
+    Args:
+        optimizers: the registered ones.
+        model: the registered model.
+        updating: whether an update runs; what a registered optimizer calls in it is part of it.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], model: nn.Module, updating: Callable[[], bool]) -> None:
+        self._optimizers, self._model, self._updating = tuple(optimizers), model, updating
+        self._looked_at: weakref.WeakSet[Optimizer] = weakref.WeakSet(optimizers)
+        me = weakref.ref(self)  # the hook is one of all optimizers in the process: it may not keep a job
+        registered = frozenset(map(id, optimizers))  # alive as long as this hook is
+
+        def before(optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+            if id(optimizer) in registered:
+                return
+            strangers = me()
+            if strangers is not None and optimizer not in strangers._looked_at:
+                strangers._look_at(optimizer)
+
+        self._handle = register_optimizer_step_pre_hook(Hook(before, traced=False))
+
+    def remove(self) -> None:
+        """Look at nobody any more."""
+        self._handle.remove()
+
+    def _look_at(self, optimizer: Optimizer) -> None:
+        if not self._updating() and self._is_stranger(optimizer):
+            if graph_task() != -1:
+                refuse_in_step(optimizer)
+            raise UsageError(
+                f"{type(optimizer).__name__}.step() is about to change parameters of the model that wrap_optimizer() "
+                "was given, but that optimizer was not given to it: its updates would be in no version. Give it all "
+                "optimizers of the model, or a model= without these parameters; if it is only tried out, do that "
+                "before wrap_optimizer()"
+            )
+        self._looked_at.add(optimizer)
+
+    def _is_stranger(self, optimizer: Optimizer) -> bool:
+        """Whether it has parameters of the model, and is none that only passes calls on to registered ones."""
+        if any(thing is known for thing in _held_by(optimizer) for known in self._optimizers):
+            return False
+        own = set(map(id, self._model.parameters()))
+        return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _held_by(thing: Any) -> Iterator[Any]:
+    for value in vars(thing).values():
+        yield value
+        if isinstance(value, (list, tuple)):
+            yield from value
+        elif type(value) is dict:
+            yield from value.values()

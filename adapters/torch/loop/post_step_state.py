@@ -1,0 +1,330 @@
+"""The tail of an update: what changes just after ``optimizer.step()`` and belongs to the version all the same.
+
+A version is finished when the optimizer's step is. ``scheduler.step()``, ``scaler.update()`` and an average of the
+weights follow. So after each update the state of scheduler and scaler, and the param groups that the scheduler writes
+into, are kept as they were when the tail was through; and the tail is *settled* when nothing of it is missing.
+
+When that is, depends on the loop, and is learned from it. A scheduler stepped once after each update has settled with
+that step. One that is stepped before the update (leading) is not part of the tail. For what does not show its steps (an
+average of the weights, a scheduler stepped now and then) the next forward pass, or standing at the gate, is the proof.
+When a save comes before the tail is through, the state says what was due.
+
+An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step), is repeated after a restore,
+and what it did to scheduler and scaler is not kept: only the first tail after an update counts. An optimizer that takes
+the scale itself (``fused=True``) steps all the same, and its device decides that nothing is written: that is a version
+like any other, of which only the scale is new, and when the scaler's update is due the state says so.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import is_
+from typing import Any, NamedTuple
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
+from ttp.adapters.torch.local_state.hyperparameters import Groups, Hyperparameters
+from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
+from ttp.adapters.torch.saving.job_state import JobState, Schedule
+from ttp.errors import CheckpointError, UsageError
+from ttp.store.encoding import EncodingError, encode
+
+_READS_MAX = 20
+_SCALING = "_per_optimizer_states"
+_FOUND_INF = "found_inf "
+
+
+class _Snapshot(NamedTuple):
+    """The state of one version.
+
+    Args:
+        version: finished updates.
+        schedules: where each scheduler was.
+        scaler: the scaler's numbers; those of a device may be on their way.
+        groups: of each optimizer.
+        scaling: what the scaler replaces when it is updated.
+        updated: whether it was, after the last update of this version.
+    """
+
+    version: int
+    schedules: tuple[Reading, ...]
+    scaler: dict[str, Any] | None
+    groups: Hyperparameters
+    scaling: Any = None
+    updated: bool = False
+
+
+class Tail:
+    """Follows one training loop. Methods of the training thread store to memory only; the others run on any thread.
+
+    Args:
+        optimizers: whose param groups belong to the version.
+        scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
+        scaler: a ``GradScaler``.
+        averages: whether modules that follow the weights (EMA) are part of the tail.
+        version: finished updates now.
+        runtimes: the devices on which a scaler may have its numbers.
+
+    Raises:
+        UsageError: the scheduler's state cannot be stored.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        averages: bool = False,
+        version: int = 0,
+        runtimes: Sequence[Runtime] = (),
+    ) -> None:
+        self._numbers = Numbers(runtimes)
+        self._optimizers = tuple(optimizers)
+        self._habits = tuple(map(Habit, listed(scheduler)))
+        self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        self._averages = averages
+        self._check()
+        self._open = False  # what is stepped now belongs to the last version
+        self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
+        self._tails = 0  # that have ended
+        self._updates_expected = True
+        self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
+        self._snapshot = self._take(version)
+
+    @property
+    def wants_forward(self) -> bool:
+        """Whether ``forward_entered`` tells it anything."""
+        return self._averages or bool(self._habits) or self._scaler is not None
+
+    # --------------------------------------------------------------------------------------------- training thread
+
+    def restored(self, version: int) -> None:
+        """The objects hold the state of ``version``."""
+        for habit in self._habits:
+            habit.leading = False  # a step that loading made says nothing of the loop
+        self._older.clear()
+        self._snapshot = self._take(version)
+        self._open, self._entered = False, True
+
+    def forward_entered(self, training: bool) -> None:
+        """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
+        if self._open and training:
+            self._end_tail()
+        self._entered = True
+
+    def at_gate(self) -> None:
+        """The next update is about to begin, or to wait."""
+        if self._open:
+            self._end_tail()
+        self._entered = True
+
+    def update_finished(self, version: int, whole: bool = False) -> None:
+        """The copy is of ``version`` now.
+
+        Args:
+            version: finished updates.
+            whole: the tail is through too: the user says when a step is done.
+        """
+        last = self._snapshot
+        self._older.append(last)
+        now = self._snapshot = self._take(version, last)
+        if not (self._open or whole or self._scaler is not None):  # or it may be the step after a skipped update
+            for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
+                habit.leading = habit.leading or before.moved(after)
+        self._entered, self._open = whole, not whole
+
+    def step_done(self) -> None:
+        """The tail of the last version is through: the user says so."""
+        self._snapshot = self._after(self._snapshot, training=True)
+        self._open, self._entered = False, True
+
+    def _end_tail(self) -> None:
+        last = self._snapshot
+        now = self._after(last, training=True)
+        for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
+            habit.tail_ended(habit.steps_since(before, after))
+        self._updates_expected = now.updated
+        self._tails += 1
+        self._entered = True  # first: whoever reads what follows finds that nothing is due on top of it
+        self._snapshot = now
+        self._open = False
+
+    # -------------------------------------------------------------------------------------------------- any thread
+
+    def settled(self) -> bool:
+        """Whether everything that follows the last update has been done."""
+        if self._entered:
+            return True
+        last = self._snapshot
+        schedules = all(habit.settled(before) for habit, before in zip(self._habits, last.schedules, strict=True))
+        return schedules and self._scaler_settled(self._is_updated(last)) and not self._averages
+
+    def foreseen(self) -> bool:
+        """Whether what is still to follow the last update is known, so that a save can say what is due."""
+        return not self._averages and all(habit.leading or habit.learned(self._tails) for habit in self._habits)
+
+    def _scaler_settled(self, updated: bool) -> bool:
+        return self._scaler is None or updated or (self._tails > 0 and not self._updates_expected)
+
+    def job_state(self, version: int) -> JobState:
+        """Scheduler and scaler as they belong to ``version``, with what was still due.
+
+        Raises:
+            CheckpointError: the version is not one of the last ones, or its numbers do not leave the device.
+        """
+        entered = self._entered  # before what may follow it
+        found, due = self._read(version)
+        open_ended = found.version == self._snapshot.version and not entered
+        pending = open_ended and not self._scaler_settled(found.updated)
+        if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
+            pending = pending or self._is_updated(found)  # the host has queued it: see ``_after``
+        schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
+        job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
+        return replace(job, scaler_skipped=pending and _skipped(found.scaler))
+
+    def param_groups(self, version: int, job: JobState | None = None) -> list[Groups]:
+        """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already.
+
+        Args:
+            version: finished updates.
+            job: what ``job_state`` has said: the groups are of the same moment.
+        """
+        found = self._of(version)
+        if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
+            return found.groups.groups()
+        return self._read(version)[0].groups.groups()
+
+    def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
+        """What belongs to ``version``, and of which schedulers a step is due on top of that.
+
+        While the tail is open this looks at objects that the training thread may be changing: what was read is of one
+        moment, or it is what was kept when the update ended.
+        """
+        for _ in range(_READS_MAX):
+            last, entered, tail_open = self._snapshot, self._entered, self._open
+            found = self._of(version)
+            if found is not last or not tail_open:
+                return found, [False] * len(self._habits)
+            due = self._due(last, entered)
+            if any(due):
+                return self._after(last, schedules=False), due
+            now = self._after(last)
+            if self._snapshot is last and self._open and all(map(Habit.is_at, self._habits, now.schedules)):
+                return now, due
+        return self._snapshot, [False] * len(self._habits)
+
+    def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
+        """Of which schedulers a step is due on top of ``last``; of none if all of them can be read as they are now."""
+        pairs = list(zip(self._habits, last.schedules, strict=True))
+        began = [habit.began(before) for habit, before in pairs]
+        half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
+        missing = [not entered and not b and h.learned(self._tails) for h, b in zip(self._habits, began, strict=True)]
+        if not half and not any(missing):
+            return [False] * len(pairs)
+        return [b or m for b, m in zip(began, missing, strict=True)]
+
+    def skipped(self) -> bool:
+        """Whether the scaler has left out a step at its last update. Waits for the device: for rare cases."""
+        if self._scaler is None:
+            return False
+        now, before = _scaler_state(_scaler_numbers(self._scaler)), _scaler_state(self._snapshot.scaler)
+        assert now is not None and before is not None
+        return bool(now["_growth_tracker"] == 0 and now["scale"] <= before["scale"])
+
+    # ----------------------------------------------------------------------------------------------------- snapshots
+
+    def _of(self, version: int) -> _Snapshot:
+        for found in (self._snapshot, *reversed(tuple(self._older))):
+            if found.version == version:
+                return found
+        raise CheckpointError(
+            f"the schedule of version {version} is not kept: this rank is at {self._snapshot.version}"
+        )
+
+    def _take(self, version: int, last: _Snapshot | None = None) -> _Snapshot:
+        """All of it, as of now; what has not changed is that of ``last``."""
+        if last is None:
+            schedules, groups = tuple(map(Habit.look, self._habits)), Hyperparameters.of(self._optimizers)
+        else:
+            schedules = tuple(map(Habit.look, self._habits, last.schedules))
+            groups = Hyperparameters.of(self._optimizers, last.groups)
+        if self._scaler is None:
+            return _Snapshot(version, schedules, None, groups)
+        scaler = self._brought(_scaler_numbers(self._scaler) | self._found_infs())
+        return _Snapshot(version, schedules, scaler, groups, getattr(self._scaler, _SCALING, None))
+
+    def _after(self, last: _Snapshot, *, schedules: bool = True, training: bool = False) -> _Snapshot:
+        """``last`` with what has followed it by now: the scaler's update, and the steps of the schedulers.
+
+        Numbers on a device are asked for on the training thread only, in the order of its work: read by anybody else
+        they may be those before the update that the host has queued. So to others that update is still due.
+        """
+        news = self._scaler is not None and not last.updated and self._is_updated(last)
+        if news and (training or not self._scales_elsewhere):
+            last = last._replace(scaler=self._brought(_scaler_numbers(self._scaler)), updated=True)
+        if not schedules or not self._habits:
+            return last
+        now = tuple(map(Habit.look, self._habits, last.schedules))
+        if all(map(is_, now, last.schedules)):
+            return last
+        groups = Hyperparameters.of(self._optimizers, last.groups)
+        return _Snapshot(last.version, now, last.scaler, groups, last.scaling, last.updated)
+
+    def _is_updated(self, last: _Snapshot) -> bool:
+        return last.updated or (last.scaling is not None and getattr(self._scaler, _SCALING, None) is not last.scaling)
+
+    @property
+    def _scales_elsewhere(self) -> bool:
+        return self._numbers.elsewhere(getattr(self._scaler, "_scale", None))
+
+    def _brought(self, numbers: dict[str, Any]) -> dict[str, Any]:
+        return {key: self._numbers.bring(value) for key, value in numbers.items()}
+
+    def _found_infs(self) -> dict[str, Any]:
+        """What optimizers that take the scale themselves were told: whether to skip the step."""
+        found = [told for opt in self._optimizers if (told := getattr(opt, "found_inf", None)) is not None]
+        return {f"{_FOUND_INF}{number}": told for number, told in enumerate(found)}
+
+    def _check(self) -> None:
+        for habit in self._habits:
+            try:
+                encode(habit.look().state, "scheduler.state_dict()")
+            except EncodingError as problem:
+                raise UsageError(f"the state of the scheduler cannot be stored: {problem}") from problem
+
+
+def listed(one_or_several: Any) -> list[Any]:
+    """What was given where one object, None, or a list of both may be: the objects."""
+    if isinstance(one_or_several, (list, tuple)):
+        return [each for each in one_or_several if each is not None]
+    return [] if one_or_several is None else [one_or_several]
+
+
+def _scaler_numbers(scaler: Any) -> dict[str, Any]:
+    """What ``state_dict()`` shows, before it waits for the device to show it."""
+    try:
+        scale, tracker = scaler._scale, scaler._growth_tracker
+        return {
+            "scale": scaler._init_scale if scale is None else scale,
+            "growth_factor": scaler._growth_factor,
+            "backoff_factor": scaler._backoff_factor,
+            "growth_interval": scaler._growth_interval,
+            "_growth_tracker": scaler._init_growth_tracker if tracker is None else tracker,
+        }
+    except AttributeError:  # another torch
+        return dict(scaler.state_dict())
+
+
+def _scaler_state(numbers: dict[str, Any] | None) -> dict[str, Any] | None:
+    if numbers is None:
+        return None
+    known = {key: value for key, value in numbers.items() if not key.startswith(_FOUND_INF)}
+    return {key: number(value) for key, value in known.items()}
+
+
+def _skipped(numbers: dict[str, Any] | None) -> bool:
+    return any(float(number(value)) for key, value in (numbers or {}).items() if key.startswith(_FOUND_INF))

@@ -1,0 +1,74 @@
+"""Puts LR scheduler and gradient scaler back, and does for them what was due when the checkpoint was made.
+
+A version is finished when the step of the optimizer is. The scheduler's step and the scaler's update follow, and the
+rank may have been killed in between: then they are done here, because the resumed loop begins with the next step.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from ttp.adapters.torch.loop.post_step_state import listed
+from ttp.adapters.torch.saving.job_state import JobState
+
+
+def load_scheduler(scheduler: Any, job: JobState) -> list[str]:
+    """Load the LR scheduler, or the list of them, and make the steps that were due; notes on what could not be done.
+
+    After the optimizer's param groups are back: the steps change them.
+    """
+    here, there = listed(scheduler), job.schedules
+    if not here or not there:
+        return _one_sided("an LR scheduler", here or None, there)
+    if len(here) != len(there):
+        return [f"it has the states of {len(there)} LR schedulers and this job has {len(here)}: these begin anew"]
+    for each, saved in zip(here, there, strict=True):
+        each.load_state_dict(saved.state)
+    due = [each for each, saved in zip(here, there, strict=True) if saved.pending]
+    return [note for each in due for note in _make_due_step(each)]
+
+
+def _make_due_step(scheduler: Any) -> list[str]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's advice on the order of the two steps does not apply here
+            scheduler.step()
+    except TypeError as problem:
+        return [f"the LR scheduler could not make the step that was due ({problem})"]
+    return []
+
+
+def load_scaler(scaler: Any, job: JobState) -> list[str]:
+    """Load the gradient scaler, updated if that was due; notes on what could not be done."""
+    if scaler is None or not job.scaler or not scaler.is_enabled():
+        return _one_sided(
+            "a gradient scaler", scaler if scaler is not None and scaler.is_enabled() else None, job.scaler
+        )
+    scaler.load_state_dict(_updated(job.scaler, job.scaler_skipped) if job.scaler_pending else job.scaler)
+    return []
+
+
+def _updated(scaler: Mapping[str, Any], skipped: bool) -> dict[str, Any]:
+    """The scaler's state after the ``update()`` that follows a step, which may have been skipped."""
+    tracker = int(scaler["_growth_tracker"]) + 1
+    if skipped:
+        return dict(scaler) | {"_growth_tracker": 0, "scale": _in_float32(scaler["scale"] * scaler["backoff_factor"])}
+    if tracker < int(scaler["growth_interval"]):
+        return dict(scaler) | {"_growth_tracker": tracker}
+    grown = _in_float32(scaler["scale"] * scaler["growth_factor"])
+    return dict(scaler) | {"_growth_tracker": 0, "scale": grown if math.isfinite(grown) else scaler["scale"]}
+
+
+def _in_float32(value: float) -> float:
+    return float(torch.tensor(value, dtype=torch.float32))
+
+
+def _one_sided(what: str, here: Any, there: Any) -> list[str]:
+    if here is not None:
+        return [f"it has no state of {what}: that begins anew"]
+    return [f"it has the state of {what}, and this job has none"] if there else []

@@ -1,0 +1,187 @@
+"""The barrier before an update on the training's stream: the device waits in it, and its host runs ahead.
+
+Between the last gradient and the first write the host queues a mark, and behind it a wait for a word of pinned memory;
+then it goes on. A thread sleeps until the mark is reached, meets those of the other ranks as ``barrier.py`` does on the
+host, and writes the number of the meeting into the word. So the kernels of an update run when all ranks hold their
+gradients, on whichever host, and nobody waits for that but the device.
+
+Whoever is frozen while its device stands there is at the version before and holds the gradient of the next: ``held``.
+To make that update without the others (redo) is to write the word: what has to run then is queued already, and the wait
+of the next update holds the device again. Decision 35 says what makes this sound, and what has never been run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from ttp.adapters.torch.device.accelerator import Event, Runtime, poll
+from ttp.processor.faults import describe
+from ttp.processor.gate.meeting import BrokenError, Meeting, run
+
+log = logging.getLogger("ttp.adapters.torch")
+
+LEAD_MAX = 2
+"""Updates that the host may have queued behind a barrier that is not over. What is kept for a host that is ahead is
+enough for some more."""
+_WATCHED = range(2, 4)
+"""Updates in which is looked whether the optimizer waits for the device; the first one sets things up."""
+_PROBE_S = 60.0
+_LOOK_S = 0.1
+
+_Turn = tuple[int, int, Event]
+
+
+class StreamBarrier:
+    """Lets the host run ahead, once it is known that it may.
+
+    Args:
+        meeting: of this rank with the others.
+        runtime: the device, with a side stream that is used for nothing else.
+        why_not: asked once, after the first updates: why the host has to wait; empty if nothing speaks against it.
+        closed: whether the gate is.
+        patience_s: after which a rank that does not come is told of in the log.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        runtime: Runtime,
+        why_not: Callable[[], str],
+        closed: Callable[[], bool],
+        patience_s: float,
+    ) -> None:
+        self._meeting, self._runtime, self._why_not, self._closed = meeting, runtime, why_not, closed
+        self._patience_s = patience_s
+        self._on: bool | None = None  # None: it is not known yet
+        self._watch = contextlib.ExitStack()
+        self._waited: list[str] = []
+        self._hold = runtime.hold()
+        self._probe()
+        self._changed = threading.Condition()
+        self._held: tuple[int, int] | None = None  # meeting and version of the update before which the device stands
+        self._admitted = -1  # the version that is to be made without the others
+        self._released = 0
+        self._problem = ""
+        self._inbox: queue.SimpleQueue[_Turn | None] = queue.SimpleQueue()
+
+    def _probe(self) -> None:
+        """See the word hold a stream up, and let it go.
+
+        Raises:
+            RuntimeError: it does not.
+        """
+        with self._runtime.on_side():
+            self._hold.queue(1)
+        mark = self._runtime.mark(side=True)
+        held = not mark.query()
+        self._hold.release(1)
+        if not poll(mark.query, _PROBE_S) or not held:
+            raise RuntimeError("a stream that was to wait for a word of the host " + ("hangs" if held else "does not"))
+
+    # ----------------------------------------------------------------------------------------------- training thread
+
+    def ready(self, turn: int) -> bool:
+        """Whether the host need not wait in this meeting."""
+        self._watch.close()  # of an update that was left by an exception
+        if self._on is None and self._waited:
+            self._decide(f"optimizer.step() waits for the device ({self._waited[0]})")
+        elif self._on is None and turn >= _WATCHED.stop:
+            self._decide(self._why_not())
+            self._released = turn - 1
+        return bool(self._on)
+
+    def watch(self, turn: int) -> None:
+        """An update begins, behind a meeting in which the host has waited."""
+        if self._on is None and turn in _WATCHED:
+            self._watch.enter_context(self._runtime.noticing(self._waited))
+
+    def updated(self) -> None:
+        """It is over."""
+        self._watch.close()
+
+    def queue(self, turn: int, version: int) -> None:
+        """The device is to wait before the update to ``version`` until all have come. The host waits where it is ahead.
+
+        Raises:
+            RuntimeError: this rank does not meet the others any more.
+        """
+        with self._changed:
+            while turn - self._released > LEAD_MAX and not (self._problem or self._closed()):
+                self._changed.wait(_LOOK_S)
+        if self._problem:
+            raise RuntimeError(f"the barrier before the update broke: {self._problem}")
+        mark = self._runtime.mark(side=False)
+        self._hold.queue(turn)
+        self._inbox.put((turn, version, mark))
+
+    def _decide(self, reason: str) -> None:
+        self._on = not reason
+        if reason:
+            log.warning("the host waits for its device in the barrier before each update: %s", reason)
+            return
+        log.info("the barrier before each update is on the training's stream: the host runs ahead of it")
+        threading.Thread(target=self._run, name="ttp-stream-barrier", daemon=True).start()
+
+    # ---------------------------------------------------------------------------------------------------- any thread
+
+    def held(self, version: int) -> bool:
+        """Whether the device stands in front of the update to ``version``, with its gradient."""
+        held = self._held
+        return held is not None and held[1] == version
+
+    def admit(self, version: int) -> bool:
+        """Let the device make that update without the others. Whether it stands in front of it."""
+        if not self.held(version):
+            return False
+        self._admitted = version
+        with contextlib.suppress(OSError):
+            run(self._meeting.ring())
+        return True
+
+    def close(self) -> None:
+        """No more updates. A device that stands in front of one stays there."""
+        self._watch.close()
+        self._inbox.put(None)
+
+    # ------------------------------------------------------------------------------------------------ the thread of it
+
+    def _run(self) -> None:
+        try:
+            for turn, version, mark in self._turns():
+                mark.synchronize()
+                self._held = turn, version
+                self._meet(turn, version)
+                self._held = None
+                self._hold.release(turn)
+                with self._changed:
+                    self._released = turn
+                    self._changed.notify_all()
+        except Exception as problem:  # the device is gone, or there are no futexes any more
+            self._problem = describe(problem)
+            log.warning("this rank meets the others no more; its device makes no further update: %s", self._problem)
+
+    def _turns(self) -> Iterator[_Turn]:
+        while (item := self._inbox.get()) is not None:
+            yield item
+
+    def _meet(self, turn: int, version: int) -> None:
+        """Return when all have come, or this rank is to go on without them; else never."""
+        deadline = time.monotonic() + self._patience_s
+
+        async def leave() -> bool:
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"not all ranks came within {self._patience_s:g} s")
+            return self._admitted >= version
+
+        try:
+            if not run(self._meeting.come(turn)):
+                run(self._meeting.wait(turn, leave))
+        except (BrokenError, TimeoutError) as problem:
+            log.warning("the device waits for ever before the update to version %s: %s", version, describe(problem))
+            while self._admitted < version:
+                run(self._meeting.pause(lambda: self._admitted >= version))

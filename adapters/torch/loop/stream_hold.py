@@ -1,0 +1,77 @@
+"""A stream of CUDA that waits for a word which the host writes: ``cuStreamWaitValue32`` of the driver.
+
+torch has no such call. It is asked of ``libcuda`` directly, which every process with a CUDA device has loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+_cuda: Any = torch.cuda
+_GREATER_OR_EQUAL = 0
+"""The difference of the two words, as a signed number, is not negative: it goes on past 32 bits."""
+_SYNCHRONISES = "synchronizing CUDA operation"
+
+
+class StreamHold:
+    """See ``ttp.adapters.torch.device.accelerator.Hold``.
+
+    Args:
+        device: whose streams wait.
+
+    Raises:
+        OSError: there is no driver.
+        AttributeError: it is too old to know the call.
+        RuntimeError: it refuses the memory.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._driver = device, ctypes.CDLL("libcuda.so.1")
+        self._wait = self._driver.cuStreamWaitValue32_v2
+        self._wait.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+        self._memory = torch.zeros(16, dtype=torch.int32, pin_memory=True)
+        self._word = ctypes.c_uint32.from_address(self._memory.data_ptr())
+        there = ctypes.c_uint64()
+        with torch.cuda.device(device):
+            torch.cuda.current_stream(device)  # the context is there
+            locate = self._driver.cuMemHostGetDevicePointer_v2
+            self._check(locate(ctypes.byref(there), ctypes.c_void_p(self._memory.data_ptr()), ctypes.c_uint(0)))
+        self._address = there.value
+
+    def queue(self, number: int) -> None:
+        """See ``Hold``."""
+        stream: Any = torch.cuda.current_stream(self._device)
+        self._check(self._wait(stream.cuda_stream, self._address, number & 0xFFFFFFFF, _GREATER_OR_EQUAL))
+
+    def release(self, number: int) -> None:
+        """See ``Hold``."""
+        self._word.value = number & 0xFFFFFFFF
+
+    @staticmethod
+    def _check(code: int) -> None:
+        if code:
+            raise RuntimeError(f"CUDA refuses a stream that waits for a word of the host: error {code} of the driver")
+
+
+@contextlib.contextmanager
+def noticing(found: list[str]) -> Iterator[None]:
+    """See ``Runtime.noticing``: torch's own alarm for implicit synchronisations, which warns."""
+    before = _cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        _cuda.set_sync_debug_mode("warn")
+        try:
+            yield
+        finally:
+            _cuda.set_sync_debug_mode(before)
+    for each in told:
+        if _SYNCHRONISES in str(each.message):
+            found.append(f"{each.filename}:{each.lineno}")
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno)

@@ -1,0 +1,77 @@
+"""Notices a loop that writes to the weights between the backward passes of one iteration, outside of any step.
+
+Sharpness-aware optimizers do (SAM: ``first_step()`` moves the weights to where the second gradient is taken). No hook
+tells of it, and a checkpoint made in between would hold weights of no version. Looked at are the iterations behind the
+first one, in which layers may still set themselves up, and all of an optimizer that has a ``first_step()`` and a
+``second_step()``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.errors import UsageError
+
+_STEPS_WATCHED = range(1, 6)
+_COPIED = 4
+_COPIED_BYTES_MAX = 1 << 16
+
+_Mark = tuple[list[int], list[Tensor]]
+
+
+class Untouched:
+    """For the training thread.
+
+    Args:
+        optimizers: as the user gave them; their parameters are looked at.
+        on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], on_host: Callable[[Tensor], bool]) -> None:
+        every = [p for each in optimizers for group in each.param_groups for p in group["params"] if p.requires_grad]
+        self._parameters = [p for p in every if not is_distributed(p)]
+        small = [p for p in self._parameters if on_host(p) and 0 < p.nbytes <= _COPIED_BYTES_MAX]
+        self._small = sorted(small, key=lambda p: p.nbytes)[:_COPIED]
+        self._always = any(hasattr(each, "first_step") and hasattr(each, "second_step") for each in optimizers)
+        self._steps = 0
+        self._mark: _Mark | None = None
+
+    def stepped(self) -> bool:
+        """A step has changed the weights. Whether anything is to be looked at from now on."""
+        self._mark = None
+        self._steps += 1
+        return self._always or self._steps <= _STEPS_WATCHED[-1]
+
+    def backward(self) -> None:
+        """A backward pass has begun, outside of any step.
+
+        Raises:
+            UsageError: the weights are not what they were at the last one, and no step came in between.
+        """
+        if self._steps not in _STEPS_WATCHED and not self._always:
+            return
+        mark = self._look()
+        if self._mark is not None and not _equal(mark, self._mark):
+            raise UsageError(
+                "the weights were changed between two backward passes of one iteration, outside of optimizer.step(): a "
+                "checkpoint made in between would hold weights of no version. With SAM and its like, instead of "
+                "first_step() and second_step() call optimizer.step(closure), which does both inside of one step; a "
+                "loop that changes weights by itself has to do so in the step() of an optimizer"
+            )
+        self._mark = mark
+
+    @torch.no_grad()
+    def _look(self) -> _Mark:
+        return [p._version for p in self._parameters], [p.detach().clone() for p in self._small]
+
+
+def _equal(one: _Mark, two: _Mark) -> bool:
+    return one[0] == two[0] and all(
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        for a, b in zip(one[1], two[1], strict=True)
+    )

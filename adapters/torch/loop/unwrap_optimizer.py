@@ -1,0 +1,113 @@
+"""Optimizers that have others inside: which of them keep the state, and whose steps are the update.
+
+Sharding optimizers have one inside, of the parameters of this rank: it keeps the state. Wrappers and containers
+(Lookahead, torchtitan's container, accelerate's) have one or several in their attributes, which own the parameters that
+the wrapper shows as its own.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
+from ttp.errors import UsageError
+
+
+def inner_of(optimizer: Optimizer) -> Optimizer:
+    """The optimizer that makes the update and keeps the state; ``optimizer`` itself when there is no other."""
+    if isinstance(optimizer, ReplicatedOptimizer):
+        return optimizer.inner
+    if is_torch_zero(optimizer):
+        inner: Optimizer = getattr(optimizer, "optim", optimizer)
+        return inner
+    return optimizer
+
+
+def is_sharded(optimizer: Optimizer) -> bool:
+    """Whether it is one of these."""
+    return isinstance(optimizer, ReplicatedOptimizer) or is_torch_zero(optimizer)
+
+
+def is_torch_zero(optimizer: Any) -> bool:
+    """Whether it is torch's ``ZeroRedundancyOptimizer``; does not import what nobody has imported."""
+    library = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    return library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer)
+
+
+def wrapped_by(optimizer: Optimizer) -> list[Optimizer]:
+    """The optimizers in the attributes of ``optimizer`` that together own its parameters; none: it owns them itself."""
+    if is_sharded(optimizer):
+        return []
+    found: dict[int, Optimizer] = {}
+    for value in list(vars(optimizer).values()):
+        found.update((id(each), each) for each in _optimizers_in(value) if each is not optimizer)
+    inside = list(found.values())
+    owned = [id(p) for each in inside for group in each.param_groups for p in group["params"]]
+    shown = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    return inside if inside and shown <= set(owned) else []
+
+
+def owners_of(optimizer: Optimizer) -> list[Optimizer]:
+    """Those that keep the state of its parameters: the innermost ones of wrappers and containers."""
+    inside = wrapped_by(optimizer)
+    return [owner for each in inside for owner in owners_of(each)] if inside else [optimizer]
+
+
+def wrappers_of(optimizer: Optimizer) -> Iterator[Optimizer]:
+    """The wrappers and containers around the owners, the outermost first."""
+    inside = wrapped_by(optimizer)
+    if inside:
+        yield optimizer
+    for each in inside:
+        yield from wrappers_of(each)
+
+
+def turn_takers(optimizer: Optimizer) -> list[list[Optimizer]]:
+    """Whose steps are to be seen: for each step that the loop makes, the optimizer and those inside of it.
+
+    A wrapper whose own step can be seen takes one turn, with all that is inside. Of one that hides it (it does not call
+    ``Optimizer.__init__``) those inside take turns.
+    """
+    inside = wrapped_by(optimizer)
+    if not inside and not is_sharded(optimizer) and not fires_hooks(optimizer):
+        kind = type(optimizer)
+        raise UsageError(
+            f"{kind.__module__}.{kind.__qualname__} does not call torch.optim.Optimizer.__init__(), so nobody is told "
+            "of its steps: let it call super().__init__(params, defaults)"
+        )
+    if not inside or fires_hooks(optimizer):
+        deeper = [each for one in inside for taker in turn_takers(one) for each in taker]
+        return [[optimizer, *deeper]]
+    return [taker for each in inside for taker in turn_takers(each)]
+
+
+def hides_its_step(optimizer: Optimizer) -> str:
+    """The class of a wrapper that may change the weights around the steps inside of it without being seen; or nothing.
+
+    Accelerate's only passes calls on.
+    """
+    for wrapper in wrappers_of(optimizer):
+        passes_on = any(kind.__name__ == "AcceleratedOptimizer" for kind in type(wrapper).__mro__)
+        if not passes_on and not fires_hooks(wrapper):
+            return type(wrapper).__name__
+        if not passes_on:
+            break  # what it does is seen, all that is inside too
+    return ""
+
+
+def fires_hooks(optimizer: Optimizer) -> bool:
+    """Whether step hooks registered on it are called."""
+    step: Any = type(optimizer).step
+    return bool(getattr(step, "hooked", False)) and hasattr(optimizer, "_optimizer_step_pre_hooks")
+
+
+def _optimizers_in(value: Any) -> Iterable[Optimizer]:
+    if isinstance(value, Optimizer):
+        return [value]
+    if isinstance(value, dict):
+        value = list(value.values())
+    return [each for each in value if isinstance(each, Optimizer)] if isinstance(value, (list, tuple)) else []

@@ -1,0 +1,1 @@
+"""Puts a checkpoint back into live objects. Start with ``restore``."""

@@ -1,0 +1,92 @@
+"""Does a checkpoint belong to this model and this optimizer? Asked before anything is modified."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.saving.piece_index import IndexEntry
+from ttp.adapters.torch.saving.state import optimizer_kind
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
+from ttp.adapters.torch.sharding.names import ModelNames
+
+_LISTED_MAX = 8
+_NOT_HYPERPARAMETERS = {
+    "params",
+    "param_names",
+    "initial_lr",
+    "swa_lr",
+    "max_lr",
+    "min_lr",
+    "max_momentum",
+    "base_momentum",
+}
+"""Keys of a param group that schedulers and callers add: they do not tell one optimizer from another."""
+
+Groups = Sequence[Mapping[str, Any]]
+
+
+def model_differences(
+    names: ModelNames, items: Sequence[IndexEntry], left_out: Collection[str], cutter: Cutter | None = None
+) -> list[str]:
+    """Names that only one side has, and names whose shape or dtype differ; sentences, empty when all is well."""
+    here: dict[str, str] = {
+        name: _signature(
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape) if cutter is None else cutter.shape(name, tensor),
+        )
+        for name, tensor in (names.parameters | names.buffers).items()
+    }
+    kept = {name: "" for name in names.extra_states if not is_left_out(name, left_out)}
+    there = {str(item.path[1]): _signature(item.dtype, item.shape) for item in items if item.path[0] == "model"}
+    # A module's extra state may be a tensor today and a number tomorrow: its own code has to cope.
+    there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
+    here |= kept
+    differing = [
+        f"{name} ({here[name]} here, {there[name]} in the checkpoint)"
+        for name in sorted(here.keys() & there.keys())
+        if here[name] != there[name]
+    ]
+    return [
+        *_sentence("not in the checkpoint", sorted(here.keys() - there.keys())),
+        *_sentence("not in this model", sorted(there.keys() - here.keys() - names.extra_states.keys())),
+        *_sentence("different", differing),
+    ]
+
+
+def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
+    """Whether a module's extra state, or a part of it, is not in the checkpoint because it could not be stored."""
+    return any(key == f"model.{extra_state}" or key.startswith(f"model.{extra_state}.") for key in left_out)
+
+
+def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: Groups, saved_kind: str) -> list[str]:
+    """As above for the optimizer: its class and settings, and which parameter is in which param group."""
+    groups = optimizer.param_groups
+    here, there = _settings(groups), _settings(saved)
+    if saved_kind and saved_kind != optimizer_kind(optimizer) and here != there:
+        return [f"the optimizer is {optimizer_kind(optimizer)} here and {saved_kind} in the checkpoint"]
+    if len(groups) != len(saved):
+        return [f"the optimizer has {len(groups)} param groups here and {len(saved)} in the checkpoint"]
+    found: list[str] = []
+    for number, (group, other) in enumerate(zip(groups, saved, strict=True)):
+        mine, theirs = {names.of(parameter) for parameter in group["params"]}, set(other.get("params", ()))
+        found += _sentence(f"only here in param group {number}", sorted(mine - theirs))
+        found += _sentence(f"only in the checkpoint in param group {number}", sorted(theirs - mine))
+    return found
+
+
+def _settings(groups: Groups) -> set[str]:
+    return {key for group in groups for key in group} - _NOT_HYPERPARAMETERS
+
+
+def _signature(dtype: str, shape: tuple[int, ...]) -> str:
+    return f"{dtype} {list(shape)}" if dtype else "a plain value"
+
+
+def _sentence(title: str, names: Sequence[str]) -> list[str]:
+    if not names:
+        return []
+    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
+    return [f"{title}: {', '.join(names[:_LISTED_MAX])}{more}"]

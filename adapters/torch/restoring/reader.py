@@ -1,0 +1,166 @@
+"""Reads a checkpoint through ``torch.distributed.checkpoint`` without ever unpickling what could run code.
+
+Stock torch loads ``.metadata`` by pickle and plain values by ``torch.load(weights_only=False)``. Here the description
+comes from the manifest, which is JSON, and values are loaded with ``weights_only=True``. Everything else is torch's
+own: a job of another world size or sharding asks for other parts of the tensors and gets them.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem
+
+from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.saving.flatten_state import put
+from ttp.adapters.torch.saving.metadata import build_metadata
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.adapters.torch.saving.piece_index import Path as Steps
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+from ttp.store.plain_file import open_plain
+
+
+class ManifestReader(FileSystemReader):
+    """A storage reader that knows what is in the checkpoint from the manifest alone.
+
+    Args:
+        path: the checkpoint.
+        pieces: as the manifest lists them.
+
+    Raises:
+        CheckpointError: the tables are garbled, or the shards do not fit together.
+    """
+
+    def __init__(self, path: Path, pieces: Sequence[Piece]) -> None:
+        super().__init__(path)
+        self._metadata = build_metadata(items_of(pieces), StorageMeta())
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What ``.metadata`` says, made from the manifest."""
+        if self._metadata.storage_meta is not None:
+            self._metadata.storage_meta.load_id = self.load_id
+        return self._metadata
+
+
+class SafeLoadPlanner(DefaultLoadPlanner):
+    """The default planner, but plain values are loaded with ``weights_only=True``."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Put one plain value into the state dict."""
+        loaded = torch.load(value, weights_only=True)
+        name = read_item.dest_index.fqn
+        if self.flatten_state_dict:
+            put(self.original_state_dict, self.mappings[name], loaded)
+        else:
+            self.state_dict[name] = loaded
+
+
+def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial: bool = False) -> None:
+    """Fill ``state_dict`` in place from the checkpoint, without any communication.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        state_dict: nested as torch does it: ``{"model": ..., "optim": ...}``. Tensors (plain or distributed, of any
+            sharding) are written into; whatever stands for a plain value is replaced.
+        partial: names that the checkpoint lacks are left alone instead of being an error.
+
+    Raises:
+        CheckpointError: the checkpoint lacks a name, or has another shape for it, or cannot be read.
+    """
+    _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
+
+
+def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Sequence[Chunk]]]) -> None:
+    """Fill the memory of chunks that torch itself has no description for: several of one tensor.
+
+    What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
+
+    Args:
+        path: the checkpoint.
+        manifest: of it.
+        wanted: where a tensor sits in the nested state, and the parts of it to be written into.
+
+    Raises:
+        CheckpointError: as for ``load``.
+    """
+    chunks = {tuple(map(str, steps)): found for steps, found in wanted if found}
+    saved: dict[tuple[str, ...], list[IndexEntry]] = defaultdict(list)
+    for item in items_of(manifest.pieces) if chunks else ():
+        if (steps := tuple(map(str, item.path))) in chunks:
+            saved[steps].append(item)
+    for steps, found in chunks.items():
+        if not saved[steps] or tuple(saved[steps][0].shape) != tuple(found[0].shape):
+            raise CheckpointError(f"{path} has no tensor {'.'.join(steps)} of shape {tuple(found[0].shape)}")
+        for item in saved[steps]:
+            _copy_overlaps(path, item, found)
+
+
+def _copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
+    """What of one saved piece belongs to any of the chunks; it is read if something does."""
+    piece: Tensor | None = None
+    for chunk in chunks:
+        bounds = list(zip(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape, strict=True))
+        spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
+        if any(begin >= end for begin, end in spans):
+            continue
+        piece = read_value(path, item) if piece is None else piece
+        source = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, item.offsets, strict=True))
+        target = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, chunk.offsets, strict=True))
+        chunk.tensor.detach()[target].copy_(piece[source])
+
+
+def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:
+    planner = SafeLoadPlanner(allow_partial_load=partial)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            state_dict_loader.load(state_dict, storage_reader=reader, planner=planner, no_dist=True)
+    except (Exception, CheckpointException) as problem:  # torch derives the latter from BaseException
+        causes = [failure[0] for failure in getattr(problem, "failures", {}).values()] or [problem]
+        raise CheckpointError(f"{reader.path} cannot be loaded: {causes[0]}") from problem
+
+
+def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
+    """These items as nested state of their own, on the CPU. For small ones: every item is read whole.
+
+    Raises:
+        CheckpointError: a file cannot be read, or is not what the table says.
+    """
+    root: dict[str, Any] = {}
+    for item in items:
+        put(root, item.path, read_value(path, item), item.int_keys)
+    return root
+
+
+def read_value(path: Path, item: IndexEntry) -> Any:
+    """One item, whole, on the CPU.
+
+    Raises:
+        CheckpointError: its file cannot be read, or is not what the table says.
+    """
+    try:
+        with open_plain(path / item.file) as file:
+            size = os.fstat(file.fileno()).st_size
+            if item.offset + item.length > size:
+                raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
+            file.seek(item.offset)
+            blob = file.read(item.length)
+        return torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+    except Exception as problem:
+        raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem

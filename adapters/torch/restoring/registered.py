@@ -1,0 +1,172 @@
+"""The part of an adapter that puts a checkpoint into the registered objects."""
+
+from __future__ import annotations
+
+import logging
+import random
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
+from ttp.adapters.torch.local_state.extra_state import ExtraState
+from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.restoring.reader import load, read_values
+from ttp.adapters.torch.restoring.restore import Restored, restore_into
+from ttp.adapters.torch.saving.piece_index import items_of
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
+from ttp.adapters.torch.sharding.names import module_tensors
+from ttp.adapters.torch.sharding.sharding import Sharding
+from ttp.adapters.torch.source import TorchSource
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Candidate, RestoreView
+from ttp.core.restore_choice import agree
+from ttp.processor.local_state.local_piece import why_lost
+from ttp.store.encoding import decode, encode
+from ttp.store.manifest import Manifest
+
+log = logging.getLogger("ttp.adapters.torch")
+
+
+class Restoring:
+    """Restores what ``TorchAdapter`` was given; see there for the attributes."""
+
+    _model: nn.Module
+    _optimizer: Optimizer
+    _schedulers: list[Any]
+    _scaler: Any
+    _extra: ExtraState
+    _capture: LocalCapture
+    _source: TorchSource
+    _tail: Tail | None
+    _resumed: bool
+
+    def sharding(self, world_size: int) -> Sharding:
+        """How the state is spread over the ranks."""
+        raise NotImplementedError
+
+    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
+        """Agree through the default process group where there is one; alone otherwise."""
+        mine = RestoreView(Rank(0), found, skipped)
+        if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+            return agree([mine])
+        return agree(_gather_views(mine))
+
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
+        """Put a checkpoint that was verified into the registered objects.
+
+        Raises:
+            CheckpointError: it belongs to another model, or cannot be read. Nothing has been changed then.
+        """
+        manifest = Manifest.load(checkpoint)
+        elsewhere = self.sharding(world_size).elsewhere() if connected(world_size) else ()
+        restored = restore_into(
+            checkpoint,
+            manifest,
+            model=self._model,
+            optimizer=self._optimizer,
+            scheduler=self._schedulers,
+            scaler=self._scaler,
+            elsewhere=elsewhere,
+        )
+        self._resumed = True
+        self._load_modules(checkpoint, manifest)
+        if manifest.extra.get("disputed"):
+            log.warning(
+                "replicas of %s differed when version %s was saved; nobody could tell which was right: watch the loss",
+                ", ".join(map(str, manifest.extra["disputed"])),
+                manifest.version,
+            )
+        for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
+            log.warning("restored version %s, but %s", restored.version, note)
+        if self._tail is not None:
+            self._tail.restored(restored.version)
+        for fence in (self._source.begun, self._source.finished):
+            fence.record(restored.version)
+        self._source.forget_images()
+        if protected:
+            self._capture.capture(restored.version, final=True)
+        return Version(restored.version)
+
+    def _load_modules(self, checkpoint: Path, manifest: Manifest) -> None:
+        """Averages of the weights and other modules given as extra state."""
+        items = [item for item in items_of(manifest.pieces) if item.path[0] == "extra"]
+        values = read_values(checkpoint, items).get("extra", {})
+        for name, module in self._extra.modules.items():
+            if name in values and any(map(is_distributed, module.parameters())):
+                load(
+                    checkpoint, manifest, {"extra": {name: {k: t.detach() for k, t in module_tensors(module).items()}}}
+                )
+            elif name in values:
+                module.load_state_dict(values[name])
+            else:
+                log.warning("extra_state[%r] was not saved: it begins anew", name)
+
+    def _load_local(
+        self, checkpoint: Path, manifest: Manifest, restored: Restored, rank: int, world_size: int
+    ) -> list[str]:
+        """What only one rank had. In a world of another size nobody is who they were: see docs/concepts.md."""
+        constant = restored.job.extra.get("constant", {})
+        same_world = self._same_places(manifest, world_size)
+        local = read_local_state(checkpoint, manifest.pieces, rank if same_world else 0)
+        if local is None:
+            reseed(restored.version, self._number(rank, world_size))
+            notes = self._extra.restore(constant)
+            why = why_lost(manifest.pieces, rank) if same_world else "this job is another world"
+            return [*notes, f"nothing was kept of rank {rank} ({why}): its random streams are derived from its seed"]
+        if same_world:
+            return self._capture.restore(
+                type(local)(rng=local.rng, buffers=local.buffers, extra={**constant, **local.extra})
+            )
+        reseed(restored.version, self._number(rank, world_size))
+        notes = self._extra.restore({**constant, **local.extra})
+        return [
+            *notes,
+            f"{manifest.world_size} ranks saved it and {world_size} restore it"
+            + (", in another layout" if world_size == manifest.world_size else "")
+            + ": extra_state is that of rank 0, random streams are derived from each rank's seed",
+        ]
+
+    def _number(self, rank: int, world_size: int) -> int:
+        """What tells the random streams of ranks apart beside their seeds.
+
+        Nothing where there are several shards: ranks of one tensor-parallel group have to draw the same.
+        """
+        several = connected(world_size) and len(self.sharding(world_size).layout.groups) > 1
+        return 0 if several else rank
+
+    def _same_places(self, manifest: Manifest, world_size: int) -> bool:
+        """Whether a rank of this job is the rank of that number in the job that saved: the same world, cut alike."""
+        if world_size != manifest.world_size or not connected(world_size):
+            return world_size == manifest.world_size
+        here = self.sharding(world_size).layout.groups.values()
+        return {tuple(ranks) for ranks in manifest.groups.values()} == set(here)
+
+
+def reseed(version: int, rank: int) -> None:
+    """New random streams that depend on the job's seed, the version and the rank, and on nothing else."""
+    seed = (torch.initial_seed() * 1_000_003 + version * 7919 + rank) % (1 << 63)
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % (1 << 32))
+
+
+def _gather_views(mine: RestoreView) -> list[RestoreView]:
+    """Every rank's view."""
+    data = encode(
+        {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
+    )
+    views = []
+    for rank, blob in enumerate(gather_bytes(data)):
+        seen = decode(blob)
+        candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
+        views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
+    return views

@@ -1,0 +1,287 @@
+"""Puts a checkpoint back into a live model, optimizer, scheduler and scaler, bit for bit.
+
+``optimizer.load_state_dict`` is not used: it casts moments to the dtype of the parameters. The optimizer's state is
+built from the checkpoint's table, so that no step has to be faked: weights and random numbers stay as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
+from ttp.adapters.torch.restoring.param_groups import groups_for
+from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
+from ttp.adapters.torch.saving.checkpoint import Chunk
+from ttp.adapters.torch.saving.flatten_state import get, put
+from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
+from ttp.adapters.torch.saving.piece_index import Path as Steps
+from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, local
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import CheckpointError
+from ttp.store.manifest import Manifest
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+_STATE = ("optim", "state")
+_GROUPS = ("optim", "param_groups")
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What came back.
+
+    Args:
+        version: finished updates.
+        job: the job-wide scalars; ``extra`` is for the caller to put back.
+        notes: what may not be as it was, in words.
+    """
+
+    version: int
+    job: JobState
+    notes: tuple[str, ...]
+
+
+def restore_into(
+    path: Path,
+    manifest: Manifest,
+    *,
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: Any = None,
+    scaler: Any = None,
+    elsewhere: Collection[str] = (),
+) -> Restored:
+    """Load the checkpoint at ``path`` into these objects, in place.
+
+    Every rank calls it, with the same checkpoint, before the first forward pass; nothing is communicated.
+
+    Args:
+        path: the checkpoint; its digests have been verified.
+        manifest: of it.
+        model: wrapped or not, in any way.
+        optimizer: of the same class and with the same param groups as the one that was saved; of a pipeline stage, with
+            a part of them.
+        scheduler: has ``load_state_dict``; a step that was due when the checkpoint was made is done here.
+        scaler: a GradScaler; the same.
+        elsewhere: names that other ranks of this job have: other stages of a pipeline.
+
+    Raises:
+        CheckpointError: the checkpoint belongs to another model or optimizer (nothing has been modified), or a piece
+            of it cannot be read.
+    """
+    names = ModelNames(model, optimizer)
+    cutter = Cutter(model, names)
+    try:
+        saved = _read(path, manifest, names, optimizer, frozenset(elsewhere))
+        _refuse_foreign(saved, names, optimizer, cutter)
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
+        raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
+    _load_model(saved, names, cutter)
+    if not saved.weights_only:
+        _load_optimizer(saved, names, optimizer, cutter)
+    job = saved.job
+    notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
+    notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
+    notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
+    for note in notes:
+        _log.warning("restored version %d from %s, but %s", job.version, path, note)
+    return Restored(job.version, job, tuple(notes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """What is read of a checkpoint before anything is modified: descriptions of all, values of what is small."""
+
+    path: Path
+    manifest: Manifest
+    job: JobState
+    model: Sequence[IndexEntry]
+    optimizer: Sequence[IndexEntry]
+    groups: Sequence[Mapping[str, Any]]
+    optimizer_kind: str
+    extra_states: Mapping[str, Any]
+    left_out: Sequence[str]
+    weights_only: bool
+
+
+def _read(
+    path: Path, manifest: Manifest, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]
+) -> _Saved:
+    # One item per name: any chunk of a tensor tells its name, dtype and whole shape.
+    items = list({item.key: item for item in items_of(manifest.pieces)}.values())
+    items = [item for item in items if _owner(item) not in elsewhere]
+    short = next((item for item in items if len(item.path) < _parts_min(item)), None)
+    if short is not None:
+        raise ValueError(f"{short.key} is the name of nothing")
+    small = read_values(path, [item for item in items if _is_small(item, names)])
+    return _Saved(
+        path=path,
+        manifest=manifest,
+        job=read_job_state(path, manifest.pieces),
+        model=[item for item in items if item.path[0] == "model"],
+        optimizer=[item for item in items if item.path[:2] == _STATE],
+        groups=groups_for(small.get("optim", {}).get("param_groups", []), names, optimizer, elsewhere),
+        optimizer_kind=str(small.get("ttp", {}).get("optimizer", "")),
+        extra_states=small.get("model", {}),
+        left_out=left_out_of(manifest.pieces),
+        weights_only=small.get("ttp", {}).get("weights_only") is True,  # `ttp convert` made it of a file
+    )
+
+
+def _owner(item: IndexEntry) -> str:
+    """The parameter or buffer that it is, or that the optimizer keeps it for; empty: of none."""
+    at = 2 if item.path[:2] in (_STATE, _GROUPS) else 1 if item.path[0] == "model" else len(item.path)
+    return str(item.path[at]) if at < len(item.path) else ""
+
+
+def _parts_min(item: IndexEntry) -> int:
+    """A parameter has a name; what an optimizer keeps has the name of a parameter and one of its own."""
+    return 4 if item.path[:2] == _STATE else 2 if item.path[0] == "model" else 1
+
+
+def _is_small(item: IndexEntry, names: ModelNames) -> bool:
+    if item.path[0] == "model":
+        return item.path[1] in names.extra_states
+    return item.path[0] == "ttp" or item.path[:2] == _GROUPS
+
+
+def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
+    version = saved.manifest.version
+    if saved.job.version != version:
+        raise CheckpointError(f"{saved.path} is of version {version}, but its job state of version {saved.job.version}")
+    problems = model_differences(names, saved.model, saved.left_out, cutter)
+    if not saved.weights_only:
+        problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
+    if problems:
+        raise CheckpointError(
+            f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "
+            "wrote it, or another save_dir to start from nothing"
+        )
+
+
+# -------------------------------------------------------------------------------------------------------------- tensors
+
+
+def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
+    tensors = names.parameters | names.buffers
+    wanted = {name: tensors[name] for item in saved.model if (name := str(item.path[1])) in tensors}
+    target = {n: _writable(tensor) for n, tensor in wanted.items() if cutter.pieces(n, tensor) is None}
+    load(saved.path, saved.manifest, {"model": target})
+    pieces = [(("model", n), found) for n, tensor in wanted.items() if (found := cutter.pieces(n, tensor)) is not None]
+    load_chunks(saved.path, saved.manifest, pieces)
+    for name, loaded in target.items():
+        if not _shares_memory(loaded, tensors[name]) and not torch.equal(loaded, tensors[name]):
+            names.replace_buffer(name, loaded)
+    for name, owner in names.extra_states.items():
+        if name in saved.extra_states and not is_left_out(name, saved.left_out):
+            owner.set_extra_state(saved.extra_states[name])
+
+
+def _writable(tensor: Tensor) -> Tensor:
+    """``tensor`` itself; a fresh one when its elements share memory (expanded): torch refuses to write there."""
+    tensor = tensor.detach()
+    overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlapping else tensor
+
+
+def _shares_memory(one: Tensor, two: Tensor) -> bool:
+    return local(one).data_ptr() == local(two).data_ptr()
+
+
+def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
+    pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
+    owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
+    devices = {str(item.path[1]): item.device for item in saved.model}
+    kept = inner_of(optimizer)
+    here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
+    items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
+    items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]
+    values = {item.path: _empty(item, owners, devices, cutter) if item.is_tensor else None for item in items}
+    _fill(saved, values, cutter)
+    loaded: dict[str, Any] = {}
+    for item in items:
+        int_keys = [position - len(_STATE) for position in item.int_keys]
+        put(loaded, item.path[len(_STATE) :], values[item.path], int_keys)
+    state: dict[Any, Any] = kept.state  # keys that are no tensors are allowed too
+    state.clear()
+    order = {name: number for number, name in enumerate(owners)}  # as the optimizer itself would have made it
+    for name in sorted(loaded, key=lambda name: order.get(name, len(order))):
+        state[owners[name][0] if name in owners else name] = loaded[name]
+    for group, other in pairs:
+        _load_group(group, other)
+
+
+def _fill(saved: _Saved, values: dict[Steps, Any], cutter: Cutter) -> None:
+    """Load the optimizer's values: tensors are written into, others are replaced."""
+    target: dict[str, Any] = {}
+    pieces: list[tuple[Steps, Sequence[Chunk]]] = []
+    for steps, value in values.items():
+        found = cutter.pieces(str(steps[2]), value) if isinstance(value, Tensor) else None
+        if found is None:
+            put(target, steps, value)
+        else:
+            pieces.append((steps, found))
+    load(saved.path, saved.manifest, target)
+    load_chunks(saved.path, saved.manifest, pieces)
+    for steps, value in values.items():
+        if not isinstance(value, Tensor):
+            values[steps] = get(target, steps)
+
+
+def _empty(
+    item: IndexEntry, owners: Mapping[str, tuple[Tensor, Mapping[str, Any]]], devices: Mapping[str, str], cutter: Cutter
+) -> Tensor:
+    """Room for one tensor of the optimizer's state, where the optimizer would have put it itself."""
+    owner = str(item.path[2])
+    if owner not in owners:
+        return torch.empty(item.shape, dtype=item.torch_dtype)
+    parameter, group = owners[owner]
+    if not _belongs_to_device(item, devices.get(owner, "cpu"), parameter, group):
+        return torch.empty(item.shape, dtype=item.torch_dtype)
+    if item.shape == cutter.shape(owner, parameter):
+        return torch.empty_like(parameter.detach(), dtype=item.torch_dtype)  # sharded as the parameter is
+    return torch.empty(item.shape, dtype=item.torch_dtype, device=parameter.device)
+
+
+def _belongs_to_device(item: IndexEntry, saved_parameter: str, parameter: Tensor, group: Mapping[str, Any]) -> bool:
+    """Whether the tensor goes where its parameter is; if not, to the CPU.
+
+    It does what it did in the job that saved it. When that says nothing (everything was on the CPU, and now there is an
+    accelerator), it follows the rule of torch's optimizers.
+    """
+    if item.device != saved_parameter:
+        return item.device != "cpu"
+    if saved_parameter == parameter.device.type or item.path[-1] != "step":
+        return True
+    return bool(group.get("capturable") or group.get("fused"))
+
+
+def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
+    for key, value in saved.items():
+        current = group.get(key)
+        if key == "params":
+            continue
+        if isinstance(current, Tensor) and isinstance(value, Tensor) and current.shape == value.shape:
+            current.copy_(value)  # schedulers and compiled steps hold on to the tensor
+        else:
+            group[key] = value
+
+
+# ------------------------------------------------------------------------------------------------------------- the rest
+
+
+def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[str]:
+    reasons = apply_layouts(ddps_of(model), names, job.ddp_buckets)
+    return [f"the next steps may differ in the last bits from an unbroken run: {reason}" for reason in reasons]

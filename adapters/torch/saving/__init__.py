@@ -1,0 +1,1 @@
+"""Writes shards as ``.distcp`` files that stock torch reads. Start with ``checkpoint``."""

@@ -1,0 +1,264 @@
+"""Writes one shard as one ``.distcp`` file, alone: no process group, no store, no help from the main thread.
+
+Each value is a blob of ``torch.save``, one after the other, exactly as ``FileSystemWriter`` of stock torch lays them
+out. What stock keeps in ``.metadata`` is returned as the piece's table; ``metadata.finalise`` makes the one out of the
+other when the pieces of all shards are there.
+
+Memory: the state is streamed. Beside it there is one copy of the largest tensor that is not contiguous, and whatever
+``to_host`` needs for the largest tensor on an accelerator; not a second state.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch.saving.flatten_state import ToHost, dump, leaves, whole
+from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, encode_table
+from ttp.adapters.torch.saving.tensor_serializer import BlobWriter
+from ttp.core.layout import Rank, Shard
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.processor.source import Cancelled
+from ttp.store.digest import HashingFile, Progress
+from ttp.store.piece_file import piece_file
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+_SLICE = 8 << 20
+"""Bytes written between two looks at ``cancelled``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A part of a tensor that is spread over several shards.
+
+    Args:
+        tensor: the part that this rank holds.
+        shape: of the whole tensor.
+        offsets: where the part begins in the whole, one number per dimension.
+        dtype: what it is written as, when that is not the tensor's own: weights are made from their fp32 copy.
+    """
+
+    tensor: Tensor
+    shape: tuple[int, ...]
+    offsets: tuple[int, ...]
+    dtype: torch.dtype | None = None
+
+
+Stored = Tensor | Chunk | tuple[Chunk, ...]
+"""One tensor of the state: all of it, or the parts that are here. Parts without elements are not written."""
+
+
+Leaf = tuple[tuple[str | int, ...], tuple[int, ...], Any]
+"""See ``leaves``."""
+
+Deal = Callable[[Iterable[Leaf]], tuple[Iterable[Leaf], str]]
+"""Entries of a shard -> those of one part of it, and a digest of how they were dealt out."""
+
+
+def _everything(entries: Iterable[Leaf]) -> tuple[Iterable[Leaf], str]:
+    return entries, ""
+
+
+def write_shard(
+    draft: Path,
+    file: str,
+    state: Mapping[str, Any],
+    *,
+    shard: Shard,
+    writer: Rank,
+    to_host: ToHost = Tensor.cpu,
+    cancelled: Callable[[], bool] = lambda: False,
+    progress: Progress | None = None,
+    deal: Deal = _everything,
+) -> Piece:
+    """Write ``state`` to ``draft/file`` and return when it is on the disk.
+
+    Args:
+        draft: the draft directory; it exists.
+        file: name of the new file inside of it.
+        state: nested mappings and lists of tensors, ``Chunk``s, tuples of ``Chunk``s and plain values. Nobody changes
+            it meanwhile.
+        shard: what the piece belongs to.
+        writer: this rank.
+        to_host: copies a tensor of an accelerator to the CPU without waiting for queued work that may never end, and
+            gives back what is on the CPU as it is. Its result is used before the next call.
+        cancelled: asked between tensors, and every 8 MiB within one.
+        progress: see ``HashingFile``.
+        deal: picks what of it is written, where the piece is a part of a shard, and says how it was dealt out.
+
+    Raises:
+        Cancelled: ``cancelled`` returned true.
+        CheckpointError: a tensor has no stable form on disk (sparse, quantised, of a foreign class).
+        OSError: the disk refused.
+    """
+    entries, cut = deal(leaves(state))
+    with piece_file(draft / file, progress) as target:
+        with _without_crc32():
+            shard_writer = _ShardWriter(_Stream(target, cancelled), file, to_host)
+            shard_writer.write(entries)
+        size, digest = target.sync_and_close()
+    for key in shard_writer.left_out:
+        _log.warning("%s is not in the checkpoint: it cannot be stored in a form that is safe to load", key)
+    table = encode_table(shard_writer.items, shard_writer.left_out)
+    return Piece(file, size, digest, SHARD_KIND, shard, writer, table, cut)
+
+
+class _ShardWriter:
+    """Writes value after value and keeps the table."""
+
+    def __init__(self, stream: _Stream, file: str, to_host: ToHost) -> None:
+        self._stream = stream
+        self._file = file
+        self._to_host = to_host
+        self._blobs = BlobWriter(stream)
+        self._tensors: dict[
+            tuple[Any, ...], IndexEntry
+        ] = {}  # tied weights are stored once, and listed under all their names
+        self._numbers: dict[tuple[type, str], bytes | None] = {}  # a step count per parameter is made once
+        self.items: list[IndexEntry] = []
+        self.left_out: list[str] = []
+
+    def write(self, entries: Iterable[Leaf]) -> None:
+        """Append all of them."""
+        for path, int_keys, value in entries:
+            self._stream.check()
+            name = IndexEntry(path, self._file, self._stream.position, 0, int_keys=int_keys)
+            if (chunks := chunks_of(value)) is not None:
+                self.items += [self._write_tensor(name, chunk) for chunk in chunks]
+            elif (blob := self._dump(value)) is not None:
+                self._stream.write(memoryview(blob))
+                self.items.append(replace(name, length=len(blob)))
+            else:
+                self.left_out.append(name.key)
+        self._stream.check()
+
+    def _write_tensor(self, name: IndexEntry, chunk: Chunk) -> IndexEntry:
+        tensor = chunk.tensor.detach()
+        if why := objection(name.key, tensor):
+            raise CheckpointError(why)
+        dtype = chunk.dtype or tensor.dtype
+        layout = (dtype, tensor.shape, tensor.stride())
+        same = (tensor.device, tensor.data_ptr(), *layout, chunk.offsets, chunk.shape)
+        first = self._tensors.get(same) if tensor.numel() else None
+        if first is not None:
+            return replace(first, path=name.path, int_keys=name.int_keys)
+        at = self._stream.position
+        blob = whole(self._to_host(tensor).to(dtype))
+        self._blobs.write(blob)
+        _give_back(blob, tensor)
+        item = replace(
+            name,
+            offset=at,
+            length=self._stream.position - at,
+            dtype=str(dtype).removeprefix("torch."),
+            shape=tuple(chunk.shape),
+            offsets=tuple(chunk.offsets),
+            sizes=tuple(tensor.shape),
+            device=tensor.device.type,
+        )
+        self._tensors[same] = item
+        return item
+
+    def _dump(self, value: Any) -> bytes | None:
+        if type(value) not in (int, float, bool, type(None)):
+            return dump(value, self._to_host)
+        number = (type(value), repr(value))
+        if number not in self._numbers:
+            self._numbers[number] = dump(value, self._to_host)
+        return self._numbers[number]
+
+
+def chunks_of(value: Any) -> Sequence[Chunk] | None:
+    """The parts of a tensor that are to be written; None: it is none."""
+    if isinstance(value, Tensor):
+        return (Chunk(value, tuple(value.shape), (0,) * value.dim()),)
+    if isinstance(value, tuple):
+        of_tensor = bool(value) and all(isinstance(part, Chunk) for part in value)
+    else:
+        of_tensor, value = isinstance(value, Chunk), (value,)
+    if not of_tensor:
+        return None
+    return [chunk for chunk in value if chunk.tensor.numel() or not prod(chunk.shape)]
+
+
+def _give_back(copy: Tensor, of: Tensor) -> None:
+    """Its memory, where ``copy`` is one: ``torch.save`` leaves it in a cycle, which is found some tensors later."""
+    storage = copy.untyped_storage()
+    shares = copy.data_ptr() == of.data_ptr() or storage.data_ptr() == of.untyped_storage().data_ptr()
+    if copy.numel() and not shares and storage.resizable():
+        storage.resize_(0)
+
+
+def objection(key: str, tensor: Tensor) -> str:
+    """Why ``tensor`` has no form on disk that stock torch loads without unpickling classes; empty: it has one."""
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        return ""
+    return (
+        f"{key} is a {type(tensor).__name__} of layout {tensor.layout}, dtype {tensor.dtype}: ttp stores plain dense "
+        "tensors only, which torch loads without unpickling a class. Train plain ones and convert them in the forward "
+        "pass; a buffer that the program can make again may be persistent=False"
+    )
+
+
+class _Stream:
+    """What ``torch.save`` writes to. Once something goes wrong it accepts everything and does nothing.
+
+    torch's zip writer does not survive an exception from ``write``: it replaces it by one of its own, and in some
+    versions ends the process from a destructor. So the first problem is kept, and raised by ``check``.
+    """
+
+    def __init__(self, target: HashingFile, cancelled: Callable[[], bool]) -> None:
+        self._target = target
+        self._cancelled = cancelled
+        self._problem: BaseException | None = None
+        self.position = 0
+
+    def write(self, data: memoryview) -> int:
+        """Append ``data``; never raises."""
+        self.position += data.nbytes
+        for start in range(0, data.nbytes, _SLICE):
+            if self._problem is None:
+                self._write(data[start : start + _SLICE])
+        return data.nbytes
+
+    def flush(self) -> None:
+        """Nothing: the target is flushed once, at the end."""
+
+    def check(self) -> None:
+        """Raise the first problem, or ``Cancelled``."""
+        if self._problem is None and self._cancelled():
+            self._problem = Cancelled()
+        if self._problem is not None:
+            raise self._problem
+
+    def _write(self, data: memoryview) -> None:
+        try:
+            self.check()
+            self._target.write(data)
+        except BaseException as problem:
+            self._problem = problem
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Pieces have a better digest, and crc32 costs a third of the speed. New torch keeps the setting per thread."""
+    setter = getattr(torch.serialization, "set_crc32_options", None)
+    if setter is None:
+        yield
+        return
+    before = torch.serialization.get_crc32_options()
+    setter(False)
+    try:
+        yield
+    finally:
+        setter(before)

@@ -1,0 +1,118 @@
+"""Nested state as a list of values with paths, by the rules of ``torch.distributed.checkpoint``.
+
+Stock torch flattens a state dict before it plans a load; a checkpoint written by us must have the same keys. Torch's
+own function is private and switches its rules by a global, so the rules are written down here; a test compares the two.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttp.adapters.torch.saving.piece_index import Path
+
+ToHost = Callable[[Tensor], Tensor]
+"""Brings a tensor of an accelerator to the host, where the copy is the caller's, who may empty it; one that is on the
+host is given back as it is."""
+_PLAIN = (bool, int, float, str, type(None))
+
+
+def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[Path, tuple[int, ...], Any]]:
+    """Every value as ``(path, positions of int keys in it, value)``.
+
+    A mapping is opened always, a list only when there is a tensor or an open container in it, a tuple never.
+    """
+    for key, value in list(state.items()):
+        yield from _visit((str(key),), (0,) if type(key) is int else (), value)
+
+
+def _visit(path: Path, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[Path, tuple[int, ...], Any]]:
+    if isinstance(value, Mapping):
+        for key, inner in list(value.items()):
+            yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
+    elif _is_leaf(value):
+        yield path, int_keys, value
+    else:
+        for index, inner in enumerate(value):
+            yield from _visit((*path, index), int_keys, inner)
+
+
+def _is_leaf(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return False
+    if not isinstance(value, list):
+        return True
+    return not any(isinstance(entry, Tensor) or not _is_leaf(entry) for entry in value)
+
+
+def put(root: MutableMapping[Any, Any], path: Path, value: Any, int_keys: Sequence[int] = ()) -> None:
+    """Set ``value`` at ``path``, making the mappings and lists on the way: the inverse of :func:`leaves`."""
+    node: Any = root
+    for depth, step in enumerate(path):
+        key: Any = int(step) if depth in int_keys else step
+        if isinstance(node, list):
+            node.extend([None] * (int(step) + 1 - len(node)))
+        if depth == len(path) - 1:
+            node[key] = value
+            return
+        if (node[key] is None) if isinstance(node, list) else (key not in node):
+            node[key] = [] if isinstance(path[depth + 1], int) else {}
+        node = node[key]
+
+
+def get(root: Mapping[Any, Any], path: Path) -> Any:
+    """The value at ``path``."""
+    node: Any = root
+    for step in path:
+        node = node[step]
+    return node
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """``tensor`` (strided, on the CPU) as one that owns just its bytes, because ``torch.save`` writes all of a storage.
+
+    A contiguous view is not copied: the result looks at the same memory, which must outlive it.
+    """
+    tensor = tensor.resolve_conj().resolve_neg()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.contiguous()
+    if tensor.nbytes == 0:
+        return torch.empty_like(tensor)
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return torch.frombuffer(memory, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+
+
+def dump(value: Any, to_host: ToHost) -> bytes | None:
+    """``value`` as bytes that ``torch.load(..., weights_only=True)`` reads, or None when there is no such form.
+
+    None also when the value's own code fails: one odd setting may not cost the whole checkpoint.
+
+    numpy scalars become Python's: schedules computed with numpy leave them in ``param_groups``, and torch refuses them.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(_portable(value, to_host), buffer)
+        if not isinstance(value, _PLAIN):
+            torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception:
+        return None
+    return buffer.getvalue()
+
+
+def _portable(value: Any, to_host: ToHost) -> Any:
+    if isinstance(value, Tensor):
+        return whole(to_host(value.detach()))
+    if type(value).__module__ == "numpy" and hasattr(value, "item") and getattr(value, "ndim", 1) == 0:
+        return value.item()
+    if type(value) in (list, tuple, set):
+        return type(value)(_portable(entry, to_host) for entry in value)
+    if type(value) is dict:
+        return {key: _portable(entry, to_host) for key, entry in value.items()}
+    return value

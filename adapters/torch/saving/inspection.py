@@ -1,0 +1,261 @@
+"""Whether replicas still agree: a digest of what must be equal on them, and tensors that hold NaN or Inf.
+
+Looked at are parameters and the optimizer's tensors. Left out is what may differ between healthy replicas: buffers
+(BatchNorm statistics, until the next forward pass broadcasts them), plain numbers and param groups (a schedule may have
+been stepped on one rank and not yet on another), and, where the state is on a device, tensors on the host (they may be
+an update ahead of the device).
+
+By default a sample is looked at: everything where that is little, else evenly spaced blocks of every tensor. Which
+ones depends on the version, so that damage that is missed today is seen at another save. Digests can be compared at
+the same version and in the same mode only.
+
+Memory of the host is read where it lies. On a device the pieces are packed on the side stream into memory that was set
+aside at start, because the training's stream may hang and an allocation would queue behind it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
+from ttp.adapters.torch.device.to_host import launch_once, words
+from ttp.adapters.torch.saving.flatten_state import leaves
+from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.state import optimizer_state
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
+from ttp.core.layout import Shard
+
+WHOLE_BYTES = 64 << 20
+"""A state up to this size is looked at whole: about 10 ms of one core."""
+SAMPLE_BYTES = 16 << 20
+"""What is looked at of a larger one. It comes from all over the memory, so a byte costs more."""
+_SHARE_MIN = 1 << 10
+"""Bytes of every tensor that are looked at, however large the others are."""
+_BLOCK_BYTES = 64 << 10
+_PACK_HOST = 1 << 20  # the second look finds it in the cache
+_PACK_DEVICE = 8 << 20
+_PATIENCE_S = 1.0
+"""How long a device may take for one pack. Behind a collective that hangs the side stream still moves."""
+_BAD_MAX = 8
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedTensor:
+    """One tensor that must be equal on all replicas.
+
+    Args:
+        name: as in the checkpoint.
+        tensor: the live one.
+        trained: NaN and Inf in it are bad; a frozen mask may hold them on purpose.
+        owner: the parameter that it is, or belongs to.
+    """
+
+    name: str
+    tensor: Tensor
+    trained: bool
+    owner: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Findings:
+    """What was seen.
+
+    Args:
+        digest: equal on replicas that are equal, at one version and in one mode.
+        bad: names of tensors that hold NaN or Inf, at most eight.
+    """
+
+    digest: str
+    bad: tuple[str, ...]
+
+
+def replicated(names: ModelNames, optimizer: Optimizer) -> list[ComparedTensor]:
+    """The tensors to look at, each once, by name; see the module's text for what is left out."""
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    state = optimizer_state(names, optimizer)["state"]
+    found: dict[int, ComparedTensor] = {}
+    for name, parameter in sorted(names.parameters.items()):
+        found.setdefault(id(parameter), ComparedTensor(f"model.{name}", parameter, id(parameter) in trained, name))
+    for path, _, value in leaves({"optim": {"state": state}}):
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), ComparedTensor(".".join(map(str, path)), value, True, str(path[2])))
+    return list(found.values())
+
+
+def leaves_of(
+    sharding: Sharding, shard: Shard, everything: Iterable[ComparedTensor], names: ModelNames
+) -> list[ComparedTensor]:
+    """Those that this rank holds for ``shard``, as plain memory."""
+    wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
+    return [
+        replace(leaf, tensor=tensor)
+        for leaf in everything
+        if leaf.owner in wanted or leaf.owner not in parameters
+        for tensor in local_tensors(sharding.stored(leaf.owner, leaf.tensor))
+    ]
+
+
+def agreed_on(names: ModelNames) -> Callable[[Path], bool]:
+    """Whether what is at a path of the state is compared between replicas, so that a mixture of theirs is as good."""
+    known = set(names.parameters)
+
+    def agreed(path: Path) -> bool:
+        if path[0] == "model":
+            return len(path) == 2 and path[1] in known
+        return len(path) > 2 and path[:2] == ("optim", "state") and path[2] in known
+
+    return agreed
+
+
+class Inspector:
+    """Looks at tensors; not for several threads at once.
+
+    Args:
+        mode: ``sample`` or ``all``.
+        runtimes: the devices of the state, of each of which 8 MiB are set aside here and now; none: the host.
+    """
+
+    def __init__(self, mode: str = "sample", runtimes: Sequence[Runtime] = ()) -> None:
+        self._mode = mode
+        self._runtimes = runtimes
+        self._limit = _PACK_DEVICE if runtimes else _PACK_HOST
+        self._packed = {id(runtime): runtime.on_device(_PACK_DEVICE) for runtime in runtimes}
+        self._pinned = runtimes[0].pinned(_PACK_DEVICE) if runtimes else None
+        for runtime in runtimes:
+            assert self._pinned is not None
+            launch_once(runtime, self._packed[id(runtime)], self._pinned)
+
+    @torch.no_grad()
+    def look(self, leaves: Iterable[ComparedTensor], version: int) -> Findings:
+        """Look at the state of ``version``. Nobody changes it meanwhile.
+
+        Raises:
+            TimeoutError: the device does not answer.
+            RuntimeError: the device is broken.
+        """
+        digest, bad = xxhash.xxh3_128(), dict[str, None]()
+        known = sorted(leaves, key=lambda leaf: (str(leaf.tensor.dtype), leaf.name))
+        known = [leaf for leaf in known if not self._runtimes or holder(self._runtimes, leaf.tensor) is not None]
+        described = [(leaf.name, str(leaf.tensor.dtype), list(leaf.tensor.shape)) for leaf in known]
+        digest.update(json.dumps(described).encode())
+        for pack in self._packs(known, version):
+            data = self._bring([piece for _, piece in pack])
+            for row in _rows(data):
+                digest.update(row)
+            if not _finite(data):
+                bad.update((name, None) for name in _not_finite(data, pack))
+        return Findings(digest.hexdigest(), tuple(bad)[:_BAD_MAX])
+
+    def _packs(self, known: Sequence[ComparedTensor], version: int) -> Iterator[list[tuple[ComparedTensor, Tensor]]]:
+        """Pieces of one dtype, in one memory, up to the limit together."""
+        pack: list[tuple[ComparedTensor, Tensor]] = []
+        size = 0
+        for leaf, piece in self._pieces(known, version):
+            if pack and (size + piece.nbytes > self._limit or self._kind(piece) != self._kind(pack[0][1])):
+                yield pack
+                pack, size = [], 0
+            pack.append((leaf, piece))
+            size += piece.nbytes
+        if pack:
+            yield pack
+
+    def _kind(self, piece: Tensor) -> tuple[torch.dtype, Runtime | None]:
+        return piece.dtype, holder(self._runtimes, piece)
+
+    def _pieces(self, known: Sequence[ComparedTensor], version: int) -> Iterator[tuple[ComparedTensor, Tensor]]:
+        flat = [(leaf, memory) for leaf in known if (memory := self._memory(leaf.tensor)) is not None]
+        total = sum(memory.nbytes for _, memory in flat)
+        whole = self._mode == "all" or total <= WHOLE_BYTES
+        for leaf, memory in flat:
+            share = memory.nbytes if whole else max(_SHARE_MIN, memory.nbytes * SAMPLE_BYTES // total)
+            sample = _sample(memory, share, version)
+            for piece in self._split(sample):
+                yield leaf, piece
+
+    def _memory(self, tensor: Tensor) -> Tensor | None:
+        """The elements of a tensor in the order of its memory, as a vector; None where that says nothing."""
+        tensor = tensor.detach()
+        plain = type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+        if not plain or tensor.device.type == "meta" or tensor.numel() == 0:
+            return None
+        if tensor.is_contiguous():
+            return tensor.view(-1)
+        ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        if not ordered.is_contiguous():
+            if holder(self._runtimes, tensor) is not None:
+                return None  # a dense copy would have to be allocated on the device
+            ordered = ordered.contiguous()
+        return ordered.reshape(-1)
+
+    def _split(self, sample: Tensor) -> Sequence[Tensor]:
+        if sample.nbytes <= self._limit:
+            return (sample,)
+        row = sample[0].nbytes if sample.dim() == 2 else sample.element_size()
+        return torch.split(sample, max(1, self._limit // row))
+
+    def _bring(self, pieces: list[Tensor]) -> Tensor:
+        """On the host, one behind the other."""
+        runtime = holder(self._runtimes, pieces[0])
+        if runtime is not None:
+            return self._from_device(runtime, pieces)
+        if len(pieces) == 1:
+            return pieces[0]
+        return torch.cat([piece if piece.dim() == 1 else piece.reshape(-1) for piece in pieces])
+
+    def _from_device(self, runtime: Runtime, pieces: list[Tensor]) -> Tensor:
+        assert self._pinned is not None
+        memory, size = self._packed[id(runtime)], sum(piece.nbytes for piece in pieces)
+        copied = [words(piece) for piece in pieces]
+        packed = memory[:size].view(copied[0].dtype)
+        with runtime.on_side():
+            for slot, piece in zip(torch.split(packed, [p.numel() for p in copied]), copied, strict=True):
+                slot.view(piece.shape).copy_(piece)
+            self._pinned[:size].copy_(memory[:size], non_blocking=True)
+        event = runtime.mark(side=True)
+        if not poll(event.query, _PATIENCE_S):
+            raise TimeoutError(f"{size} bytes did not leave the device in {_PATIENCE_S:g} s")
+        return self._pinned[:size].view(pieces[0].dtype)
+
+
+def _sample(memory: Tensor, share: int, version: int) -> Tensor:
+    """All of it, or a block per row, evenly spaced: about ``share`` bytes."""
+    if memory.nbytes <= share:
+        return memory
+    block = min(_BLOCK_BYTES, share) // memory.element_size()
+    count = max(1, share // (block * memory.element_size()))
+    pitch = memory.numel() // count
+    start = version * 40_503 % (pitch - block + 1)
+    return memory.as_strided((count, block), (pitch, 1), memory.storage_offset() + start)
+
+
+def _rows(data: Tensor) -> Any:
+    """Its bytes, a contiguous stretch at a time, without a copy."""
+    rows: Any = data.view(torch.uint8).numpy()
+    return rows if data.dim() == 2 else (rows,)
+
+
+def _not_finite(data: Tensor, pack: Sequence[tuple[ComparedTensor, Tensor]]) -> Iterator[str]:
+    parts = torch.split(data.reshape(-1), [piece.numel() for _, piece in pack])
+    yield from (leaf.name for (leaf, _), part in zip(pack, parts, strict=True) if leaf.trained and not _finite(part))
+
+
+def _finite(data: Tensor) -> bool:
+    """Whether there is no NaN and no Inf in it."""
+    if not (data.is_floating_point() or data.is_complex()):
+        return True
+    if data.is_complex():
+        data = torch.view_as_real(data)
+    elif data.element_size() == 1:
+        data = data.float()
+    low, high = torch.aminmax(data)
+    return math.isfinite(low.item()) and math.isfinite(high.item())

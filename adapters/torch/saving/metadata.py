@@ -1,0 +1,162 @@
+"""Makes ``.metadata``, by which stock torch finds its way in a checkpoint, out of the pieces' tables."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import uuid
+from collections.abc import Sequence
+from functools import cache
+from math import prod
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
+from ttp.core.layout import Rank
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.digest import digest_bytes
+from ttp.store.durable import write_durably
+
+METADATA_FILE = ".metadata"
+METADATA_KIND = "metadata"
+NOBODY = Rank(-1)
+_LISTED_MAX = 5
+
+
+def finalise(draft: Path, pieces: Sequence[Piece], *, writer: Rank = NOBODY) -> list[Piece]:
+    """Write ``draft/.metadata`` for the shards among ``pieces``; durable on return.
+
+    Args:
+        draft: the draft directory with all pieces in it.
+        pieces: of all shards; other kinds are ignored.
+        writer: who is noted as its writer.
+
+    Raises:
+        CheckpointError: the shards do not make up every tensor exactly once.
+        OSError: the disk refused.
+    """
+    # No checkpoint_id: it would be the draft's path, and stock torch does not read it.
+    metadata = build_metadata(items_of(pieces), StorageMeta(save_id=str(uuid.uuid4())))
+    buffer = io.BytesIO()
+    pickle.dump(metadata, buffer)
+    data = buffer.getvalue()
+    write_durably(draft / METADATA_FILE, data)
+    return [Piece(METADATA_FILE, len(data), digest_bytes(data), METADATA_KIND, "", writer)]
+
+
+def build_metadata(items: Sequence[IndexEntry], storage_meta: StorageMeta) -> Metadata:
+    """Stock torch's description of these items.
+
+    A plain value or a chunk that several shards wrote (they are replicas of it) counts once: the first is used.
+
+    Raises:
+        CheckpointError: chunks overlap, reach outside of their tensor or leave gaps, or shards contradict each other.
+    """
+    distinct = {(item.path, item.dtype, item.shape, item.offsets, item.sizes): item for item in reversed(items)}
+    by_key: dict[str, list[IndexEntry]] = {}
+    for item in reversed(distinct.values()):
+        by_key.setdefault(item.key, []).append(item)
+    problems = [problem for chunks in by_key.values() if (problem := _problem(chunks))]
+    if problems:
+        raise CheckpointError(f"the shards do not fit together: {_bounded(problems)}")
+    metadata = Metadata(
+        state_dict_metadata={key: _describe(chunks) for key, chunks in by_key.items()},
+        planner_data={key: chunks[0].path for key, chunks in by_key.items()},
+        storage_data=dict(_place(chunk, index) for chunks in by_key.values() for index, chunk in enumerate(chunks)),
+        storage_meta=storage_meta,
+    )
+    if (version := getattr(filesystem, "CURRENT_DCP_VERSION", None)) is not None:
+        metadata.version = version  # torch 2.5 has neither the constant nor the field
+    return metadata
+
+
+def _describe(chunks: Sequence[IndexEntry]) -> TensorStorageMetadata | BytesStorageMetadata:
+    first = chunks[0]
+    if not first.is_tensor:
+        return BytesStorageMetadata()
+    return TensorStorageMetadata(
+        properties=_properties(first.torch_dtype),
+        size=torch.Size(first.shape),
+        chunks=[ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes)) for chunk in chunks],
+    )
+
+
+@cache
+def _properties(dtype: torch.dtype) -> TensorProperties:
+    """One object for all tensors of a dtype: the pickle refers to it instead of repeating it."""
+    return TensorProperties(dtype=dtype)
+
+
+def _place(item: IndexEntry, index: int) -> tuple[MetadataIndex, filesystem._StorageInfo]:
+    where = MetadataIndex(item.key, item.offsets, index) if item.is_tensor else MetadataIndex(item.key)
+    return where, filesystem._StorageInfo(item.file, item.offset, item.length)
+
+
+# ------------------------------------------------------------------------------------------------------- exact covering
+
+
+def _problem(chunks: Sequence[IndexEntry]) -> str:
+    """Why these chunks are not one tensor, or nothing. Inside, disjoint and of the right volume is an exact cover."""
+    first = chunks[0]
+    for other in chunks[1:]:
+        if (other.path, other.dtype, other.shape) != (first.path, first.dtype, first.shape):
+            return f"{first.key} is {_signature(first)} in {first.file} and {_signature(other)} in {other.file}"
+    if any(not _inside(chunk) for chunk in chunks):
+        return f"{first.key} has a chunk that reaches outside of {list(first.shape)}"
+    if (pair := _overlap(chunks)) is not None:
+        return f"{first.key} has chunks that overlap, in {pair[0].file} and {pair[1].file}"
+    if (present := sum(prod(chunk.sizes) for chunk in chunks)) != prod(first.shape):
+        return f"{first.key} has {present} of {prod(first.shape)} elements"
+    return ""
+
+
+def _signature(item: IndexEntry) -> str:
+    return f"{item.dtype} {list(item.shape)}" if item.is_tensor else "a plain value"
+
+
+def _inside(chunk: IndexEntry) -> bool:
+    if not len(chunk.offsets) == len(chunk.sizes) == len(chunk.shape):
+        return False
+    return all(
+        offset + size <= length for offset, size, length in zip(chunk.offsets, chunk.sizes, chunk.shape, strict=True)
+    )
+
+
+def _overlap(chunks: Sequence[IndexEntry]) -> tuple[IndexEntry, IndexEntry] | None:
+    """Two chunks with an element in common. A sweep along the first dimension that is cut most often."""
+    solid = [chunk for chunk in chunks if prod(chunk.sizes)]
+    if len(solid) < 2:
+        return None
+    cuts = [len({chunk.offsets[dim] for chunk in solid}) for dim in range(len(solid[0].shape))]
+    sweep = cuts.index(max(cuts)) if cuts else 0
+    active: list[IndexEntry] = []
+    for chunk in sorted(solid, key=lambda item: item.offsets[sweep : sweep + 1]):
+        active = [other for other in active if other.offsets[sweep] + other.sizes[sweep] > chunk.offsets[sweep]]
+        for other in active:
+            if _intersect(chunk, other):
+                return other, chunk
+        active.append(chunk)
+    return None
+
+
+def _intersect(one: IndexEntry, two: IndexEntry) -> bool:
+    spans = zip(one.offsets, one.sizes, two.offsets, two.sizes, strict=True)
+    return all(a < b + b_size and b < a + a_size for a, a_size, b, b_size in spans)
+
+
+def _bounded(problems: Sequence[str]) -> str:
+    return "; ".join(problems[:_LISTED_MAX]) + (
+        f"; and {len(problems) - _LISTED_MAX} more" * (len(problems) > _LISTED_MAX)
+    )

@@ -1,0 +1,194 @@
+"""The table of contents of a shard file: what is in it, and where.
+
+It travels with the piece (``Piece.table``, JSON) into the manifest, so that a checkpoint can be described, checked and
+loaded without unpickling anything. Defaults are left out, because a large model has tens of thousands of items.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.store.json_text import parse_json
+from ttp.store.manifest import safe_path
+
+FORMAT = 1
+SHARD_KIND = "shard"
+
+DIMENSIONS_MAX = 64
+INDEX_MAX = 1 << 20
+"""Entries of a list in the state."""
+NUMBER_MAX = 1 << 62
+
+Path = tuple[str | int, ...]
+"""Where a value sits in the nested state: a string is a mapping's key, a number an index into a list."""
+
+
+@dataclass(frozen=True, slots=True)
+class IndexEntry:
+    """One value in one shard file.
+
+    Args:
+        path: where it sits in the nested state.
+        file: the shard file, relative to the checkpoint.
+        offset: of its first byte in the file.
+        length: bytes in the file.
+        dtype: ``float32`` and so on; empty for a value that is no tensor.
+        shape: of the whole tensor, over all shards.
+        offsets: where this chunk begins in the whole tensor, one number per dimension.
+        sizes: of this chunk, one number per dimension.
+        device: kind of device that the tensor lived on.
+        int_keys: positions in ``path`` whose mapping key was an ``int`` and became a string.
+    """
+
+    path: Path
+    file: str
+    offset: int
+    length: int
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    device: str = "cpu"
+    int_keys: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """The flattened name, as torch's own planner makes it."""
+        return ".".join(map(str, self.path))
+
+    @property
+    def is_tensor(self) -> bool:
+        """Otherwise it is a plain value, a blob of ``torch.save``."""
+        return bool(self.dtype)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """Raises: CheckpointError: this torch does not know the dtype."""
+        found = getattr(torch, self.dtype, None)
+        if not isinstance(found, torch.dtype):
+            raise CheckpointError(f"{self.key} has the dtype {self.dtype!r}, which torch {torch.__version__} lacks")
+        return found
+
+
+def encode_table(items: Iterable[IndexEntry], left_out: Sequence[str] = ()) -> str:
+    """The table as JSON. ``left_out`` names values that could not be stored safely."""
+    table: dict[str, Any] = {"format": FORMAT, "items": [_item_to_json(item) for item in items]}
+    if left_out:
+        table["left_out"] = list(left_out)
+    return json.dumps(table, separators=(",", ":"))
+
+
+def items_of(pieces: Iterable[Piece]) -> list[IndexEntry]:
+    """Every item of every shard file among ``pieces``.
+
+    Raises:
+        CheckpointError: a table is absent, garbled or of a newer format.
+    """
+    found: list[IndexEntry] = []
+    for piece in pieces:
+        if piece.kind == SHARD_KIND:
+            found += _decode_items(piece)
+    _check_tree(found)
+    return found
+
+
+def left_out_of(pieces: Iterable[Piece]) -> list[str]:
+    """Names of the values that the writers had to leave out."""
+    names: list[str] = []
+    for piece in pieces:
+        if piece.kind == SHARD_KIND:
+            listed = _parse(piece).get("left_out", [])
+            names += [str(name) for name in listed] if isinstance(listed, list) else []
+    return sorted(set(names))
+
+
+def _item_to_json(item: IndexEntry) -> dict[str, Any]:
+    row: dict[str, Any] = {"path": item.path, "at": (item.offset, item.length)}
+    if item.is_tensor:
+        row |= {"dtype": item.dtype, "shape": item.shape}
+        if item.sizes != item.shape or item.offsets != (0,) * len(item.shape):
+            row["chunk"] = (item.offsets, item.sizes)
+        if item.device != "cpu":
+            row["device"] = item.device
+    if item.int_keys:
+        row["int_keys"] = item.int_keys
+    return row
+
+
+def _parse(piece: Piece) -> dict[str, Any]:
+    try:
+        table = parse_json(piece.table)
+        written = int(table["format"])
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"{piece.file} has no readable table of contents: {error!r}") from error
+    if written > FORMAT:
+        raise CheckpointError(
+            f"{piece.file} was written in format {written}, this ttp reads up to {FORMAT}: update ttp"
+        )
+    return dict(table)
+
+
+def _decode_items(piece: Piece) -> list[IndexEntry]:
+    table = _parse(piece)
+    if not safe_path(piece.file):
+        raise CheckpointError(f"the manifest names a file outside of the checkpoint: {piece.file!r}")
+    try:
+        return [_item_from_json(piece.file, row) for row in table["items"]]
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        raise CheckpointError(f"the table of contents of {piece.file} is garbled: {error!r}") from error
+
+
+def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:
+    path = _path(row["path"])
+    offset, length = _numbers(row["at"])
+    int_keys = _numbers(row.get("int_keys", []))
+    if not all(position < len(path) and str(path[position]).lstrip("-").isdecimal() for position in int_keys):
+        raise ValueError(f"{path!r:.60} has no numbers at {int_keys}")
+    if "dtype" not in row:
+        return IndexEntry(path, file, offset, length, int_keys=int_keys)
+    shape = _numbers(row["shape"])
+    offsets, sizes = map(_numbers, row.get("chunk", ([0] * len(shape), shape)))
+    device = str(row.get("device", "cpu"))
+    item = IndexEntry(path, file, offset, length, str(row["dtype"]), shape, offsets, sizes, device, int_keys)
+    dtype = getattr(torch, item.dtype, None)
+    if isinstance(dtype, torch.dtype) and prod(sizes) * dtype.itemsize > length:
+        raise ValueError(f"{item.key} of {dtype} {sizes} does not fit into {length} bytes")
+    return item
+
+
+def _path(steps: Any) -> Path:
+    if not isinstance(steps, list) or not steps:
+        raise TypeError(f"{steps!r:.60} is not a path")
+    path = tuple(step if type(step) is int else str(step) for step in steps)
+    if any(isinstance(step, int) and not 0 <= step < INDEX_MAX for step in path):
+        raise ValueError(f"{path!r:.60} is no place in a list")
+    return path
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if len(values) > DIMENSIONS_MAX or not all(type(value) is int and abs(value) < NUMBER_MAX for value in values):
+        raise ValueError(f"{values!r:.60} are not sizes")
+    if values and min(values) < 0:
+        raise ValueError(f"negative number in {values}")
+    return tuple(values)
+
+
+def _check_tree(items: Iterable[IndexEntry]) -> None:
+    """That values have places of their own: what holds others is either a mapping or a list, and no value."""
+    holds_index: dict[Path, bool] = {}
+    paths = {item.path: item.file for item in items}
+    for path, file in paths.items():
+        for depth, step in enumerate(path):
+            if holds_index.setdefault(path[:depth], isinstance(step, int)) is not isinstance(step, int):
+                raise CheckpointError(f"the table of contents of {file} is garbled: {path[:depth]} is two things")
+    both = next((path for path in holds_index if path in paths), None)
+    if both is not None:
+        raise CheckpointError(f"the table of contents of {paths[both]} is garbled: {both} holds others and is a value")

@@ -1,0 +1,235 @@
+"""The state before an update, kept until the next one: what ``undo="preimage"`` costs memory for.
+
+Just before the first write of each update, parameters, the optimizer's tensors and registered averages are copied into
+memory that is used again for every update: one more copy of them, no more. Numbers and lists in the optimizer's state
+are remembered beside; the hyperparameters of a version are kept by ``Tail``, buffers and random streams by the pages.
+
+An update is undone by writing the checkpoint from these copies. The live tensors are left as they are: nobody may
+write to the state of a frozen rank, the order may come twice or be followed by one for the newer version, and a false
+alarm ends in a thaw.
+
+On a device the copies are made in its own order of work, so what is in them is told by marks before and behind.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Runtime, holder, make_fence
+from ttp.adapters.torch.loop.combined_optimizer import members_of
+from ttp.adapters.torch.loop.schedule_habit import copied
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
+from ttp.errors import CheckpointError
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_Place = tuple[Any, ...]
+_Copies = list[tuple[Tensor, Tensor]]  # where to, where from
+
+
+@dataclass(slots=True)
+class Image:
+    """The state of one version.
+
+    Args:
+        version: finished updates.
+        state: like ``Optimizer.state``, with copies of its tensors; what came later is not in it.
+        copies: of parameters and averages, by the identity of the live tensor.
+        members: identities of the optimizers whose part is in it.
+        modules: whether averages are in it.
+        serial: of the last copying into it.
+    """
+
+    version: int
+    state: dict[Any, Any] = field(default_factory=dict)
+    copies: dict[int, Tensor] = field(default_factory=dict)
+    members: set[int] = field(default_factory=set)
+    modules: bool = False
+    serial: int = 0
+
+    def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
+        """Like ``optimizer.state``; of optimizers that have not stepped since, and were not copied, the live one."""
+        others = (member for member in members_of(optimizer) if id(inner_of(member)) not in self.members)
+        return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
+
+    def of(self, live: Any) -> Any:
+        """The copy of a live tensor; anything else as it is."""
+        return self.copies.get(id(live), live)
+
+
+class PreImage:
+    """Keeps the state that the running, or else the last, update started from.
+
+    Args:
+        optimizer: whose parameters and state; may be several combined.
+        modules: averages of the weights that belong to the version.
+        runtimes: the devices of the state; none: the host.
+        reserve: set the memory for all parameters aside now: a job that has too little finds out at once.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        modules: Iterable[nn.Module] = (),
+        runtimes: Sequence[Runtime] = (),
+        *,
+        reserve: bool = True,
+    ) -> None:
+        self._members = members_of(optimizer)
+        self._modules = tuple(modules)
+        self._runtimes = runtimes
+        self._begun, self._taken = make_fence(runtimes, -1, newest=True), make_fence(runtimes, -1)
+        self._images: deque[Image] = deque(maxlen=AHEAD_MAX if runtimes else 1)
+        self._memory: dict[_Place, Tensor] = {}
+        self._used: set[_Place] = set()
+        self._broken = False
+        self._serial = -1
+        if reserve:
+            for number, member in enumerate(self._members):
+                self._copy_parameters(number, member, Image(-1), [])
+            self._copy_modules(Image(-1), [])
+
+    # --------------------------------------------------------------------------------------------- training thread
+
+    def take(self, version: int, only: Sequence[Optimizer] | None = None, *, modules: bool = True) -> None:
+        """The gate is passed and nothing of this is written yet in the update after ``version``. Never raises.
+
+        Args:
+            version: finished updates.
+            only: of the optimizers: what they are about to change; None: all. What of ``version`` is there stays.
+            modules: the averages too.
+        """
+        if self._broken:
+            return
+        try:
+            self._take(version, only, modules)
+        except Exception as problem:
+            self._broken = True
+            self.forget()
+            self._memory.clear()
+            log.warning("updates cannot be undone from now on, training goes on: %s", problem)
+
+    def forget(self) -> None:
+        """The state was replaced: what is kept belongs to nothing."""
+        self._images.clear()
+
+    @torch.no_grad()
+    def _take(self, version: int, only: Sequence[Optimizer] | None, modules: bool) -> None:
+        newest = self._images[-1] if self._images else None
+        image = newest if only is not None and newest is not None and newest.version == version else Image(version)
+        self._serial += 1
+        self._begun.record(self._serial)
+        copies = _Copies()
+        for number, member in enumerate(self._members):
+            if (only is None or member in only) and id(member) not in image.members:
+                self._copy_member(number, member, image, copies)
+        if modules and not image.modules:
+            self._copy_modules(image, copies)
+        _carry_out(copies)
+        image.serial = self._serial
+        if image is not newest:
+            self._images.append(image)
+        self._taken.record(self._serial)
+
+    def _copy_member(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
+        self._used = set()
+        self._copy_parameters(number, member, image, copies)
+        for position, (owner, value) in enumerate(member.state.items()):
+            image.state[owner] = self._copy(value, (number, "state", position), copies)
+        for place in [place for place in self._memory if place[0] == number and place not in self._used]:
+            del self._memory[place]
+        image.members.add(id(member))
+
+    def _copy_parameters(self, number: int, member: Optimizer, image: Image, copies: _Copies) -> None:
+        live = [parameter for group in member.param_groups for parameter in group["params"]]
+        for position, tensor in enumerate(live):
+            image.copies[id(tensor)] = self._copy(tensor, (number, "live", position), copies)
+
+    def _copy_modules(self, image: Image, copies: _Copies) -> None:
+        live = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
+        for position, tensor in enumerate(live):
+            image.copies[id(tensor)] = self._copy(tensor, ("module", position), copies)
+        image.modules = True
+
+    def _copy(self, value: Any, place: _Place, copies: _Copies) -> Any:
+        if isinstance(value, Tensor):
+            ahead = bool(self._runtimes) and holder(self._runtimes, value) is None  # of the devices, as the host is
+            return value.detach().clone() if ahead else self._copy_tensor(value.detach(), place, copies)
+        if isinstance(value, dict):
+            return {key: self._copy(item, (*place, key), copies) for key, item in value.items()}
+        if type(value) in (list, tuple, deque):
+            return type(value)(self._copy(item, (*place, index), copies) for index, item in enumerate(value))
+        return copied(value)
+
+    def _copy_tensor(self, live: Tensor, place: _Place, copies: _Copies) -> Tensor:
+        if not is_distributed(live) and (type(live) is not Tensor or live.layout is not torch.strided):
+            return live.clone()
+        self._used.add(place)
+        memory = self._memory.get(place)
+        if memory is None or (memory.shape, memory.dtype, memory.device) != (live.shape, live.dtype, live.device):
+            self._memory.pop(place, None)  # before its successor is made
+            memory = self._memory[place] = torch.empty_like(live)
+        copies.append((local(memory), local(live)))
+        return memory
+
+    # -------------------------------------------------------------------------------------------------- any thread
+
+    @property
+    def version(self) -> int | None:
+        """Of what is kept; None while nothing is, or while it is being replaced."""
+        image = self._kept()
+        return None if image is None else image.version
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of the version, so that a finished update can be undone; else a running one only."""
+        image = self._kept()
+        return image is not None and len(image.members) == len(self._members) and image.modules
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of memory."""
+        return sum(memory.nbytes for memory in list(self._memory.values()))
+
+    def wait(self, timeout_s: float) -> None:
+        """Until the device has made the last copies; not for the training thread."""
+        self._taken.wait(self._serial, timeout_s)
+
+    def _kept(self) -> Image | None:
+        taken = self._taken.finished_version()
+        if self._begun.finished_version() != taken:
+            return None
+        return next((image for image in list(self._images) if image.serial == taken), None)
+
+    def image(self, version: int) -> Image:
+        """The state of ``version``.
+
+        Raises:
+            CheckpointError: it is not kept.
+        """
+        kept = self._kept()
+        if kept is None or kept.version != version:
+            raise CheckpointError(
+                f"version {version} cannot be gone back to: what is kept is "
+                + ("nothing" if kept is None else f"version {kept.version}")
+            )
+        return kept
+
+
+def _carry_out(copies: _Copies) -> None:
+    """All copies in as few calls as there are kinds: mixed kinds would be copied one by one on a device."""
+    kinds: defaultdict[tuple[Any, Any], _Copies] = defaultdict(list)
+    for copy in copies:
+        kinds[copy[0].device, copy[0].dtype].append(copy)
+    for group in kinds.values():
+        targets, sources = zip(*group, strict=True)
+        torch._foreach_copy_(list(targets), list(sources))

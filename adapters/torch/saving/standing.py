@@ -1,0 +1,152 @@
+"""Where the training state of one rank stands: of which version it is, on its devices too, and what can be done."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.device.accelerator import Fence, Runtime, holder, make_fence, runtimes_on
+from ttp.adapters.torch.local_state.capture import LocalCapture
+from ttp.adapters.torch.loop.between import BetweenSteps
+from ttp.adapters.torch.loop.hooks import Attachment
+from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.saving.preimage import PreImage
+from ttp.adapters.torch.saving.state import tensors_in
+from ttp.core.layout import Version
+from ttp.core.messages import Phase
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+INSIDE_S = 5.0
+"""How long a device may stand in the middle of an update, where nothing hangs unless the optimizer exchanges, before
+the update counts as half done."""
+_LOOK_S = 0.0005
+COPIES_S = 1.0
+"""How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
+
+
+class Standing:
+    """The part of ``TorchSource`` that looks at fences, images and the gate; see ``StateSource``.
+
+    Args:
+        optimizer: the registered optimizer.
+        capture: of rank-local state.
+        devices: where the state lies; none: on the host.
+    """
+
+    def __init__(self, optimizer: Optimizer, capture: LocalCapture, devices: Sequence[torch.device]) -> None:
+        self._optimizer, self._capture = optimizer, capture
+        self._devices = devices
+        self.runtimes: Sequence[Runtime] = runtimes_on(devices)
+        """Of the devices, for what waits for nothing."""
+        self.begun: Fence = make_fence(self.runtimes, newest=True)
+        self.finished: Fence = make_fence(self.runtimes)
+        self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
+        self.preimage: PreImage | None = None
+        self.between: BetweenSteps | None = None
+        self.stream_barrier: StreamBarrier | None = None
+        self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
+        self._processor: Processor | None = None
+        self._attachment: Attachment | None = None
+
+    @property
+    def on_device(self) -> bool:
+        """See ``StateSource``."""
+        return bool(self.runtimes)
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """See ``StateSource``.
+
+        The host may be ahead: kernels of an update wait behind a collective that hangs. Then the device stands at the
+        version before, and stays there as long as nobody aborts the communicator. Inside of an update it is given more
+        time, as what is queued there waits for nobody; so it is where state of that version is on the host already.
+        """
+        marks, since = None, time.monotonic()
+        while (done := self.finished.finished_version()) < version:
+            inside = self.begun.finished_version() > done or self._host_holds_state()
+            now, passed = time.monotonic(), self._marks()
+            if passed != marks:
+                marks, since = passed, now
+            if now >= since + (max(patience_s, INSIDE_S) if inside and patience_s else patience_s):
+                return None if inside else Version(done)
+            time.sleep(_LOOK_S)
+        return version
+
+    def on_host(self, tensor: Tensor) -> bool:
+        """Whether none of the devices holds it."""
+        return holder(self.runtimes, tensor) is None
+
+    def _marks(self) -> tuple[int, ...]:
+        """How far the device has come, as far as can be told: as long as that changes it moves."""
+        fences = (self.reduced, self.begun, self.finished)
+        return (*(fence.finished_version() for fence in fences), self._capture.arrived)
+
+    def _host_holds_state(self) -> bool:
+        """Whether some of the state is on the host, and thereby of the host's version; numbers of others are kept."""
+        assert self._processor is not None
+        version = self._processor.gate.version
+        if self._mixed[0] != version:  # asked again and again
+            self._mixed = version, self.has_state_on_host()
+        return self._mixed[1]
+
+    def has_state_on_host(self) -> bool:
+        """Whether parameters are there, or what an optimizer keeps beside numbers."""
+        owned = [p for group in self._optimizer.param_groups for p in group["params"]]
+        kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
+        return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
+
+    def gradient_ready(self) -> bool:
+        """See ``StateSource``."""
+        processor, attachment = self._processor, self._attachment
+        if processor is None or attachment is None or not attachment.redoable:
+            return False
+        state = processor.gate.state()
+        done = self.finished.finished_version() if self.on_device else state.version
+        if done < state.version:  # the update that follows is queued
+            return self.stream_barrier is not None and self.stream_barrier.held(done + 1)
+        return state.parked and (not self.on_device or self.reduced.finished_version() > state.version)
+
+    def redo(self, version: Version) -> bool:
+        """See ``StateSource``."""
+        return self.stream_barrier is not None and self.stream_barrier.admit(version)
+
+    def runtime_for_barrier(self) -> Runtime:
+        """The device once more, with a side stream of its own."""
+        (runtime,) = runtimes_on(self._devices[:1])
+        return runtime
+
+    @property
+    def has_preimage(self) -> bool:
+        """See ``StateSource``."""
+        preimage = self._preimage_now
+        if self._processor is None or preimage is None:
+            return False
+        state = self._processor.gate.state()
+        if state.phase is Phase.UPDATING:
+            return False
+        if state.phase is Phase.TORN:
+            preimage.wait(COPIES_S)
+            return preimage.version == state.version
+        finished = self.finished.finished_version()  # the host may be ahead of it
+        whole = not self.on_device or self.begun.finished_version() <= finished
+        return whole and preimage.whole and preimage.version == finished - 1
+
+    def forget_images(self) -> None:
+        """The state was replaced: what is kept of another one belongs to nothing."""
+        for preimage in (self.preimage, self.between.preimage if self.between is not None else None):
+            if preimage is not None:
+                preimage.forget()
+
+    @property
+    def _preimage_now(self) -> PreImage | None:
+        """What the user has asked for, or else what several optimizers need between their steps."""
+        if self.preimage is None and self.between is not None:
+            return self.between.preimage
+        return self.preimage

@@ -1,0 +1,98 @@
+"""What a checkpoint consists of, as references to live tensors: nothing is copied here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.combined_optimizer import members_of
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.saving.job_state import JobState
+from ttp.adapters.torch.saving.preimage import Image
+from ttp.adapters.torch.sharding.names import ModelNames
+
+
+def checkpoint_state(
+    names: ModelNames, optimizer: Optimizer, captured: Mapping[str, Any], job: JobState, image: Image | None = None
+) -> dict[str, Any]:
+    """The state of one shard, ready for ``write_shard``.
+
+    ``model`` and ``optim`` are what ``get_state_dict(model, optimizer)`` of torch returns. ``scheduler`` is there for
+    people who load the checkpoint without ttp; ttp itself reads the job state.
+
+    Args:
+        names: of the registered model.
+        optimizer: the registered optimizer.
+        captured: buffers of the version being saved; see ``model_state``.
+        job: the job-wide scalars.
+        image: what was kept of the version before, when that one is saved; None: the live state is.
+    """
+    model = model_state(names, captured)
+    if image is not None:
+        model = {name: image.of(value) for name, value in model.items()}
+    state: dict[str, Any] = {
+        "model": model,
+        "optim": optimizer_state(names, optimizer, None if image is None else image.state_of(optimizer)),
+        "ttp": {"version": job.version, "optimizer": optimizer_kind(optimizer)},
+    }
+    if job.several is not None:
+        state["scheduler"] = [each.state for each in job.schedules]
+    elif job.scheduler is not None:
+        state["scheduler"] = job.scheduler
+    return state
+
+
+def model_state(names: ModelNames, captured: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``model.state_dict()`` would show, without running any of its hooks.
+
+    Args:
+        names: of the registered model.
+        captured: buffers (and extra states) of the version being saved, by either spelling of their names. What is
+            absent is taken from the live module; names that do not belong into a checkpoint are ignored.
+    """
+    state: dict[str, Any] = dict(names.parameters)
+    state.update(names.buffers)
+    known = {names.canonical(name): value for name, value in captured.items()}
+    for name, owner in names.extra_states.items():
+        state[name] = known[name] if name in known else owner.get_extra_state()
+    state.update((name, value) for name, value in known.items() if name in state and name not in names.parameters)
+    return state
+
+
+def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, Any] | None = None) -> dict[str, Any]:
+    """What ``get_optimizer_state_dict`` of torch would return, taken from the live tensors without any copy.
+
+    Of an optimizer that shards its state: the state that is here, the param groups of all. ``kept`` takes the place of
+    ``optimizer.state``.
+    """
+    state: dict[str, Any] = {}
+    for owner, values in list((inner_of(optimizer).state if kept is None else kept).items()):
+        state[names.of(owner) if isinstance(owner, Tensor) else str(owner)] = values
+    groups = [
+        {key: value for key, value in group.items() if key != "params"}
+        | {"params": [names.of(parameter) for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups}
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in what an optimizer keeps of one parameter, in whatever containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in list(value.values()):
+            yield from tensors_in(item)
+    elif isinstance(value, (list, tuple, deque)):
+        for item in list(value):
+            yield from tensors_in(item)
+
+
+def optimizer_kind(optimizer: Optimizer) -> str:
+    """Its class, or those of several, to recognise a checkpoint of another optimizer."""
+    kinds = (type(inner_of(member)) for member in members_of(optimizer))
+    return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

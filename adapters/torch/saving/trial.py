@@ -1,0 +1,264 @@
+"""What a save would do, tried at the start without writing anything: nobody should learn at the failure that it cannot.
+
+It is tried twice. When the objects are wrapped, and when they have made their first update: then the optimizer has its
+state, and whatever was done to the model between wrapping and training has been done. What is looked at of a tensor is
+what it is (kind, layout, device), not its bytes; plain values are really encoded. The second try runs on a thread of
+its own beside the forward pass that follows. What it finds is raised where the second update would begin, so on every
+rank at the same place.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.saving.checkpoint import objection
+from ttp.adapters.torch.saving.flatten_state import dump, leaves
+from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.sharding.dtensor_chunks import local
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import ConfigError, UsageError
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+DEVICES = ("cpu", "cuda")
+"""Kinds of devices that a save can read from."""
+_PATIENCE_S = 60.0
+"""How long the second update waits for what the try after the first one finds. It takes milliseconds."""
+_LISTED_MAX = 4
+_NOT_SAVED = "%s is in no checkpoint, it has no form on disk: the program has to make it again"
+_SETTINGS = ("optim", "param_groups")
+
+State = Mapping[str, Any]
+"""As ``checkpoint_state`` returns it."""
+
+
+def refusal(state: State, model: nn.Module) -> str:
+    """Why ``state`` could not be saved, and what to do; empty: it could be.
+
+    Args:
+        state: all of it that this rank may have to write.
+        model: its buffers are captured after every update, those that belong in no checkpoint too.
+    """
+    found = [*_wrong_device(state, model), *_wrong_tensors(state), *_wrong_values(state)]
+    more = f"; and {len(found) - _LISTED_MAX} more like it" if len(found) > _LISTED_MAX else ""
+    return f"this training state could not be saved: {'; '.join(found[:_LISTED_MAX])}{more}" if found else ""
+
+
+def try_before_training(state: State, model: nn.Module, names: ModelNames, no_memory: Sequence[str]) -> None:
+    """The first try. What the program has to make again by itself is said in the log.
+
+    Args:
+        state: see ``refusal``.
+        model: the same.
+        names: of it.
+        no_memory: names of buffers that cannot be captured.
+
+    Raises:
+        ConfigError: a save would not be possible.
+    """
+    if why := refusal(state, model):
+        raise ConfigError(why)
+    lost = [f"the buffer {name}" for name in no_memory if names.canonical(name) not in names.buffers]
+    for what in (*left_out(state), *lost):
+        _log.warning(_NOT_SAVED, what)
+
+
+def left_out(state: State) -> list[str]:
+    """Settings of param groups that have no form on disk; the program makes them again when it starts."""
+    return [key for path, key, value in _values(state) if path[:2] == _SETTINGS and not _storable(value)]
+
+
+class Trial:
+    """The second try. All methods are for the training thread.
+
+    Args:
+        optimizers: those whose state is saved.
+        model: the registered one.
+        names: of it.
+        make_state: the state as a save would find it; called on another thread.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        model: nn.Module,
+        names: ModelNames,
+        make_state: Callable[[], State],
+    ) -> None:
+        self._optimizers, self._model, self._names = tuple(optimizers), model, names
+        self._make_state = make_state
+        self.problems: Callable[[], list[str]] = list
+        """What else is wrong after the first update, in sentences; asked on the training thread."""
+        self.saved: Callable[[], Collection[str]] = self._all
+        """Names of the parameters that this rank's shards have."""
+        self._devices = _devices(model)
+        self._groups = [len(each.param_groups) for each in self._optimizers]
+        self._said: set[str] = set()
+        self._found = ""
+        self.due = True
+        """Whether ``update_finished`` has something to do."""
+        self._thread: threading.Thread | None = None
+        self._checked = False
+
+    def before_update(self) -> None:
+        """An update is about to begin.
+
+        Raises:
+            UsageError: a save would not be possible, or would save something else than what is trained.
+        """
+        if not self._checked:
+            self._checked = True
+            self._refuse_replaced()
+        if self._groups != (groups := [len(each.param_groups) for each in self._optimizers]):
+            self._groups, self.due = groups, True
+            self._refuse_unsaved()
+        if self._thread is not None:
+            self._finish(self._thread)
+
+    def update_finished(self) -> None:
+        """An update is made, and may be reported."""
+        if self.due and self._thread is None:
+            self.due = False
+            self._found = "; ".join(self.problems())
+            self._thread = threading.Thread(target=self._try, name="ttp-trial", daemon=True)
+            self._thread.start()
+
+    # ------------------------------------------------------------------------------------------------------- private
+
+    def _all(self) -> set[str]:
+        """Names of what is trained; looks at the model again where there is something new."""
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        return {self._names.of(parameter) for group in groups for parameter in group["params"]}
+
+    def _try(self) -> None:
+        try:
+            state = self._make_state()
+            self._found = self._found or refusal(state, self._model)
+            self._say(left_out(state))
+        except UsageError as problem:
+            self._found = self._found or str(problem)
+        except Exception as problem:  # somebody's own code; or the state grew under our hands: no reason to stop
+            _log.warning("whether this training state can be saved could not be tried", exc_info=problem)
+
+    def _finish(self, thread: threading.Thread) -> None:
+        thread.join(_PATIENCE_S)
+        if thread.is_alive():
+            _log.warning("whether this training state can be saved is not known after %g s", _PATIENCE_S)
+        self._thread = None
+        if self._found:
+            raise UsageError(self._found)
+
+    def _say(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if key not in self._said:
+                self._said.add(key)
+                _log.warning(_NOT_SAVED, key)
+
+    def _refuse_replaced(self) -> None:
+        """What may have happened since the objects were wrapped, and before anything was trained."""
+        now = ModelNames(self._model, None).parameters
+        trained = {id(p) for optimizer in self._optimizers for group in optimizer.param_groups for p in group["params"]}
+        replaced = [
+            name
+            for name, parameter in self._names.parameters.items()
+            if id(parameter) in trained and now.get(name, parameter) is not parameter
+        ]
+        if replaced:
+            raise UsageError(
+                f"{len(replaced)} parameters of the model ({', '.join(replaced[:_LISTED_MAX])}) were replaced after "
+                "wrap_optimizer(), and the optimizer still updates the old ones. fully_shard() does that, and "
+                "FullyShardedDataParallel: shard the model first, then make the optimizer, then call wrap_optimizer()"
+            )
+        if self._devices != (devices := _devices(self._model)):
+            raise UsageError(
+                f"the model was moved from {_listed(self._devices)} to {_listed(devices)} after wrap_optimizer(): move "
+                "it before, and make the optimizer then"
+            )
+
+    def _refuse_unsaved(self) -> None:
+        """A param group was added."""
+        for optimizer in self._optimizers:
+            ModelNames(self._model, optimizer)  # raises where the model does not have them
+        given = self._all()
+        if unsaved := sorted(given - set(self.saved())):
+            raise UsageError(
+                f"{', '.join(unsaved[:_LISTED_MAX])} came into the optimizer after wrap_optimizer(), and in a job of "
+                "several shards it was settled there which rank saves what: add the parameters to the model, and the "
+                "param group, before wrap_optimizer()"
+            )
+
+
+# -------------------------------------------------------------------------------------------------- what is looked at
+
+
+def _wrong_device(state: State, model: nn.Module) -> Iterator[str]:
+    named = [(f"model.{name}", buffer) for name, buffer in model.named_buffers()]
+    seen: set[str] = set()
+    for key, tensor in (*((key, local(value)) for key, value in _tensors(state)), *named):
+        kind = tensor.device.type
+        if kind in DEVICES or key in seen:
+            continue
+        seen.add(key)
+        cure = (
+            "give it memory before wrap_optimizer(), for example by to_empty()"
+            if kind == "meta"
+            else ("ttp saves what is on the CPU or on CUDA devices")
+        )
+        yield f"{key} is on the device {str(tensor.device)!r}: {cure}"
+
+
+def _wrong_tensors(state: State) -> Iterator[str]:
+    dtypes: set[torch.dtype] = set()
+    for key, value in _tensors(state):
+        tensor = local(value)
+        if tensor.device.type not in DEVICES:
+            continue
+        if why := objection(key, tensor.detach()):
+            yield why
+        elif tensor.dtype not in dtypes:
+            dtypes.add(tensor.dtype)
+            if dump(torch.empty(0, dtype=tensor.dtype), Tensor.cpu) is None:
+                yield f"{key} has the dtype {tensor.dtype}, which torch {torch.__version__} does not load safely"
+
+
+def _wrong_values(state: State) -> Iterator[str]:
+    for path, key, value in _values(state):
+        if path[:2] != _SETTINGS and not _storable(value):
+            yield (
+                f"{key} is a {type(value).__module__}.{type(value).__qualname__}, which has no form on disk that is "
+                "safe to load: keep tensors, numbers, strings, and lists and dicts of them"
+            )
+
+
+def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
+    return ((".".join(map(str, path)), value) for path, _, value in leaves(state) if isinstance(value, Tensor))
+
+
+def _values(state: State) -> Iterator[tuple[Path, str, Any]]:
+    for path, _, value in leaves(state):
+        if not isinstance(value, Tensor):
+            yield path, ".".join(map(str, path)), value
+
+
+def _storable(value: Any) -> bool:
+    return type(value) in (int, float, bool, str, type(None)) or dump(value, _same_form) is not None
+
+
+def _same_form(tensor: Tensor) -> Tensor:
+    """For a copy on the host, whose bytes do not matter."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype)
+
+
+def _devices(model: nn.Module) -> frozenset[str]:
+    return frozenset(str(local(parameter).device) for parameter in model.parameters())
+
+
+def _listed(devices: frozenset[str]) -> str:
+    return ", ".join(sorted(devices)) or "nowhere"

@@ -1,0 +1,109 @@
+"""What an optimizer keeps where a checkpoint does not look; found when it has made its first update.
+
+A checkpoint holds ``optimizer.state`` of the optimizers that own the parameters. A wrapper may keep something beside
+(Lookahead's slow weights), and an optimizer may keep its moments in attributes of its own. Such a job would be restored
+without a word as one that has forgotten them, so it is refused while nothing is lost: tensors shaped like parameters
+are looked for in what the object holds.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded, owners_of, wrappers_of
+from ttp.errors import UsageError
+
+_SCRATCH = frozenset({"old_p", "e_w"})
+"""Of SAM: from its first step to its second in one iteration."""
+_DEPTH_MAX = 5
+
+
+def refuse_unsaved(given: Sequence[Optimizer], extra: Collection[Any]) -> None:
+    """Called when every optimizer has stepped.
+
+    Args:
+        given: the optimizers as the user gave them.
+        extra: the user's other state: a wrapper given there too is saved by its own ``state_dict()``.
+
+    Raises:
+        UsageError: an optimizer keeps something that would not be in a checkpoint.
+    """
+    every = [owner for optimizer in given for owner in owners_of(optimizer)]
+    for owner in every if len(every) > 1 else ():
+        nobodys = next((key for key in list(owner.state) if not isinstance(key, Tensor)), None)
+        if nobodys is not None:
+            raise UsageError(
+                f"{type(owner).__name__} keeps {nobodys!r} in .state, which is no parameter: beside other optimizers "
+                "nobody could tell whose it is when a checkpoint is loaded. Keep it in state[parameter] or in its "
+                "param groups"
+            )
+    for optimizer in given:
+        owners = owners_of(optimizer)
+        for wrapper in wrappers_of(optimizer):
+            kept = _kept_by(wrapper, owners)
+            if kept and not any(each is wrapper for each in extra):
+                inside = ", ".join(type(owner).__name__ for owner in owners)
+                raise UsageError(
+                    f"{type(wrapper).__name__} keeps tensors of its own (.{kept}) beside the state of {inside} inside "
+                    "of it, and a checkpoint holds only that. If its state_dict() and load_state_dict() have them, "
+                    'give the object to wrap_optimizer() as extra state too: extra_state={"optimizer": optimizer}'
+                )
+        for owner in owners:
+            if owner.state or is_sharded(owner) or type(owner).__module__.partition(".")[0] == "torch":
+                continue
+            kept = _kept_by(owner, ())
+            if kept and not any(each is owner for each in extra):
+                raise UsageError(
+                    f"{type(owner).__name__} has stepped, its .state is empty, and it keeps tensors in .{kept}: a "
+                    "checkpoint holds .state only. Keep them in self.state[parameter], or give the object to "
+                    "wrap_optimizer() as extra state too, with state_dict() and load_state_dict() that have them: "
+                    'extra_state={"optimizer": optimizer}'
+                )
+
+
+def refuse_detached_schedule(given: Sequence[Optimizer], schedulers: Sequence[Any]) -> None:
+    """A scheduler that writes into param groups of a wrapper that are not those that are saved.
+
+    Raises:
+        UsageError: there is one.
+    """
+    saved = {id(group) for each in given for owner in owners_of(each) for group in owner.param_groups}
+    for wrapper in (wrapper for each in given for wrapper in wrappers_of(each)):
+        if any(id(group) not in saved for group in wrapper.param_groups) and any(
+            getattr(scheduler, "optimizer", None) is wrapper for scheduler in schedulers
+        ):
+            raise UsageError(
+                f"the scheduler changes the learning rate in param groups of {type(wrapper).__name__}, which are not "
+                "those of the optimizers inside of it, and only these are saved: make a scheduler for each optimizer "
+                "inside, and give wrap_optimizer() a list of them"
+            )
+
+
+def _kept_by(optimizer: Optimizer, inside: Sequence[Optimizer]) -> str:
+    """The attribute with tensors like its parameters that are none of them; empty: there is none."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    shapes = {parameter.shape for parameter in parameters}
+    known = {id(p) for p in parameters} | {id(each.state) for each in inside} | {id(optimizer.param_groups)}
+    known |= {id(group) for each in (optimizer, *inside) for group in each.param_groups}
+
+    def holds(value: Any, depth: int) -> bool:
+        if id(value) in known or isinstance(value, (Optimizer, nn.Module)) or depth > _DEPTH_MAX:
+            return False
+        if isinstance(value, Tensor):
+            return value.shape in shapes and value.dim() > 0
+        if isinstance(value, dict):
+            return any(holds(item, depth + 1) for key, item in list(value.items()) if key not in _SCRATCH)
+        if isinstance(value, (list, tuple, set, frozenset, deque)):
+            return any(holds(item, depth + 1) for item in list(value))
+        foreign = hasattr(value, "__dict__") and not isinstance(value, type) and not callable(value)
+        if not foreign or type(value).__module__.partition(".")[0] == "torch":
+            return False
+        known.add(id(value))
+        return holds(vars(value), depth + 1)
+
+    return next((name for name, value in list(vars(optimizer).items()) if holds(value, 0)), "")

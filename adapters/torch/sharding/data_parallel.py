@@ -1,0 +1,205 @@
+"""The DistributedDataParallel modules that reduce the gradients of a model, and their bucket layouts.
+
+``model=`` may be a DistributedDataParallel, have some inside (a GAN has two), or be what one was made of: torch leaves
+no trace of the wrapper in the module inside. So where a model does not contain what reduces its gradients, the objects
+of the process are looked through, once at each of a few moments of the start. What counts is not where a wrapper
+stands, but that it reduces a parameter of the model.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ttp.adapters.torch.sharding.ddp_buckets import BucketWatch, Ddp, apply_bucket_layout, missing_layout
+from ttp.adapters.torch.sharding.names import ModelNames
+
+_log = logging.getLogger("ttp.adapters.torch")
+
+Layouts = str | dict[str, str]
+"""What ``ddp.bucket_layout`` says of the only DistributedDataParallel; of several by the name of their first parameter,
+as far as it is known."""
+
+
+def ddps_of(model: nn.Module, known: Sequence[Ddp] = ()) -> list[Ddp]:
+    """Every DistributedDataParallel inside of ``model``, around it, or around a part of it; in the model's order.
+
+    Not for every step: where those inside and the ``known`` ones do not reduce all of the model, all objects of the
+    process are looked at.
+    """
+    inside = [*known, *(module for module in model.modules() if isinstance(module, DistributedDataParallel))]
+    inside = list({id(ddp): ddp for ddp in inside}.values())
+    if not (dist.is_available() and dist.is_initialized()):
+        return inside
+    number = {id(parameter): position for position, parameter in enumerate(model.parameters())}
+    covered = {id(parameter) for ddp in inside for parameter in ddp.parameters()}
+    if all(identity in covered for identity in number):
+        return inside
+    found = {id(ddp): ddp for ddp in (*inside, *_around(number))}
+
+    def place(ddp: Ddp) -> int:
+        return min((number[id(p)] for p in ddp.parameters() if id(p) in number), default=len(number))
+
+    return sorted(found.values(), key=place)
+
+
+def not_replicated(ddps: Sequence[Ddp]) -> list[Tensor]:
+    """Parameters that these were told to leave alone: nobody makes them equal on all ranks.
+
+    What is reduced later than the rest (``delay_all_reduce_named_params``) is not among them, nor what another one of
+    these reduces.
+    """
+    ignored: dict[int, Tensor] = {}
+    reduced: set[int] = set()
+    for ddp in ddps:
+        names = set(getattr(ddp, "parameters_to_ignore", ()))
+        reduced.update(map(id, getattr(ddp, "_delay_all_reduce_params", ())))
+        for name, parameter in ddp.module.named_parameters():
+            if name in names:
+                ignored[id(parameter)] = parameter
+            else:
+                reduced.add(id(parameter))
+    return [parameter for identity, parameter in ignored.items() if identity not in reduced]
+
+
+class LayoutWatch:
+    """``BucketWatch`` for every DistributedDataParallel of a model.
+
+    Args:
+        ddps: of the model.
+        names: of it.
+    """
+
+    def __init__(self, ddps: Sequence[Ddp], names: ModelNames) -> None:
+        self._ddps, self._names = list(ddps), names
+        self._watches = {name: BucketWatch(ddp) for name, ddp in _by_name(ddps, names).items()}
+        self.unsettled = list(self._watches.values())
+        """Those that have to be told of updates: the others know a layout that stays."""
+        _say_hook_state(ddps)
+
+    @property
+    def layout(self) -> Layouts | None:
+        """For the step after the last finished update; None: those that DDP begins with. From any thread."""
+        return _joined({name: watch.layout for name, watch in self._watches.items()})
+
+    @property
+    def previous(self) -> Layouts | None:
+        """What ``layout`` was before the last update."""
+        return _joined({name: watch.previous for name, watch in self._watches.items()})
+
+    def look_again(self, model: nn.Module, *, resumed: bool) -> list[str]:
+        """Find those that were made after the first look; once, when the first update is made.
+
+        Args:
+            model: the registered one.
+            resumed: a checkpoint was restored before.
+
+        Returns:
+            What of theirs makes saves impossible, in sentences.
+        """
+        late = [ddp for ddp in ddps_of(model, self._ddps) if not any(ddp is known for known in self._ddps)]
+        self._ddps += late
+        more = {name: BucketWatch(ddp) for name, ddp in _by_name(late, self._names).items()}
+        self._watches |= more
+        self.unsettled += more.values()
+        _say_hook_state(late)
+        if resumed and any(missing_layout(ddp) is not None for ddp in late):
+            _log.warning(
+                "a DistributedDataParallel was made after ttp.restore(), so its buckets were not laid out as in the "
+                "job that saved: the next steps may differ in the last bits from an unbroken run. Make it before"
+            )
+        found = [hook_refusal(self._ddps)]
+        alone = {id(parameter) for parameter in not_replicated(self._ddps) if parameter.requires_grad} if late else ()
+        if alone:
+            names = [name for name, parameter in self._names.parameters.items() if id(parameter) in alone]
+            found.append(
+                f"a DistributedDataParallel that ignores {', '.join(names[:4])} was made after wrap_optimizer(), which "
+                "took these parameters for equal on all ranks: make it before"
+            )
+        return [problem for problem in found if problem]
+
+    def update_finished(self) -> None:
+        """Call it on the training thread after every update, as long as there is one that is not settled."""
+        self.unsettled = [watch for watch in self.unsettled if watch.update_finished()]
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        for watch in self._watches.values():
+            watch.close()
+
+
+def apply_layouts(ddps: Sequence[Ddp], names: ModelNames, saved: Layouts | None) -> list[str]:
+    """Make ``ddps`` reduce as they did in the job that saved; all ranks alike, before the first forward pass.
+
+    Returns:
+        Why the next steps may differ in their last bits, if so.
+    """
+    found = _by_name(ddps, names)
+    kept = dict.fromkeys(found, saved) if isinstance(saved, str) and len(found) == 1 else saved
+    kept = kept if isinstance(kept, dict) else {}
+    reasons = [
+        missing_layout(ddp) if (layout := kept.get(name)) is None else apply_bucket_layout(ddp, layout)
+        for name, ddp in found.items()
+    ]
+    return [reason for reason in reasons if reason is not None]
+
+
+def hook_refusal(ddps: Sequence[Ddp]) -> str:
+    """Why a communication hook makes a save impossible, and what to do; empty: none does."""
+    kinds = {type(state).__name__ for ddp in ddps for _, state in ddp._comm_hooks}
+    if "PostLocalSGDState" not in kinds:
+        return ""
+    return (
+        "post_localSGD_hook lets the weights of ranks differ between two averagings, so no rank has a copy of another "
+        "one's: register another communication hook, or none"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- private
+
+
+def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
+    """Those of the process that have a parameter in ``number``."""
+    found = _alive()
+    if len({id(ddp.module) for ddp in found}) < len(found):  # one of them may be garbage that was not collected yet
+        del found
+        gc.collect()
+        found = _alive()
+    yield from (ddp for ddp in found if any(id(parameter) in number for parameter in ddp.parameters()))
+
+
+def _alive() -> list[Ddp]:
+    """``isinstance`` would ask every object for its ``__class__``: some warn, load what is lazy, or raise."""
+    found = [thing for thing in gc.get_objects() if DistributedDataParallel in type(thing).__mro__]
+    return [ddp for ddp in found if "module" in vars(ddp).get("_modules", ())]  # else it failed when it was made
+
+
+def _by_name(ddps: Sequence[Ddp], names: ModelNames) -> dict[str, Ddp]:
+    known = {id(parameter): name for name, parameter in reversed(names.parameters.items())}
+    return {next(known[id(p)] for p in ddp.parameters() if id(p) in known): ddp for ddp in ddps}
+
+
+def _joined(layouts: Mapping[str, str | None]) -> Layouts | None:
+    known = {name: layout for name, layout in layouts.items() if layout is not None}
+    return next(iter(known.values()), None) if len(layouts) < 2 else known or None
+
+
+def _say_hook_state(ddps: Sequence[Ddp]) -> None:
+    """Say in the log which communication hooks have state of their own: it is as large as the gradients, different on
+    every rank, and not saved."""
+    for ddp in ddps:
+        for hook, state in ddp._comm_hooks:
+            if state is None or isinstance(state, dist.ProcessGroup) or "mixed_precision" in type(state).__module__:
+                continue
+            _log.warning(
+                "the communication hook %s keeps state of its own (%s: PowerSGD has the error that it feeds back), "
+                "which is in no checkpoint: after a restart it begins anew, and the bits are not those of an unbroken "
+                "run. Hooks without state keep them (none, fp16_compress_hook, bf16_compress_hook)",
+                getattr(hook, "__name__", hook),
+                type(state).__name__,
+            )

@@ -1,0 +1,300 @@
+"""Finds out which ranks hold the same pieces of the training state, from the objects that the job already has.
+
+Theory of operation
+-------------------
+A rank looks at its own tensors. Tensors that are cut among the same ranks (``cuts.cut_among``) have the same replicas:
+together they make one shard of this rank. Tensors that are not cut make another. Of each a rank describes what it holds
+(names, whole shapes, which part is here), and the digests of these descriptions are exchanged once: ranks with the
+same digest hold the same shard. How a library made its process groups does not matter, and a thousand ranks exchange
+some hundred kilobytes.
+
+Equal names and shapes do not prove equal content: two pipeline stages may both call a layer ``0.weight``. So ranks are
+replicas of each other only where they are connected, by the meshes of distributed tensors and the groups of
+DistributedDataParallel modules. Where nothing connects anybody (gradients are reduced by hand) all count as connected.
+What remains is refused: one name may not stand for two things in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from ttp.adapters.torch.loop.combined_optimizer import members_of
+from ttp.adapters.torch.saving.checkpoint import Stored
+from ttp.adapters.torch.sharding.exchange import broadcast_bytes, gather_or_refuse
+from ttp.adapters.torch.sharding.shard_discovery import Key, RankShards, ShardEntry, describe, held, key_of, view_of
+from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
+from ttp.errors import ConfigError
+from ttp.store.encoding import decode, encode
+
+log = logging.getLogger("ttp.adapters.torch")
+
+COMMON = "common"
+"""The shard that every rank holds, beside others."""
+_LISTED_MAX = 4
+
+Identity = tuple[Any, ...]
+"""Equal for what different ranks say of one shard."""
+
+RENAME = (
+    "give every stage names of its own, as torch.distributed.pipelining does: for example wrap it, "
+    "nn.ModuleDict({'stage1': stage})"
+)
+
+
+class FoundSharding:
+    """See ``Sharding``. Made by ``discover``.
+
+    Args:
+        parts: of the job.
+        layout: of the job.
+        mine: the shard of each kind of tensors that this rank holds.
+        flat_groups: param groups differ between ranks.
+        elsewhere: names that only other ranks have.
+    """
+
+    def __init__(
+        self, parts: Parts, layout: Layout, mine: Mapping[Key, Shard], flat_groups: bool, elsewhere: Collection[str]
+    ) -> None:
+        self.layout, self.flat_groups = layout, flat_groups
+        self.stepping = members_of(parts.optimizer)
+        self._cutter, self._mine, self._explicit = parts.cutter, dict(mine), parts.layout is not None
+        self._elsewhere, self._names = frozenset(elsewhere), parts.names
+        self._parameters: dict[Shard, list[str]] = defaultdict(list)
+        for name in parts.names.parameters:
+            self._parameters[self._mine[key_of(parts, name, dist.get_rank())]].append(name)
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """See ``Sharding``."""
+        if len(self.layout.groups) == 1:
+            return self._names.parameters.keys()  # there may be more than there were
+        return self._parameters.get(shard, ())
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """See ``Sharding``. What came after the discovery goes with every shard, as all of an explicit layout does."""
+        return self._explicit or self._mine.get(self._cutter.cut("", tensor), shard) == shard
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """See ``Sharding``."""
+        return self._cutter.stored(owner, tensor)
+
+    def elsewhere(self) -> Collection[str]:
+        """See ``Sharding``."""
+        return self._elsewhere
+
+
+def discover(parts: Parts) -> FoundSharding:
+    """Ask all ranks what they hold. Every rank calls it at the same point of its program.
+
+    Raises:
+        ConfigError: one name stands for two things, or an explicit layout does not fit; the text says what to do.
+    """
+    me = dist.get_rank()
+    mine: dict[Key, list[ShardEntry]] = {}
+
+    def view() -> bytes:
+        mine.update(held(parts, me))
+        return view_of(parts, mine).encode()
+
+    views = [RankShards.decode(data) for data in gather_or_refuse(view)]
+    shards = same_shards(views)
+    if parts.layout is None:
+        refuse_left_alone(views)
+        refuse_strangers(shards, views)
+        layout, names = named(shards, parts.world_size)
+    else:
+        layout = parts.layout
+        names = explicit({i: ranks for i, ranks in shards.items() if i[-1] in layout.groups}, layout)
+    elsewhere = _names_elsewhere(views, mine, me)
+    found = {key: names[i] for key, i in zip(mine, _identities(views, me), strict=True) if i in names}
+    flat = len({view.groups for view in views}) > 1
+    if me == 0 and layout.unreplicated() and not parts.buddy:
+        log.warning("%s", _alone(layout))
+    return FoundSharding(parts, layout, found, flat, elsewhere)
+
+
+# ------------------------------------------------------------------------------------------- who holds the same: pure
+
+
+def same_shards(views: Sequence[RankShards]) -> dict[Identity, tuple[Rank, ...]]:
+    """The ranks that hold the same, in the order of the lowest of them."""
+    found: dict[Identity, list[Rank]] = defaultdict(list)
+    for rank in range(len(views)):
+        for identity in _identities(views, rank):
+            found[identity].append(Rank(rank))
+    return {identity: tuple(ranks) for identity, ranks in found.items()}
+
+
+def _identities(views: Sequence[RankShards], rank: int) -> list[Identity]:
+    """What this rank says of each of its shards, and whom it may share that with."""
+    view = views[rank]
+    connected = _components(views)[rank]
+    return [(said.parts, said.label) if said.label else (said.parts, connected, view.stages) for said in view.shards]
+
+
+def _components(views: Sequence[RankShards]) -> list[int]:
+    """For each rank a number that connected ranks have in common: the members of a group all name its lowest."""
+    if not any(view.scopes for view in views):
+        return [0] * len(views)
+    parent = list(range(len(views)))
+
+    def root(rank: int) -> int:
+        while parent[rank] != rank:
+            parent[rank] = rank = parent[parent[rank]]
+        return rank
+
+    for rank, view in enumerate(views):
+        for lowest in view.scopes:
+            one, two = sorted((root(rank), root(lowest)))
+            parent[two] = one
+    return [root(rank) for rank in range(len(views))]
+
+
+def refuse_strangers(shards: Mapping[Identity, Sequence[Rank]], views: Sequence[RankShards]) -> None:
+    """Ranks that hold things of equal names and shapes without being connected.
+
+    Raises:
+        ConfigError: there are such.
+    """
+    first: dict[str, Sequence[Rank]] = {}
+    for identity, ranks in shards.items():
+        other = first.setdefault(identity[0], ranks)
+        if other is not ranks:
+            one, two = (describe(views[group[0]], group[0]) for group in (other, ranks))
+            raise ConfigError(
+                f"{one} and {two} hold parameters of the same names and shapes, and neither a mesh nor a "
+                f"DistributedDataParallel connects them. If they are different parts of the model, {RENAME}. If they "
+                "are replicas, give wrap_optimizer() layout=ttp.Layout(world_size, {shard: ranks, ...})"
+            )
+
+
+def refuse_left_alone(views: Sequence[RankShards]) -> None:
+    """Parameters that DistributedDataParallel was told to ignore, where it cannot be told who has copies of them.
+
+    Trained ones are sound where each rank has names of its own for them: they are shards of their own. Ones that are
+    not trained are sound where they are equal.
+
+    Raises:
+        ConfigError: there are others.
+    """
+    holders: dict[str, list[Rank]] = defaultdict(list)
+    listed: dict[str, tuple[str, ...]] = {}
+    for rank, view in enumerate(views):
+        for said in view.shards:
+            if said.alone:
+                holders[said.names].append(Rank(rank))
+                listed[said.names] = said.alone
+    for names, ranks in holders.items():
+        if len(ranks) > 1:
+            raise ConfigError(
+                f"DistributedDataParallel was told to ignore {', '.join(listed[names])}, so nothing makes these "
+                f"parameters equal on ranks {compact_ranks(ranks)}, and the optimizer trains them under one name on "
+                "all of these: a checkpoint would have those of one rank. If they are different parameters (experts), "
+                "give them a name of their own on each rank, for example nn.ModuleDict({f'expert{rank}': expert}); "
+                "each rank that has them is then the only one that can save them, unless wrap_optimizer() is given "
+                "buddy=True. If they are copies that the program keeps equal itself, say so: wrap_optimizer("
+                f"layout=ttp.Layout.data_parallel({len(views)}))"
+            )
+    contents: dict[tuple[str, ...], str] = {}
+    for view in views:
+        if view.frozen and contents.setdefault(view.frozen_names, view.frozen) != view.frozen:
+            raise ConfigError(
+                f"DistributedDataParallel was told to ignore {', '.join(view.frozen_names)}, which no optimizer "
+                "trains, and they are not equal on all ranks: a checkpoint would have those of one rank. Make them "
+                "equal, or give them a name of their own on each rank"
+            )
+
+
+def named(shards: Mapping[Identity, Sequence[Rank]], world_size: int) -> tuple[Layout, dict[Identity, Shard]]:
+    """Names for people: ``model`` when there is one, else numbers, and ``common`` for what everybody holds."""
+    names: dict[Identity, Shard] = {}
+    cut = [identity for identity, ranks in shards.items() if len(ranks) < world_size]
+    width = len(str(max(0, len(cut) - 1)))
+    for number, identity in enumerate(cut):
+        names[identity] = Shard(f"{REPLICATED}-{number:0{width}d}")
+    for number, identity in enumerate(identity for identity in shards if identity not in names):
+        names[identity] = Shard(f"{COMMON}-{number}" if number else COMMON) if len(shards) > 1 else REPLICATED
+    return Layout(world_size, {names[identity]: tuple(ranks) for identity, ranks in shards.items()}), names
+
+
+def explicit(shards: Mapping[Identity, Sequence[Rank]], layout: Layout) -> dict[Identity, Shard]:
+    """The shard that each rank means, where the user has named them.
+
+    Raises:
+        ConfigError: ranks that should hold the same do not, or two shards are told apart by nothing.
+    """
+    first: dict[str, Sequence[Rank]] = {}
+    meant: dict[str, str] = {}
+    for (parts, label), ranks in shards.items():
+        if (twin := meant.setdefault(parts, label)) != label:
+            raise ConfigError(
+                f"shards {twin!r} and {label!r} of the layout have parameters of the same names and shapes, and a "
+                f"checkpoint can have one of each name: {RENAME}"
+            )
+        other = first.setdefault(label, ranks)
+        if other is not ranks:
+            raise ConfigError(
+                f"in the layout ranks {compact_ranks([other[0], ranks[0]])} hold copies of shard {label!r}, but their "
+                "parameters have other names or shapes, or are cut in another way"
+            )
+    silent = [shard for shard in layout.groups if shard not in first]
+    if silent:
+        raise ConfigError(f"no parameter belongs to shard {silent[0]!r} of the layout: leave it out")
+    return {identity: Shard(identity[1]) for identity in shards}
+
+
+# ------------------------------------------------------------------------------------------------ names of other ranks
+
+
+def _names_elsewhere(views: Sequence[RankShards], mine: Mapping[Key, Iterable[ShardEntry]], me: int) -> set[str]:
+    """What only other ranks have (other pipeline stages), by the name in the model.
+
+    Only what not every rank holds is sent, once per stage: most jobs send nothing.
+
+    Raises:
+        ConfigError: something here and something there have the same name.
+    """
+    speakers: dict[str, int] = {}
+    holders: dict[str, set[int]] = defaultdict(set)
+    for rank, view in enumerate(views):
+        for said in view.shards:
+            speakers.setdefault(said.names, rank)
+            holders[said.names].add(rank)
+    own = {said.names: [e.name for e in mine[key]] for said, key in zip(views[me].shards, mine, strict=True)}
+    known = {name: digest for digest, names in own.items() for name in names}
+    others: set[str] = set()
+    problem = ""
+    for digest, speaker in speakers.items():
+        if len(holders[digest]) == len(views):
+            continue
+        names = decode(broadcast_bytes(encode(own.get(digest, [])), speaker))
+        clash = [name for name in names if known.setdefault(name, digest) != digest]
+        problem = problem or (_clash(clash, describe(views[speaker], speaker)) if clash else "")
+        if digest not in own:
+            others.update(names)
+    if problem:
+        raise ConfigError(problem)
+    return {name.removeprefix("model.") for name in others if name.startswith("model.")}
+
+
+def _alone(layout: Layout) -> str:
+    alone = layout.unreplicated()
+    listed = ", ".join(alone[:_LISTED_MAX]) + (", ..." if len(alone) > _LISTED_MAX else "")
+    return (
+        f"{len(alone)} of {len(layout.groups)} shards ({listed}) are on one rank each: when that rank dies, nothing "
+        "can be saved. Training goes on; to be protected, keep two copies of each shard, for example by fully_shard() "
+        'over a mesh of two dimensions: init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", '
+        '"shard")), or give wrap_optimizer() buddy=True'
+    )
+
+
+def _clash(names: Sequence[str], where: str) -> str:
+    listed = ", ".join(name.partition(".")[2] for name in names[:_LISTED_MAX])
+    more = f" and {len(names) - _LISTED_MAX} more" if len(names) > _LISTED_MAX else ""
+    return f"{where} and other ranks call different things by the same name ({listed}{more}): {RENAME}"

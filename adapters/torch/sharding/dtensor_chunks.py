@@ -1,0 +1,185 @@
+"""How a tensor is cut: which part of the whole is in the memory of this rank.
+
+Sharded tensors are recognised by what they are, not by the library that made them: a ``DTensor`` says its mesh and its
+placements. The memory is read directly, never through an operation of the distributed tensor, because the saver's
+thread may not communicate and may not disturb the training thread.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.sharding.fsdp1 import flat_pieces
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import ConfigError
+
+Ranks = tuple[int, ...]
+
+_Run = tuple[int, int, int]  # where it begins in the local memory, where in the whole, how long
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether it is a ``DTensor``; does not import what nobody has imported."""
+    library = sys.modules.get("torch.distributed.tensor")
+    return library is not None and isinstance(tensor, library.DTensor)
+
+
+def local(tensor: Any) -> Tensor:
+    """The memory of this rank."""
+    return tensor._local_tensor.detach() if is_distributed(tensor) else tensor
+
+
+def cut_among(tensor: Any) -> Ranks:
+    """The ranks over which the whole is spread, this one among them; empty: every holder has all of it.
+
+    Tensors that are cut among the same ranks have the same replicas.
+
+    Raises:
+        ConfigError: it is a sum that was not reduced yet.
+    """
+    if not is_distributed(tensor):
+        return ()
+    placements = tensor.placements
+    if any(placement.is_partial() for placement in placements):
+        raise ConfigError(
+            f"a parameter of shape {tuple(tensor.shape)} is a partial sum ({placements}): reduce it first"
+        )
+    cut = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    if not cut:
+        return ()
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    where = tuple(slice(None) if dim in cut else coordinate[dim] for dim in range(mesh.ndim))
+    return tuple(sorted(mesh.mesh[where].flatten().tolist()))
+
+
+def mesh_ranks(tensor: Any) -> Ranks:
+    """All ranks of the mesh that a distributed tensor lies on; empty: it lies on none."""
+    return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())) if is_distributed(tensor) else ()
+
+
+def stored(tensor: Any) -> Stored:
+    """What of it is here; see ``Sharding.stored``."""
+    if not is_distributed(tensor):
+        return tensor
+    if not cut_among(tensor):
+        return local(tensor)
+    shape = tuple(tensor.shape)
+    chunks = tuple(_chunks(local(tensor), shape, [_runs(tensor, dim) for dim in range(len(shape))]))
+    return chunks[0] if len(chunks) == 1 else chunks
+
+
+def flat_chunks(piece: Tensor, shape: Sequence[int], start: int) -> tuple[Chunk, ...]:
+    """The elements from ``start`` on of a tensor that was flattened, as rectangles of the tensor.
+
+    Args:
+        piece: one dimension; consecutive elements of the flattened tensor, in its order.
+        shape: of the whole tensor.
+        start: position of the first of them.
+    """
+    if len(shape) <= 1:
+        return (Chunk(piece.reshape([-1] * len(shape)), tuple(shape), (start,) * len(shape)),)
+    row = 1
+    for size in shape[1:]:
+        row *= size
+    found: list[Chunk] = []
+    position, stop = start, start + piece.numel()
+    while position < stop:
+        first, inside = divmod(position, row)
+        if inside or stop - position < row:  # a part of one row: the same question, one dimension less
+            end = min(stop, (first + 1) * row)
+            parts = flat_chunks(piece[position - start : end - start], shape[1:], inside)
+            found += [Chunk(p.tensor.unsqueeze(0), tuple(shape), (first, *p.offsets)) for p in parts]
+        else:
+            end = stop - stop % row
+            rows = piece[position - start : end - start].view(-1, *shape[1:])
+            found.append(Chunk(rows, tuple(shape), (first, *[0] * (len(shape) - 1))))
+        position = end
+    return tuple(found)
+
+
+def _chunks(here: Tensor, shape: tuple[int, ...], runs: Sequence[Sequence[_Run]]) -> Iterator[Chunk]:
+    for box in itertools.product(*runs):
+        piece = here[tuple(slice(begin, begin + size) for begin, _, size in box)]
+        yield Chunk(piece, shape, tuple(at for _, at, _ in box))
+
+
+def _runs(tensor: Any, dim: int) -> list[_Run]:
+    """Along one dimension: the stretches of the whole that are here, in the order of the local memory."""
+    size, mesh = tensor.shape[dim], tensor.device_mesh
+    cuts = [(n, p) for n, p in enumerate(tensor.placements) if not p.is_replicate() and p.dim == dim]
+    if not cuts:
+        return [(0, 0, size)]
+    index = torch.arange(size)
+    for number, placement in cuts:
+        pieces = getattr(placement, "split_factor", 1)
+        index = _part(index, pieces, mesh.size(number), mesh.get_coordinate()[number])
+    if len(index) != tensor._local_tensor.shape[dim]:
+        raise ConfigError(
+            f"dimension {dim} of a tensor of shape {tuple(tensor.shape)}, cut as {tensor.placements}, has "
+            f"{tensor._local_tensor.shape[dim]} elements here, not {len(index)}: this torch cuts in another way"
+        )
+    return _stretches(index) or [(0, size, 0)]
+
+
+def _part(index: Tensor, pieces: int, parts: int, number: int) -> Tensor:
+    """The ``number``-th of ``parts`` of each of the ``pieces`` of ``index``: one piece for a plain shard."""
+    found = [
+        chunks[number] for piece in torch.chunk(index, pieces) if number < len(chunks := torch.chunk(piece, parts))
+    ]
+    return torch.cat(found) if found else index[:0]
+
+
+def _stretches(index: Tensor) -> list[_Run]:
+    if not len(index):
+        return []
+    begins = [0, *((index.diff() != 1).nonzero().flatten() + 1).tolist(), len(index)]
+    return [(here, int(index[here]), following - here) for here, following in itertools.pairwise(begins)]
+
+
+class Cutter:
+    """How the tensors of one model are cut, by the parameter that they belong to.
+
+    Args:
+        model: the registered module.
+        names: of it.
+    """
+
+    def __init__(self, model: nn.Module, names: ModelNames) -> None:
+        self._flat = flat_pieces(model, names)
+
+    def cut(self, owner: str, tensor: Tensor) -> Ranks:
+        """See ``cut_among``; ``owner`` is as in ``Sharding.stored``."""
+        return self._flat[owner].ranks if owner in self._flat else cut_among(tensor)
+
+    def is_cut(self, owner: str, tensor: Tensor) -> bool:
+        """Whether a library that shards has it: then that library says who holds what."""
+        return owner in self._flat or is_distributed(tensor)
+
+    def shape(self, owner: str, tensor: Tensor) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """See ``Sharding.stored``."""
+        piece = self._flat.get(owner)
+        if piece is None or (tensor is not piece.parameter and tensor.shape != (piece.count,)):
+            return stored(tensor)
+        shape = piece.shape
+        nothing = Chunk(tensor.detach().new_empty((0,) * len(shape)), shape, (0,) * len(shape))
+        return flat_chunks(piece.of(tensor), shape, piece.start) if piece.count else (nothing,)
+
+    def pieces(self, owner: str, tensor: Tensor) -> Sequence[Chunk] | None:
+        """The parts of it that are here, where torch cannot describe them; None: where it can."""
+        found = self.stored(owner, tensor)
+        return [chunk for chunk in found if chunk.tensor.numel()] if isinstance(found, tuple) else None
+
+    def absent(self, owner: str) -> bool:
+        """Whether the optimizer of this rank keeps nothing for this parameter, because no part of it is here."""
+        return owner in self._flat and not self._flat[owner].count

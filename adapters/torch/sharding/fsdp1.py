@@ -1,0 +1,95 @@
+"""What FullyShardedDataParallel (FSDP1) makes of parameters: stretches of one flat tensor.
+
+It lays the parameters of a module one behind the other and gives each rank an equal stretch of the whole, so a rank
+has consecutive elements of some parameters, all of some and nothing of others. With ``use_orig_params=True`` each is
+still a parameter of its own, with one dimension. During a forward or backward pass such a parameter shows all of its
+elements, for a while; the rank's own ones stay in ``_local_shard``. Consecutive elements are a few rectangles of the
+parameter, which is how they are stored: stock torch reads them into any other layout.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """What is here of one parameter.
+
+    Args:
+        parameter: as the optimizer has it.
+        owner: the flat tensor.
+        shape: of the whole parameter.
+        start: the first element that is here, counted in the flattened parameter.
+        offset: its place in the memory of this rank.
+        count: elements that are here.
+        ranks: over which the flat tensor is cut.
+    """
+
+    parameter: Tensor
+    owner: Any
+    shape: tuple[int, ...]
+    start: int
+    offset: int
+    count: int
+    ranks: tuple[int, ...]
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The elements that are here, of the parameter itself or of a tensor that goes with it."""
+        memory: Tensor | None = getattr(self.owner, "_local_shard", None)  # absent before the first forward pass
+        if tensor is self.parameter and memory is not None:
+            return memory.detach()[self.offset : self.offset + self.count]
+        return tensor.detach()
+
+
+def flat_pieces(model: nn.Module, names: ModelNames) -> dict[str, FlatPiece]:
+    """Every parameter that FSDP1 has flattened, by each of its names.
+
+    Raises:
+        ConfigError: the flat tensor itself is the parameter.
+    """
+    by_identity: dict[int, FlatPiece] = {}
+    for module in _wrapped(model):
+        handle: Any = module._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        if not handle._use_orig_params:
+            raise ConfigError(
+                "FullyShardedDataParallel without use_orig_params=True hides the parameters from their optimizer: set "
+                "it, or use fully_shard()"
+            )
+        by_identity.update((id(piece.parameter), piece) for piece in _pieces(handle))
+    return {name: by_identity[id(p)] for name, p in names.parameters.items() if id(p) in by_identity}
+
+
+def flat_scopes(model: nn.Module) -> Iterator[tuple[int, ...]]:
+    """The groups of ranks that FSDP1 trains with: those it cuts among, and those it copies among."""
+    for module in _wrapped(model):
+        for group in (module.process_group, getattr(module, "_inter_node_pg", None)):
+            if group is not None:
+                yield tuple(dist.get_process_group_ranks(group))
+
+
+def _pieces(handle: Any) -> Iterator[FlatPiece]:
+    flat = handle.flat_param
+    ranks = tuple(sorted(dist.get_process_group_ranks(handle.process_group)))
+    for parameter, info, shape in zip(flat._params, flat._shard_param_infos, flat._shapes, strict=True):
+        here = (info.intra_param_start_idx, info.offset_in_shard, info.numel_in_shard) if info.in_shard else (0, 0, 0)
+        start, offset, count = here
+        yield FlatPiece(parameter, flat, tuple(shape), start, offset, count, ranks)
+
+
+def _wrapped(model: nn.Module) -> Iterator[Any]:
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    for module in model.modules() if library is not None else ():
+        if isinstance(module, library.FullyShardedDataParallel):
+            yield module

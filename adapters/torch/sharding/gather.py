@@ -1,0 +1,205 @@
+"""Brings the parameters that each rank of a block has updated to the others of the block.
+
+The parameters of a shard are laid one behind the other and cut into chunks of equal size; one all-gather brings the
+next chunk of every rank, whatever the number of parameters and dtypes in it. A rank writes into parameters of other
+shards only: what it has updated itself is read and never written, so it stays whole when a gather is torn.
+
+Memory: one buffer per device for all chunks of one all-gather, ``GATHER_BYTES`` or the block's parameters, whichever
+is less (rounded up to 16 bytes per rank and parameter). It is kept for the next step. gloo copies it once more while it
+works.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ttp.adapters.torch.sharding.partition import Placement
+from ttp.errors import ConfigError
+
+GATHER_BYTES = 64 << 20
+"""What all ranks of a block exchange at once. Large enough that the start of an all-gather does not count."""
+_ALIGNMENT = 16  # of the widest dtype
+
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # before torch 2.13
+
+_Copies = tuple[list[Tensor], list[Tensor]]  # where to, where from; all of one dtype
+
+
+@dataclass(slots=True)
+class _Round:
+    """One all-gather, and the copies before and after it."""
+
+    chunk: int  # bytes of each rank
+    send: list[_Copies] = field(default_factory=list)
+    receive: list[_Copies] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A stretch of a parameter's memory, and where it is in the chunk, in bytes."""
+
+    memory: Tensor
+    offset: int
+
+
+class BlockGather:
+    """The exchange of one block; every rank of it makes one, with the same arguments but for ``me``.
+
+    Args:
+        shards: the parameters of each shard.
+        holds: the shard of each rank of the block.
+        me: which of them this is.
+        group: of the block's ranks, in this order; None where the block is this rank alone.
+        limit: see ``GATHER_BYTES``.
+    """
+
+    def __init__(
+        self, shards: Sequence[Sequence[Tensor]], holds: Sequence[int], me: int, group: Any, limit: int = GATHER_BYTES
+    ) -> None:
+        self._shards, self._holds, self._me, self._group, self._limit = shards, holds, me, group, limit
+        self._key: list[tuple[int, bool]] = []
+        self._rounds: list[tuple[Tensor, list[_Round]]] = []  # per device
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Exchange what was updated: on a device, queue it.
+
+        Raises:
+            RuntimeError: a rank of the block died, like from any collective. Own parameters are whole.
+        """
+        if self._group is None:
+            return
+        key = [(p.data_ptr(), p.requires_grad) for shard in self._shards for p in shard]
+        if key != self._key:  # memory was moved, or parameters were frozen: on all ranks alike
+            self._plan()
+            self._key = key
+        for buffer, rounds in self._rounds:
+            for one in rounds:
+                self._exchange(buffer, one)
+
+    def _exchange(self, buffer: Tensor, one: _Round) -> None:
+        for to, source in one.send:
+            torch._foreach_copy_(to, source)
+        everything = buffer[: one.chunk * len(self._holds)]
+        mine = everything[one.chunk * self._me : one.chunk * (self._me + 1)]
+        _all_gather(everything, mine, group=self._group)
+        for to, source in one.receive:
+            torch._foreach_copy_(to, source)
+
+    # ------------------------------------------------------------------------------------------------------ planning
+
+    def _plan(self) -> None:
+        self._rounds = []
+        devices = dict.fromkeys(p.device for shard in self._shards for p in shard if p.requires_grad)
+        room = max(_ALIGNMENT, self._limit // len(self._holds) // _ALIGNMENT * _ALIGNMENT)
+        for device in devices:
+            trained = [[p for p in shard if p.requires_grad and p.device == device] for shard in self._shards]
+            chunks = [_chunks(parameters, room) for parameters in trained]
+            self._rounds.append(self._plan_device(device, chunks))
+
+    def _plan_device(
+        self, device: torch.device, chunks: Sequence[Sequence[list[_Piece]]]
+    ) -> tuple[Tensor, list[_Round]]:
+        count = max(len(of_shard) for of_shard in chunks)
+        turns = [[of_shard[turn] if turn < len(of_shard) else [] for of_shard in chunks] for turn in range(count)]
+        sizes = [max(_end(pieces) for pieces in turn) for turn in turns]
+        buffer = torch.empty(max(sizes) * len(self._holds), dtype=torch.uint8, device=device)
+        return buffer, [self._plan_round(buffer, size, turn) for size, turn in zip(sizes, turns, strict=True) if size]
+
+    def _plan_round(self, buffer: Tensor, chunk: int, turn: Sequence[list[_Piece]]) -> _Round:
+        one = _Round(chunk)
+        mine = self._holds[self._me]
+        one.send = _copies((_slot(buffer, self._me * chunk, piece), piece.memory) for piece in turn[mine])
+        sources = {shard: position for position, shard in reversed(list(enumerate(self._holds)))}  # the first of each
+        one.receive = _copies(
+            (piece.memory, _slot(buffer, sources[shard] * chunk, piece))
+            for shard, pieces in enumerate(turn)
+            if shard != mine
+            for piece in pieces
+        )
+        return one
+
+
+def block_gather(
+    placement: Placement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
+) -> BlockGather:
+    """The exchange of the block that rank ``me`` of a group is in; a process group of its own is made for it.
+
+    Args:
+        placement: of the shards.
+        me: which of the group's ranks this is.
+        ranks: of the group, as the job numbers them.
+        group: all of them.
+        shards: the parameters of each shard.
+    """
+    block = sorted(placement.block_of(me), key=lambda r: ranks[r])  # as torch sorts them
+    if len(block) == 1:
+        group = None
+    elif len(block) < placement.size:
+        group = dist.new_group([ranks[r] for r in block], use_local_synchronization=True)
+    return BlockGather(shards, [placement.shard_of(r) for r in block], block.index(me), group)
+
+
+def dense_memory(parameter: Tensor) -> Tensor:
+    """The elements of a parameter in the order of its memory, as a vector that shares it.
+
+    Raises:
+        ConfigError: it is no plain, dense tensor.
+    """
+    tensor = parameter.detach()
+    if type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.is_quantized:
+        ordered = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+        if tensor.is_contiguous() or ordered.is_contiguous():
+            return (tensor if tensor.is_contiguous() else ordered).view(-1)
+    raise ConfigError(
+        f"a parameter of shape {tuple(parameter.shape)} is a {type(tensor).__name__} of layout {tensor.layout}, or "
+        "has gaps in its memory: ReplicatedOptimizer exchanges plain, dense parameters only; call .contiguous() before "
+        "making a Parameter of it"
+    )
+
+
+def _chunks(parameters: Sequence[Tensor], room: int) -> list[list[_Piece]]:
+    """These parameters one behind the other, cut into chunks of ``room`` bytes."""
+    chunks: list[list[_Piece]] = [[]]
+    used = 0
+    for parameter in parameters:
+        memory, width = dense_memory(parameter), parameter.element_size()
+        while memory.numel():
+            count = min(memory.numel(), (room - used) // width)
+            if not count:
+                chunks.append([])
+                used = 0
+                continue
+            chunks[-1].append(_Piece(memory[:count], used))
+            used = _aligned(used + count * width)
+            memory = memory[count:]
+    return chunks
+
+
+def _aligned(position: int) -> int:
+    return -(-position // _ALIGNMENT) * _ALIGNMENT
+
+
+def _end(pieces: Sequence[_Piece]) -> int:
+    return _aligned(pieces[-1].offset + pieces[-1].memory.nbytes) if pieces else 0
+
+
+def _slot(buffer: Tensor, start: int, piece: _Piece) -> Tensor:
+    begin = start + piece.offset
+    return buffer[begin : begin + piece.memory.nbytes].view(piece.memory.dtype)
+
+
+def _copies(pairs: Any) -> list[_Copies]:
+    """As few calls as there are dtypes."""
+    kinds: defaultdict[torch.dtype, _Copies] = defaultdict(lambda: ([], []))
+    for to, source in pairs:
+        kinds[to.dtype][0].append(to)
+        kinds[to.dtype][1].append(source)
+    return list(kinds.values())

@@ -1,0 +1,250 @@
+"""ZeRO-1 with copies: the optimizer's state is sharded, and every shard is on several ranks.
+
+Each rank updates the parameters of one shard, with an optimizer of its own for them, and gets the others from ranks of
+its block; see ``partition`` for who holds what and ``gather`` for the exchange. Gradients are reduced over the whole
+group before, by DistributedDataParallel as always. Copies of a shard get the same gradients and make the same update:
+nothing is sent to keep them equal, and when a rank dies another one holds what it held.
+
+The update of a rank is finished when its inner optimizer's ``step()`` is, before the exchange. What is exchanged is the
+shard of other ranks, so a rank that dies, hangs or raises in the exchange holds its own shard whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import socket
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import LBFGS, Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from ttp.adapters.torch.sharding.gather import BlockGather, block_gather, dense_memory
+from ttp.adapters.torch.sharding.partition import Placement, assign
+from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp.adapters.torch")
+
+_NOT_SHARED = ("params", "param_names")
+"""What outer and inner param groups do not have in common."""
+
+
+class ReplicatedOptimizer(Optimizer):
+    """Any optimizer with its state sharded over ``dp // replicas`` ranks, each shard on at least ``replicas`` ranks. ::
+
+        model = DistributedDataParallel(model)
+        optimizer = ReplicatedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
+        optimizer = ttp.wrap_optimizer(optimizer, model=model, save_dir="checkpoints")
+
+    It is made, and its ``step`` and ``add_param_group`` are called, by all ranks of the group alike. ``param_groups``
+    holds all parameters; what schedulers write there reaches the inner optimizer, and what that one writes into its own
+    groups comes back. ``state`` and ``state_dict()`` show the state of this rank's parameters only, numbered as in
+    ``param_groups``; a checkpoint of ttp has all of it. ``load_state_dict`` takes the state of this rank's parameters
+    out of a dictionary of this or of the plain optimizer. Losses and weights are those of the plain optimizer, bit for
+    bit.
+
+    Memory: a rank keeps the state of ``1 / (dp // replicas)`` of the parameters, up to the largest parameter more, and
+    a buffer of at most 64 MiB for the exchange (``gather.GATHER_BYTES``; gloo makes a copy of it).
+
+    Args:
+        params: parameters or param groups, as of any optimizer. Plain dense tensors; frozen ones are not exchanged.
+        optimizer_class: of the inner optimizer. It has to treat each parameter on its own, as nearly all do.
+        replicas: copies of each shard. The whole number of ranks: nothing is sharded, nothing exchanged.
+        process_group: the data-parallel ranks; None: all.
+        **defaults: for ``optimizer_class``.
+
+    Raises:
+        ConfigError: there is no process group yet, it is smaller than ``replicas``, its ranks do not have the same
+            parameters, or one of them cannot be exchanged.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        optimizer_class: type[Optimizer],
+        replicas: int = 2,
+        process_group: Any = None,
+        **defaults: Any,
+    ) -> None:
+        _check_usable(optimizer_class)
+        self._inner: Optimizer | None = None
+        self._rank = dist.get_rank(process_group)
+        self.placement = Placement(dist.get_world_size(process_group), replicas)
+        self.shard = self.placement.shard_of(self._rank)
+        self.process_group = process_group
+        self._shards: list[list[Tensor]] = [[] for _ in range(self.placement.shards)]
+        self._shard_of: dict[Tensor, int] = {}
+        self._loads: dict[bool, list[int]] = {trained: [0] * self.placement.shards for trained in (True, False)}
+        self._gather_hooks: OrderedDict[int, Callable[[], None]] = OrderedDict()
+        super().__init__(params, defaults)
+        for parameter in self._shard_of:
+            dense_memory(parameter)
+        self._inner = inner = optimizer_class([self._mine(group) for group in self.param_groups], **defaults)
+        inner.register_step_post_hook(lambda *_: _share(inner.param_groups, self.param_groups))
+        _share(inner.param_groups, self.param_groups)
+        self.defaults = inner.defaults
+        self._meet()
+        self._gather = self._make_gather()
+
+    # ------------------------------------------------------------------------------------------------- as an Optimizer
+
+    @property
+    def inner(self) -> Optimizer:
+        """The optimizer of this rank's parameters; its ``step()`` is the update."""
+        assert self._inner is not None
+        return self._inner
+
+    @property
+    def state(self) -> Any:
+        """Of the inner optimizer: of this rank's parameters."""
+        return defaultdict(dict) if self._inner is None else self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        if self._inner is not None:
+            self._inner.state = state
+
+    def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> Any:
+        """Update the parameters of this rank's shard, and get the others.
+
+        Args:
+            closure: evaluates the model again; passed on.
+            **kwargs: passed on.
+
+        Returns:
+            What the inner optimizer's ``step`` returns.
+        """
+        _share(self.param_groups, self.inner.param_groups)
+        step: Any = self.inner.step
+        loss = step(**kwargs) if closure is None else step(closure, **kwargs)
+        for hook in list(self._gather_hooks.values()):
+            hook()
+        self._gather.run()
+        return loss
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; those of before stay where they are."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for trained in (True, False):  # each kind is balanced: what is frozen has no state
+            parameters = [p for p in group["params"] if p.requires_grad is trained]
+            shards = assign([p.numel() for p in parameters], self._loads[trained])
+            self._shard_of.update(zip(parameters, shards, strict=True))
+        for parameter in group["params"]:
+            self._shards[self._shard_of[parameter]].append(parameter)
+        if self._inner is not None:
+            for parameter in group["params"]:
+                dense_memory(parameter)
+            self._inner.add_param_group(self._mine(group))
+            _share(self._inner.param_groups[-1:], self.param_groups[-1:])  # of the others the outer ones are newer
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the state of this rank's parameters, and the hyperparameters of all; the rest is ignored."""
+        numbers = chain.from_iterable(group["params"] for group in state_dict["param_groups"])
+        parameters = chain.from_iterable(group["params"] for group in self.param_groups)
+        others = {number for number, p in zip(numbers, parameters, strict=False) if not self.holds(p)}
+        mine = {key: value for key, value in state_dict["state"].items() if key not in others}
+        super().load_state_dict({**state_dict, "state": mine})
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """What ``load_state_dict`` has put together."""
+        own = dict(state)
+        loaded = own.pop("state", None)
+        super().__setstate__(own)
+        mine: dict[str, Any] = {"param_groups": [self._mine(group) for group in self.param_groups]}
+        self.inner.__setstate__(mine if loaded is None else {**mine, "state": loaded})
+        _share(self.inner.param_groups, self.param_groups)
+
+    # ----------------------------------------------------------------------------------------------------- the shards
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether this rank updates ``parameter``."""
+        return self._shard_of.get(parameter) == self.shard
+
+    def parameters_of(self, shard: int) -> Sequence[Tensor]:
+        """The parameters of a shard, in the order in which they were given."""
+        return tuple(self._shards[shard])
+
+    @property
+    def group_ranks(self) -> list[int]:
+        """The ranks of the group, as the job numbers them."""
+        return list(dist.get_process_group_ranks(self.process_group or dist.group.WORLD))
+
+    def register_gather_pre_hook(self, hook: Callable[[], None]) -> RemovableHandle:
+        """Have ``hook`` called in each ``step()``, between this rank's update and the exchange."""
+        handle = RemovableHandle(self._gather_hooks)
+        self._gather_hooks[handle.id] = hook
+        return handle
+
+    def _mine(self, group: dict[str, Any]) -> dict[str, Any]:
+        """The part of a param group that is this rank's; it may be empty."""
+        here = [self.holds(p) for p in group["params"]]
+        own = {key: value for key, value in group.items() if key not in _NOT_SHARED}
+        for key in _NOT_SHARED:
+            if key in group:
+                own[key] = [value for value, kept in zip(group[key], here, strict=True) if kept]
+        return own
+
+    def _make_gather(self) -> BlockGather:
+        group = self.process_group or dist.group.WORLD
+        return block_gather(self.placement, self._rank, self.group_ranks, group, self._shards)
+
+    def _meet(self) -> None:
+        """See that all ranks of the group were given the same, and where they are."""
+        described = repr((self.placement, [(list(p.shape), str(p.dtype), p.requires_grad) for p in self._shard_of]))
+        mine = [_number(described), _number(socket.gethostname())]
+        device = next(iter(self._shard_of)).device
+        seen = [torch.zeros(2, dtype=torch.int64, device=device) for _ in range(self.placement.size)]
+        dist.all_gather(seen, torch.tensor(mine, device=device), group=self.process_group)
+        given, hosts = zip(*(numbers.tolist() for numbers in seen), strict=True)
+        if len(set(given)) > 1:
+            usual = Counter(given).most_common(1)[0][0]
+            odd = [rank for rank, number in zip(self.group_ranks, given, strict=True) if number != usual]
+            raise ConfigError(
+                f"ranks {odd} gave ReplicatedOptimizer other parameters, or other replicas=, than the other ranks of "
+                "their group: build the same model, and the same param groups, on all of them"
+            )
+        if self._rank == 0 and (crowded := _crowded(self.placement, hosts)) is not None:
+            log.warning("%s", crowded)
+
+
+def _check_usable(optimizer_class: type[Optimizer]) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ConfigError(
+            "ReplicatedOptimizer needs a process group: call torch.distributed.init_process_group() before"
+        )
+    if issubclass(optimizer_class, (LBFGS, ReplicatedOptimizer)):
+        raise ConfigError(
+            f"{optimizer_class.__name__} cannot be sharded by parameter: what it computes for one needs all"
+        )
+
+
+def _share(source: Iterable[dict[str, Any]], target: Iterable[dict[str, Any]]) -> None:
+    """Hyperparameters of param groups, by reference."""
+    for one, other in zip(source, target, strict=True):
+        for key, value in one.items():
+            if key not in _NOT_SHARED:
+                other[key] = value
+
+
+def _number(text: str) -> int:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
+
+
+def _crowded(placement: Placement, hosts: Sequence[int]) -> str | None:
+    """What to say when the copies of a shard share a host although there are several."""
+    if placement.replicas == 1 or len(set(hosts)) == 1:
+        return None
+    shards = [s for s in range(placement.shards) if len({hosts[r] for r in placement.holders(s)}) == 1]
+    if not shards:
+        return None
+    return (
+        f"all copies of {len(shards)} of {placement.shards} optimizer shards are on one host each, and are lost with "
+        "it: let ranks of one host be consecutive, as torchrun numbers them, with at most dp // replicas on a host"
+    )

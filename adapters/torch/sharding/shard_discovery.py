@@ -1,0 +1,236 @@
+"""What a rank says of the pieces of the training state that it holds: see ``discovery``."""
+
+from __future__ import annotations
+
+import gc
+import hashlib
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+import xxhash
+from torch import Tensor, nn
+
+from ttp.adapters.torch.device.accelerator import flat_bytes
+from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.sharding import dtensor_chunks
+from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
+from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
+from ttp.adapters.torch.sharding.names import module_tensors
+from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.core.layout import Rank, Shard, compact_ranks
+from ttp.errors import ConfigError
+from ttp.store.encoding import decode, encode
+
+
+@dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """One tensor, or one extra state, of this rank.
+
+    Args:
+        name: as in the checkpoint, with ``model.`` or ``extra.`` in front.
+        shape: of the whole.
+        cut: the ranks it is cut among.
+        part: what is here of it, as text: offsets and sizes.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    cut: Ranks
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class StatedShards:
+    """What one rank says of one of its shards.
+
+    Args:
+        names: digest of what it is about: names and whole shapes.
+        parts: digest of that, and of which part of each is here.
+        label: the shard of an explicit layout; empty: nobody has named it.
+        alone: some of the names, where nothing makes these parameters equal on several ranks; else empty.
+    """
+
+    names: str
+    parts: str
+    label: str = ""
+    alone: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RankShards:
+    """What one rank says.
+
+    Args:
+        shards: what it holds.
+        scopes: the lowest rank of each group of ranks that it trains with; all members of a group say the same.
+        stages: numbers of the pipeline stages that it runs.
+        groups: digest of the optimizer's param groups.
+        frozen: digest of the content of parameters that are not trained, and that nothing makes equal; empty: none.
+        frozen_names: some of their names.
+    """
+
+    shards: tuple[StatedShards, ...]
+    scopes: tuple[int, ...] = ()
+    stages: tuple[int, ...] = ()
+    groups: str = ""
+    frozen: str = ""
+    frozen_names: tuple[str, ...] = ()
+
+    def encode(self) -> bytes:
+        """For ``decode`` on other ranks."""
+        said = [[s.names, s.parts, s.label, s.alone] for s in self.shards]
+        return encode([said, self.scopes, self.stages, self.groups, self.frozen, self.frozen_names])
+
+    @classmethod
+    def decode(cls, data: bytes) -> RankShards:
+        """Inverse of ``encode``."""
+        said, *others = decode(data)
+        return cls(tuple(StatedShards(*shard) for shard in said), *others)
+
+
+Key = Ranks | str
+"""What the entries of one shard of this rank have in common: how they are cut, or the shard of an explicit layout."""
+
+
+ALONE: Key = (-1,)
+"""What is trained, and left alone by DistributedDataParallel."""
+_LISTED_MAX = 4
+
+UNNAMED: Key = ()
+"""What is cut in no way; beside an explicit layout, what no shard of it names: buffers, which go with all."""
+
+
+def held(parts: Parts, rank: int) -> dict[Key, list[ShardEntry]]:
+    """The entries of this rank, by what will be its shards.
+
+    Raises:
+        ConfigError: an explicit layout does not say where a parameter belongs.
+    """
+    found: dict[Key, list[ShardEntry]] = defaultdict(list)
+    for entry in _parameters(parts):
+        found[key_of(parts, entry.name.removeprefix("model."), rank)].append(entry)
+    for entry in _others(parts):
+        found[entry.cut if parts.layout is None else UNNAMED].append(entry)
+    return found
+
+
+def key_of(parts: Parts, name: str, rank: int) -> Key:
+    """Where the parameter of this name belongs. Raises: as ``held``."""
+    if parts.layout is not None:
+        return label_of(parts, name, rank)
+    return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
+
+
+def view_of(parts: Parts, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
+    """What to say of ``shards``, in their order."""
+    said = tuple(_said(key, entries) for key, entries in shards.items())
+    scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
+    groups = [sorted(map(parts.names.of, group["params"])) for group in parts.optimizer.param_groups]
+    frozen = [] if parts.layout is not None else sorted(n for n, trained in parts.left_alone.items() if not trained)
+    content = _content([parts.names.parameters[name] for name in frozen]) if frozen else ""
+    return RankShards(said, tuple(scopes), _stages(parts.model), _digest(groups), content, tuple(frozen[:_LISTED_MAX]))
+
+
+def label_of(parts: Parts, name: str, rank: int) -> Shard:
+    """The shard of an explicit layout to which a parameter of this rank belongs.
+
+    Raises:
+        ConfigError: this rank holds several and nobody says which, or holds it not.
+    """
+    assert parts.layout is not None
+    mine = parts.layout.shards_of(Rank(rank))
+    if parts.shard_of is None and len(mine) == 1:
+        return mine[0]
+    if parts.shard_of is None:
+        raise ConfigError(
+            f"in the layout rank {rank} holds {len(mine)} shards ({', '.join(mine[:4])}): give wrap_optimizer() "
+            "shard_of=, a function from the name of a parameter to its shard"
+        )
+    shard = Shard(parts.shard_of(name))
+    if shard not in mine:
+        raise ConfigError(
+            f"shard_of says that {name} belongs to {shard!r}, which rank {rank} does not hold in the layout: it holds "
+            f"{', '.join(mine[:4])}"
+        )
+    return shard
+
+
+# ------------------------------------------------------------------------------------------------------- what there is
+
+
+def _parameters(parts: Parts) -> Iterator[ShardEntry]:
+    for name, parameter in parts.names.parameters.items():
+        cut, stored = parts.cutter.cut(name, parameter), parts.cutter.stored(name, parameter)
+        yield ShardEntry(f"model.{name}", parts.cutter.shape(name, parameter), cut, _text(stored))
+
+
+def _others(parts: Parts) -> Iterator[ShardEntry]:
+    """What is no parameter and still has to be saved by somebody: buffers, extra states, averages."""
+    for name, buffer in parts.names.buffers.items():
+        yield ShardEntry(
+            f"model.{name}", tuple(buffer.shape), dtensor_chunks.cut_among(buffer), _text(dtensor_chunks.stored(buffer))
+        )
+    for name in parts.names.extra_states:
+        yield ShardEntry(f"model.{name}", (), (), "")
+    for key, module in parts.modules.items():
+        for name, tensor in module_tensors(module).items():
+            shape, part = tuple(tensor.shape), _text(dtensor_chunks.stored(tensor))
+            yield ShardEntry(f"extra.{key}.{name}", shape, dtensor_chunks.cut_among(tensor), part)
+
+
+def _text(stored: Stored) -> str:
+    chunks = stored if isinstance(stored, tuple) else (stored,)
+    return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if isinstance(c, Chunk) and c.tensor.numel()])
+
+
+def _said(key: Key, entries: Iterable[ShardEntry]) -> StatedShards:
+    listed = sorted((e.name, list(e.shape), e.part) for e in entries)
+    label = key if isinstance(key, str) else ""
+    alone = tuple(row[0].removeprefix("model.") for row in listed[:_LISTED_MAX]) if key == ALONE else ()
+    return StatedShards(_digest([row[:2] for row in listed]), _digest(listed), label, alone)
+
+
+def _content(tensors: Iterable[Tensor]) -> str:
+    """Equal for equal bytes. Reads all of them: for what nobody else would ever compare."""
+    digest = xxhash.xxh3_128()
+    for tensor in tensors:
+        memory = tensor.detach().cpu().contiguous()
+        digest.update(repr((tensor.dtype, tuple(tensor.shape))).encode())
+        content: Any = flat_bytes(memory).numpy()
+        digest.update(content)
+    return digest.hexdigest()
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
+
+
+def _scopes(parts: Parts) -> Iterator[Ranks]:
+    """The groups of ranks that train parts of this model together, as far as they show."""
+    for ddp in parts.ddps:
+        yield tuple(dist.get_process_group_ranks(ddp.process_group))
+    yield from flat_scopes(parts.model)
+    yield from {dtensor_chunks.mesh_ranks(parameter) for parameter in parts.model.parameters()}
+
+
+def _stages(model: nn.Module) -> tuple[int, ...]:
+    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it.
+
+    ``isinstance`` would ask every object in the process for its ``__class__``: some warn, load what is lazy, or raise.
+    """
+    library = sys.modules.get("torch.distributed.pipelining.stage")
+    if library is None:
+        return ()
+    own = set(map(id, model.modules()))
+    base = library._PipelineStageBase
+    stages = [thing for thing in gc.get_objects() if base in type(thing).__mro__]
+    return tuple(sorted({stage.stage_index for stage in stages if id(stage.submod) in own}))
+
+
+def describe(view: RankShards, rank: int) -> str:
+    """For messages."""
+    return f"rank {rank}" + (f" (pipeline stage {compact_ranks(view.stages)})" if view.stages else "")

@@ -1,0 +1,239 @@
+"""What a rank holds of the training state: the seam between ways of sharding and everything else.
+
+The rest of the adapter knows shards, names and tensors. How a library cuts tensors, and which ranks hold the same
+pieces, is behind ``Sharding``. An entry is a parameter and all that the optimizer keeps for it; it belongs to exactly
+one shard of each rank that holds it, and that shard's writer writes it.
+
+What is no parameter: other tensors (buffers, averages of the weights) go with the shards for which ``carries`` says so;
+plain values (param groups, schedules) are small and are written with every shard. Of what several shards wrote under
+one name the checkpoint's index lists one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.combined_optimizer import members_of
+from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
+from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
+from ttp.adapters.torch.sharding.ddp_buckets import Ddp
+from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
+from ttp.adapters.torch.sharding.exchange import connected
+from ttp.adapters.torch.sharding.names import ModelNames
+from ttp.core.layout import Layout, Shard
+from ttp.errors import ConfigError
+
+
+class Sharding(Protocol):
+    """How the state of a job is spread over its ranks, as one rank sees it. Constant once made; for any thread."""
+
+    @property
+    def layout(self) -> Layout:
+        """The replica groups of the job."""
+
+    @property
+    def stepping(self) -> Sequence[Optimizer]:
+        """The optimizers whose ``step()`` is the update."""
+
+    @property
+    def flat_groups(self) -> bool:
+        """Whether param groups differ between ranks (pipeline stages), so that they are stored per parameter."""
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """Canonical names whose weight and optimizer state this rank writes for ``shard``; tied ones under each."""
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """Whether ``tensor``, which belongs to no parameter (a buffer, an average), is written with ``shard``.
+
+        At least one shard of each rank that holds such a tensor carries it.
+        """
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """What to write for a live tensor, without copying and without communication.
+
+        Args:
+            owner: canonical name of the parameter that it is, or that the optimizer keeps it for; empty: of none.
+            tensor: the live one, or a copy of it of the same kind.
+
+        Returns:
+            the tensor itself, where the whole of it is here; else the chunks of the whole that are here.
+        """
+
+    def elsewhere(self) -> Collection[str]:
+        """Names of parameters and buffers that only other ranks have: other stages of a pipeline."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a sharding is found from.
+
+    Args:
+        model: the registered module, wrapped or not.
+        optimizer: the registered one.
+        names: of both.
+        modules: averages of the weights and the like, by name.
+        world_size: ranks of the job.
+        layout: given by the user; None: to be found.
+        shard_of: the shard of a parameter in that layout, by its name; None: every rank holds one shard.
+        buddy: shards of one copy get a second one in another host's memory, so there is nothing to warn of.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    names: ModelNames
+    world_size: int
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+    layout: Layout | None = None
+    shard_of: Callable[[str], str] | None = None
+    buddy: bool = False
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        """Knows how the parameters are cut."""
+        return Cutter(self.model, self.names)
+
+    @cached_property
+    def ddps(self) -> Sequence[Ddp]:
+        """What reduces gradients of the model."""
+        return ddps_of(self.model)
+
+    @cached_property
+    def left_alone(self) -> Mapping[str, bool]:
+        """Names of whole parameters that no DistributedDataParallel makes equal on all ranks, and whether they are
+        trained."""
+        alone = {id(parameter) for parameter in not_replicated(self.ddps)}
+        given = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        return {
+            name: parameter.requires_grad and id(parameter) in given
+            for name, parameter in self.names.parameters.items()
+            if id(parameter) in alone and not self.cutter.is_cut(name, parameter)
+        }
+
+
+class PlainSharding:
+    """Every rank holds everything: plain data parallelism.
+
+    Args:
+        parts: of the job.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self.layout = parts.layout or Layout.data_parallel(parts.world_size)
+        self.stepping: Sequence[Optimizer] = members_of(parts.optimizer)
+        self.flat_groups = False
+        self._names = parts.names
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """See ``Sharding``."""
+        return self._names.parameters.keys()
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """See ``Sharding``."""
+        return True
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """See ``Sharding``."""
+        return tensor
+
+    def elsewhere(self) -> Collection[str]:
+        """See ``Sharding``."""
+        return ()
+
+
+def sharding_of(parts: Parts) -> Sharding:
+    """How the state of this job is sharded. Called by all ranks at the same point: they may have to ask each other.
+
+    Raises:
+        ConfigError: it cannot be told, or cannot be saved; the text says what to do.
+    """
+    if is_sharded(parts.optimizer):
+        from ttp.adapters.torch.sharding.zero_sharding import ZeroSharding
+
+        return ZeroSharding(parts)
+    cut = any(parts.cutter.cut(name, parameter) for name, parameter in parts.names.parameters.items())
+    several = parts.layout is not None and len(parts.layout.groups) > 1
+    if connected(parts.world_size) and (several or cut or not _all_together(parts)):
+        from ttp.adapters.torch.sharding.discovery import discover
+
+        return discover(parts)
+    if cut or several:
+        raise ConfigError(
+            f"to tell which of {parts.world_size} ranks hold the same, they have to ask each other: call "
+            "init_process_group() before wrap_optimizer()"
+        )
+    return PlainSharding(parts)
+
+
+def _all_together(parts: Parts) -> bool:
+    """DistributedDataParallel of all ranks, which leaves nothing alone: nobody has to be asked."""
+    sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
+    return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
+
+
+# ---------------------------------------------------------------------------------------------------------- one shard
+
+
+def state_of(sharding: Sharding, shard: Shard, state: Mapping[str, Any], names: ModelNames) -> dict[str, Any]:
+    """What of ``state`` (see ``checkpoint_state``) this rank writes for ``shard``, ready for ``write_shard``."""
+    wanted, parameters = set(sharding.parameters_of(shard)), names.parameters.keys()
+    part = dict(state)
+    part["model"] = {
+        name: sharding.stored(name, value) if name in parameters else value
+        for name, value in state["model"].items()
+        if (name in wanted if name in parameters else _goes_with(sharding, shard, value))
+    }
+    groups = state["optim"]["param_groups"]
+    part["optim"] = {
+        "state": {
+            name: _converted(sharding, name, values)
+            for name, values in state["optim"]["state"].items()
+            if name in wanted or name not in parameters
+        },
+        "param_groups": _flat(groups, wanted) if sharding.flat_groups else groups,
+    }
+    if "extra" in state:
+        part["extra"] = {name: _carried(sharding, shard, values) for name, values in state["extra"].items()}
+    return part
+
+
+def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[str, dict[str, Any]]:
+    """The settings of each parameter, as torch's ``flatten_optimizer_state_dict`` has them."""
+    return {
+        name: {key: value for key, value in group.items() if key != "params"}
+        for group in groups
+        for name in group["params"]
+        if name in wanted
+    }
+
+
+def local_tensors(stored: Stored) -> tuple[Tensor, ...]:
+    """The memory behind it."""
+    chunks = stored if isinstance(stored, tuple) else (stored,)
+    return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)
+
+
+def _goes_with(sharding: Sharding, shard: Shard, value: Any) -> bool:
+    return not isinstance(value, Tensor) or sharding.carries(shard, value)
+
+
+def _carried(sharding: Sharding, shard: Shard, values: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: _converted(sharding, "", v) for key, v in values.items() if _goes_with(sharding, shard, v)}
+
+
+def _converted(sharding: Sharding, owner: str, value: Any) -> Any:
+    """``value`` with the tensors in its mappings and lists as they are stored."""
+    if isinstance(value, Tensor):
+        return sharding.stored(owner, value)
+    if isinstance(value, Mapping):
+        return {key: _converted(sharding, owner, item) for key, item in value.items()}
+    if type(value) is list:
+        return [_converted(sharding, owner, item) for item in value]
+    return value

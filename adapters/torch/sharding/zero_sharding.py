@@ -1,0 +1,155 @@
+"""ZeRO-1 as shards: each rank has all weights, and the optimizer's state of its partition only.
+
+Theory of operation
+-------------------
+``step()`` of such an optimizer is an update of the rank's own partition, made by an inner optimizer, and an exchange of
+the results. The version of a rank is finished after the first. Its shard is the partition: those weights, which the
+exchange only reads, and their state. What it has received is never written, so nobody asks whether an exchange was
+whole: a rank that hangs in one, or was left by it with half of its peers' weights, saves its partition as if it were
+not there. The version is whole when some rank of every partition has finished it.
+
+What is in no partition (buffers, parameters that the optimizer was not given) is equal on all ranks: the shard
+``common``. Ranks with the same partition are replicas. They are found by asking, not by knowing an optimizer's rule, so
+a ``ZeroRedundancyOptimizer`` over the ranks of one host, under a DistributedDataParallel of all, has a copy per host.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.saving.checkpoint import Stored
+from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
+from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
+from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.core.layout import REPLICATED, Layout, Rank, Shard
+from ttp.errors import ConfigError
+
+log = logging.getLogger("ttp.adapters.torch")
+
+COMMON = Shard("common")
+"""What is in no partition, on every rank."""
+_NOTHING = b"-"
+"""Said by a rank without parameters of its own."""
+
+
+class ZeroSharding:
+    """See ``Sharding``. All ranks make one at the same point of their programs.
+
+    Args:
+        parts: of the job; its optimizer is one for which ``inner.is_sharded``.
+
+    Raises:
+        ConfigError: the ranks cannot ask each other, or do not train the same parameters.
+    """
+
+    flat_groups = False
+
+    def __init__(self, parts: Parts) -> None:
+        _check(parts)
+        self._names, self._optimizer = parts.names, parts.optimizer
+        self._inner = inner_of(parts.optimizer)
+        self.stepping: Sequence[Optimizer] = (self._inner,)
+        self.layout, self._mine = partitions(gather_bytes(self._described()), dist.get_rank())
+        alone = parts.world_size > 1 and self.layout.unreplicated() and not parts.buddy
+        if alone and dist.get_rank() == 0:
+            log.warning("%s", _alone(self.layout, parts.optimizer))
+
+    def parameters_of(self, shard: Shard) -> Collection[str]:
+        """See ``Sharding``. A param group may have been added since the last call."""
+        if shard == REPLICATED:
+            return self._names.parameters.keys()
+        if shard == COMMON:
+            given = _parameters(self._optimizer)
+            return [name for name, p in self._names.parameters.items() if id(p) not in given]
+        assert shard == self._mine, (shard, self._mine)
+        own = _parameters(self._inner)
+        return [name for name, p in self._names.parameters.items() if id(p) in own]
+
+    def carries(self, shard: Shard, tensor: Tensor) -> bool:
+        """See ``Sharding``."""
+        return shard in (REPLICATED, COMMON)
+
+    def stored(self, owner: str, tensor: Tensor) -> Stored:
+        """See ``Sharding``."""
+        return tensor
+
+    def elsewhere(self) -> Collection[str]:
+        """See ``Sharding``."""
+        return ()
+
+    def _described(self) -> bytes:
+        own = _parameters(self._inner)
+        mine = [(n, list(p.shape)) for n, p in sorted(self._names.parameters.items()) if id(p) in own]
+        return hashlib.sha256(repr(mine).encode()).digest()[:12] if mine else _NOTHING
+
+
+def partitions(said: Sequence[bytes], rank: int) -> tuple[Layout, Shard | None]:
+    """The replica groups, and the shard of ``rank``'s own partition.
+
+    Args:
+        said: what each rank has said of its partition; equal on replicas.
+        rank: who asks. None for one whose partition is empty: it has what everybody has.
+    """
+    everybody = tuple(Rank(r) for r in range(len(said)))
+    distinct = [one for one in dict.fromkeys(said) if one != _NOTHING]
+    if len(distinct) < 2 and _NOTHING not in said:
+        return Layout(len(said), {REPLICATED: everybody}), REPLICATED
+    width = len(str(len(distinct) - 1))
+    names = {one: Shard(f"{REPLICATED}-{number:0{width}d}") for number, one in enumerate(distinct)}
+    groups = {names[one]: tuple(r for r in everybody if said[r] == one) for one in distinct}
+    return Layout(len(said), {**groups, COMMON: everybody}), names.get(said[rank])
+
+
+def _parameters(optimizer: Optimizer) -> set[int]:
+    return {id(parameter) for group in list(optimizer.param_groups) for parameter in list(group["params"])}
+
+
+def _check(parts: Parts) -> None:
+    kind = type(parts.optimizer).__name__
+    if not connected(parts.world_size):
+        raise ConfigError(
+            f"the state of {kind} is spread over the ranks, and torch.distributed does not connect all "
+            f"{parts.world_size} of them: call init_process_group() before wrap_optimizer()"
+        )
+    if parts.layout is not None:
+        raise ConfigError(f"{kind} says itself which rank holds what: call wrap_optimizer() without layout=")
+    if not hasattr(inner_of(parts.optimizer), "register_step_pre_hook") or getattr(
+        parts.optimizer, "_overlap_with_ddp", False
+    ):
+        raise ConfigError(
+            f"{kind}(overlap_with_ddp=True) has no step() of its own to protect: leave overlap_with_ddp away"
+        )
+    if not (_spans(parts.optimizer, parts.world_size) or _reduced_over_all(parts)):
+        raise ConfigError(
+            f"the process group of {kind} has not all {parts.world_size} ranks, and no DistributedDataParallel of all "
+            "ranks makes the others copies of them: use the group of all data-parallel ranks for both"
+        )
+
+
+def _spans(optimizer: Any, world_size: int) -> bool:
+    return dist.get_world_size(optimizer.process_group) == world_size
+
+
+def _reduced_over_all(parts: Parts) -> bool:
+    return any(dist.get_world_size(ddp.process_group) == parts.world_size for ddp in parts.ddps)
+
+
+def _alone(layout: Layout, optimizer: Optimizer) -> str:
+    alone, shards = len(layout.unreplicated()), len(layout.groups) - 1
+    cure = (
+        "start more ranks, or set replicas=2"
+        if isinstance(optimizer, ReplicatedOptimizer)
+        else "use ttp.adapters.torch.ReplicatedOptimizer, which keeps every shard on two ranks"
+    )
+    return (
+        f"{alone} of {shards} shards of the state of {type(optimizer).__name__} are on one rank each: when that rank "
+        f"dies, nothing can be saved. Training goes on; to be protected, {cure}, or give wrap_optimizer() buddy=True"
+    )

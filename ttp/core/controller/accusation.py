@@ -1,0 +1,84 @@
+"""Whom evidence from outside means: ranks and a host, as an operator, a node monitor or a scheduler spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ttp.core.controller.membership import Membership
+from ttp.core.layout import Rank, compact_ranks
+
+HOSTS_SHOWN = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Meant:
+    """Who is accused, and what cannot be done.
+
+    Args:
+        ranks: of this job, in ascending order; they can be accused.
+        problem: why others cannot, for the operator; empty: all is well.
+    """
+
+    ranks: tuple[Rank, ...]
+    problem: str
+
+
+def who_is_meant(job: Membership, ranks: Iterable[Rank], host: str) -> Meant:
+    """Find the ranks of a report.
+
+    A host is meant by the name that its ranks give, by its address, or by its short name where that is unique: the
+    scheduler says ``n17`` where the machine calls itself ``n17.cluster.example``.
+
+    Args:
+        job: who is there.
+        ranks: accused by number.
+        host: accused with all its ranks; empty: none.
+    """
+    if not job.formed or job.ended or job.layout is None:
+        return Meant((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
+    wanted, problems = set(ranks), []
+    strangers = sorted(rank for rank in wanted if rank not in job.members)
+    if strangers:
+        problems.append(
+            f"no such rank: {compact_ranks(strangers)} (this job has {job.layout.world_size} ranks, from 0)"
+        )
+    if host:
+        found, problem = _of_host(job, host)
+        wanted |= found
+        problems += [problem] if problem else []
+    gone = sorted(rank for rank in wanted if rank in job.members and job.members[rank].left)
+    if gone:
+        problems.append(f"already gone: {compact_ranks(gone)}")
+    meant = tuple(sorted(wanted.difference(strangers, gone)))
+    return Meant(meant, "; ".join(problems) + ("" if meant or not problems else "; nothing was done"))
+
+
+def _not_training(job: Membership) -> str:
+    if job.layout is None:
+        return "no job has joined this controller yet"
+    if job.ended:
+        return "the job is over"
+    return f"the job is still forming ({len(job.members)} of {job.layout.world_size} ranks) and has nothing to lose yet"
+
+
+def _of_host(job: Membership, host: str) -> tuple[set[Rank], str]:
+    ranks: dict[str, set[Rank]] = {}
+    for rank, member in job.members.items():
+        ranks.setdefault(member.hello.host, set()).add(rank)
+    if host in ranks:
+        return ranks[host], ""
+    alike = {mb.hello.host for mb in job.members.values() if mb.hello.address == host or _alike(mb.hello.host, host)}
+    if len(alike) == 1:
+        return ranks[alike.pop()], ""
+    shown = ", ".join(sorted(alike or ranks)[:HOSTS_SHOWN]) + (", ..." if len(alike or ranks) > HOSTS_SHOWN else "")
+    if alike:
+        return set(), f"host {host!r:.200} may be {shown}: spell it out"
+    return set(), f"no such rank: none runs on host {host!r:.200}; the hosts of this job are {shown}"
+
+
+def _alike(name: str, given: str) -> bool:
+    """Whether one is the short form of the other. An address has none."""
+    if given.replace(".", "").isdigit() or ("." in name) == ("." in given):
+        return name.lower() == given.lower()
+    return name.partition(".")[0].lower() == given.partition(".")[0].lower()

@@ -1,0 +1,228 @@
+"""What happens to the controller, and what it wants done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NewType
+
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+from ttp.core.manager_messages import ManagerCall, Notice
+
+ConnectionId = NewType("ConnectionId", int)
+
+
+@dataclass(frozen=True, slots=True)
+class ControllerTimeouts:
+    """How long the controller waits for what, in seconds. See ``ttp.config.Config`` for the reasons."""
+
+    answer_s: float = 5.0
+    freeze_s: float = 30.0
+    grace_s: float = 1.0
+    rescue_s: float = 360.0
+    gather_s: float = 3.0
+    """After a takeover: who has not said hello when no other rank has for so long is lost. After two thirds of it a
+    minority is sent on."""
+    silent_s: float = 3.0
+    """A rank that said nothing for so long before its stream ended is on a host that may be cut off, not dead."""
+    partition_s: float = 10.0
+    """How long a rank may take to come back whose host a second witness still reaches."""
+    stall_s: float = 60.0
+    """How long a save or commit may go without writing a byte."""
+    second_look_s: float = 5.0
+    """How long ranks that are suspected to hang have to show that they do not, while nobody trains."""
+    hope_s: float = 2.0
+    """How long ranks have to bring what is missing for a consistent checkpoint before it is given up."""
+    quiet_s: float | None = 1.25
+    """A host from which no rank was heard for so long is looked at: more than a heartbeat. None: none is."""
+    doubt_s: float = 2.0
+    """A host from which nothing at all came for so long is in doubt: all others are frozen and saved."""
+    doubt_max_s: float = 15.0
+    """A doubt for so long is none any more; streams end before that."""
+    hang_s: float | None = None
+    """Seconds without progress that are never a hang, however fast the job is; None: hangs are not looked for."""
+    heartbeat_s: float = 1.0
+    """Time between two heartbeats of a rank."""
+    standbys: int = 2
+    """Controllers that stand by on other hosts."""
+    exit_s: float = 10.0
+    """After a release: how long ranks have to leave."""
+    abandoned_s: float = 120.0
+    """How long it goes on without any rank."""
+    forming_s: float = 120.0
+    """After a takeover: how long ranks of a job that never trained are waited for; they may not have begun."""
+    linger_s: float = 2.0
+    """After the last goodbye: how long the controller still answers questions."""
+
+
+# -------------------------------------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """A rank's report came in on a stream."""
+
+    connection: ConnectionId
+    report: m.Report
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """A stream ended, for whatever reason."""
+
+    connection: ConnectionId
+
+
+@dataclass(frozen=True, slots=True)
+class SaveRequested:
+    """Somebody wants a checkpoint now."""
+
+    request: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Accused:
+    """Evidence from outside of the job against some ranks; ``pages`` are what is left of dead ones."""
+
+    ranks: tuple[Rank, ...]
+    kind: m.FaultKind
+    reason: str
+    pids: tuple[int, ...] = ()
+    pages: tuple[m.Mirror, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherSaid:
+    """A launcher starts ranks, or is at its end and would leave with ``code``."""
+
+    host: str
+    starts: bool
+    code: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankWasWrong:
+    """A rank has left with 64: its configuration or its program is wrong."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Remembered:
+    """What was written down of earlier launches: see ``JobVerdict.remember``."""
+
+    fruitless: int
+    progress: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerCame:
+    """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLeft:
+    """Nobody does any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed:
+    """The manager says something."""
+
+    request: int
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class LookedAt:
+    """For how long nothing has come from a host, seen from outside of its processes; None: nobody can tell."""
+
+    host: str
+    silent_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """Time has passed."""
+
+
+Event = (
+    Received
+    | StreamEnded
+    | SaveRequested
+    | Accused
+    | LauncherSaid
+    | RankWasWrong
+    | Remembered
+    | ManagerCame
+    | ManagerLeft
+    | Noticed
+    | LookedAt
+    | Tick
+)
+
+# ------------------------------------------------------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Put an order on a stream."""
+
+    connection: ConnectionId
+    order: m.Order
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """Something worth remembering: goes to the incident's file and to everybody who watches."""
+
+    kind: str
+    incident: str
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerSave:
+    """The answer to a ``SaveRequested``."""
+
+    request: int
+    saved: bool
+    version: Version
+    path: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class CallManager:
+    """Tell the manager."""
+
+    call: ManagerCall
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNotice:
+    """The answer to a ``Noticed``: why it is not accepted; empty if it is."""
+
+    request: int
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class LookAt:
+    """Find out for how long nothing has come from a host, by its streams; the answer is ``LookedAt``."""
+
+    host: str
+    connections: tuple[ConnectionId, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The controller is not needed any more."""
+
+    reason: str
+
+
+Action = Send | Record | AnswerSave | CallManager | AnswerNotice | LookAt | Stop

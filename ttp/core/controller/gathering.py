@@ -1,0 +1,115 @@
+"""After a takeover: ranks of a running job come back to a controller that knows nothing yet.
+
+Who is missing may be dead, or elsewhere, or still on its way. A rank that stands in a queue, behind thousands of others
+or because this controller did not run for a moment, is not missing: the waiting ends when no rank has come for a while
+(``ControllerTimeouts.gather_s``), and it begins anew when this controller was late itself.
+
+A controller that only a minority has come to, none of them frozen, sends them on once: the others may have a
+controller, and a healthy job must not be called broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.rescue import Rescue
+from ttp.core.layout import Rank
+
+
+class Gathering:
+    """Waits for ranks that were led by another controller; ``Membership.gather_until`` says until when.
+
+    Args:
+        job: the ranks.
+        rescue: hears of those that are missing.
+        patience: see ``ControllerTimeouts``.
+        abdicate: sends the ranks on, as they may be led elsewhere.
+        now: the time at which the controller starts.
+    """
+
+    def __init__(
+        self,
+        job: Membership,
+        rescue: Rescue,
+        patience: ControllerTimeouts,
+        abdicate: Callable[[float], None],
+        now: float,
+    ) -> None:
+        self._job, self._rescue, self._patience, self._abdicate = job, rescue, patience, abdicate
+        self._sent_on = self._counted = False
+        self._since = now
+        self._late_s = patience.gather_s / 6
+
+    def joined(self, *, new: bool, resumes: bool, now: float) -> None:
+        """A rank has said hello; ``new``: for the first time, ``resumes``: it was led by another controller."""
+        job = self._job
+        if job.complete:
+            job.gather_until, self._sent_on = None, False
+        elif new and job.gather_until is not None:
+            job.gather_until, self._counted = now + self._patience.gather_s, self._sent_on
+        elif new and resumes:
+            job.gather_until = now + self._patience.gather_s
+            self._sent_on &= now < self._since + 2 * self._patience.forming_s  # else it was in another life
+            self._since = self._since if self._sent_on else now
+            self._counted = self._sent_on
+
+    def expire(self, now: float) -> None:
+        """Time has passed."""
+        for due in self.deadlines():
+            if now >= due + self._late_s:  # others may have come meanwhile, and were not heard
+                self._job.gather_until = now + self._patience.gather_s
+        if self._job.gather_until is not None and not self._counted and now >= self._mostly_over:
+            self._count_ranks(now)
+        if self._job.gather_until is not None and now >= self._job.gather_until:
+            self._is_over(now)
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``expire`` has to be called."""
+        if self._job.gather_until is not None:
+            yield self._job.gather_until if self._counted else self._mostly_over
+
+    def _is_over(self, now: float) -> None:
+        """Who has not come back to this new controller is lost.
+
+        In a job that never trained it may not have begun, so it is waited for longer, and looked for elsewhere now and
+        then; but not for ever: then only a restart brings them together.
+        """
+        job = self._job
+        assert job.layout is not None
+        patient = now < self._since + self._patience.forming_s
+        if self._rescue.incident is None and self._untrained and job.live and patient:
+            job.gather_until, self._counted = now + self._patience.gather_s, False
+            return
+        job.gather_until, self._sent_on = None, False
+        for rank in range(job.layout.world_size):
+            if rank not in job.members:
+                text = f"rank {rank} did not come back to the new controller"
+                self._rescue.fault(Rank(rank), m.FaultKind.LOST, text, now)
+
+    @property
+    def _untrained(self) -> bool:
+        base = self._rescue.base_version
+        return all(mb.version <= base and not mb.done for mb in self._job.members.values())
+
+    @property
+    def _mostly_over(self) -> float:
+        """When a minority is sent on: ranks may see the loss of their controller that far apart, and others wait on."""
+        assert self._job.gather_until is not None
+        return self._job.gather_until - self._patience.gather_s / 3
+
+    def _count_ranks(self, now: float) -> None:
+        """Nobody is frozen and most ranks are elsewhere: they may have a controller, which still waits for these.
+
+        So may half of them, in a job that never trained: nothing is lost when they are looked for.
+        """
+        job = self._job
+        assert job.layout is not None
+        self._counted = True
+        few = 2 * len(job.live) < job.layout.world_size + self._untrained
+        choice = any(mb.hello.standbys for mb in job.members.values())
+        if self._rescue.incident is None and few and choice:
+            self._sent_on = True
+            self._abdicate(now)

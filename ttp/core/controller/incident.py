@@ -1,0 +1,338 @@
+"""One incident: everything from the first sign of a fault to the release."""
+
+from __future__ import annotations
+
+import enum
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from ttp.core import messages as m
+from ttp.core import stripes
+from ttp.core.decide import Plan
+from ttp.core.layout import Layout, Rank, Shard, Version
+
+OVER = float("-inf")
+
+
+class Stage(enum.Enum):
+    """Where an incident is; see the theory of operation in ``ttp.core.controller.machine``."""
+
+    FREEZING = "freezing"
+    SAVING = "saving"
+    MENDING = "mending"
+    COMMITTING = "committing"
+    SAVED = "saved"
+    RELEASED = "released"
+
+
+_EXPLAINS = (
+    m.FaultKind.EXITED,
+    m.FaultKind.EXCEPTION,
+    m.FaultKind.LOST,
+    m.FaultKind.OUTSIDE,
+    m.FaultKind.PREEMPTED,
+    m.FaultKind.HUNG,
+    m.FaultKind.SILENT,
+    m.FaultKind.AILING,
+    m.FaultKind.COLLECTIVE,
+    m.FaultKind.SNAPSHOT,
+)
+"""Which evidence explains the most. A collective's error is what a death looks like from its neighbours."""
+
+
+@dataclass(slots=True)
+class Evidence:
+    """One reason to believe that something is wrong."""
+
+    subject: Rank
+    kind: m.FaultKind
+    text: str
+    at: float
+    retracted: bool = False
+    final: bool = False
+    """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
+
+
+@dataclass(slots=True)
+class Task:
+    """What one saver was told to write; ``pieces`` is ``None`` until all of it is durable."""
+
+    order: m.SaverOrder
+    generation: int
+    pieces: tuple[m.Piece, ...] | None = None
+
+    def keep_ordered(self) -> None:
+        """Without pieces of parts that are not asked for any more."""
+        if self.pieces is not None:
+            parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
+            stale = parts.difference(self.order.shards)
+            self.pieces = tuple(p for p in self.pieces if p.shard not in stale)
+
+
+@dataclass(slots=True)
+class Incident:
+    """State of one incident. Ranks in ``waiting`` can be spoken to and have not given their final answer.
+
+    ``answers`` are of ranks that can be spoken to and stand still: whoever is lost is asked again when it comes back.
+    """
+
+    id: str
+    opened_at: float
+    snapshot: bool
+    layout: Layout
+    recovered: bool = False
+    """Opened again after a takeover, on the word of a rank that was frozen."""
+    redoing: dict[Rank, Version] = field(default_factory=dict)
+    """Ranks that were told to go on to a version and have not said what came of it: nobody knows where they are."""
+    keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
+    """The shards that each rank keeps copies of; looked up once there are such copies."""
+    reign: str = ""
+    """Differs between controllers that have the same incident: two of them never write into one draft."""
+    directory: str = ""
+    """Where it is saved instead of the job's own directory; empty: there."""
+    progress: OrderedDict[Rank, tuple[int, float]] = field(default_factory=OrderedDict)
+    """Bytes that whoever saves or commits has written, and since when it is so many; the slowest comes first."""
+    pauses: dict[str, float] = field(default_factory=dict)
+    """What is waited for before it ends, and until when; once that is over the time is in the past."""
+    look_again_at: float = 0.0
+    """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
+    stage: Stage = Stage.FREEZING
+    evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
+    """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""
+    retracted: list[Evidence] = field(default_factory=list)
+    answers: dict[Rank, m.Frozen] = field(default_factory=dict)
+    frozen_at: dict[Rank, float] = field(default_factory=dict)
+    waiting: set[Rank] = field(default_factory=set)
+    expire_check_at: float = 0.0
+    failures: dict[Rank, str] = field(default_factory=dict)
+    """Ranks that could not save or commit: they are not asked again, unless everybody is."""
+    forgiven: dict[Rank, str] = field(default_factory=dict)
+    """What became of earlier tries of ranks that are asked again."""
+    retries: int = 0
+    """How often all was tried once more, because the storage had refused."""
+    passing: set[Rank] = field(default_factory=set)
+    """Those of ``failures`` that failed of what may not be so later."""
+    generation: int = -1
+    plan: Plan | None = None
+    tasks: list[Task] = field(default_factory=list)
+    pending: dict[Rank, Task] = field(default_factory=dict)
+    """The tasks that are not durable yet; a rank has one at most."""
+    cuts: dict[Shard, str] = field(default_factory=dict)
+    """How the parts of a shard that are durable were cut."""
+    uncut: set[Shard] = field(default_factory=set)
+    """Shards whose replicas do not cut them alike: they are written whole."""
+    dropped: list[Rank] = field(default_factory=list)
+    """Savers that were lost or failed since the plan was made."""
+    committer: Rank | None = None
+    saved: Version = Version(0)  # noqa: RUF009 - a number
+    """The newest version that is known to be on disk; 0: nothing is."""
+    path: str = ""
+    size: int = 0
+    exit_code: int | None = None
+    release_text: str = ""
+    released_at: float | None = None
+    outcome: str = ""
+    requests: list[int] = field(default_factory=list)
+    _written_in: dict[str, tuple[Plan | None, list[Task], dict[Shard, str]]] = field(default_factory=dict)
+    _counted: dict[Rank, Version] = field(default_factory=dict)
+    _ranks_at: Counter[Version] = field(default_factory=Counter)
+    _copies_at: Counter[tuple[Version, Shard]] = field(default_factory=Counter)
+    _shards_at: Counter[Version] = field(default_factory=Counter)
+
+    @property
+    def cause(self) -> str:
+        """The evidence that explains the most, in words."""
+        for kind in _EXPLAINS:
+            if self.evidence.get(kind):
+                return next(iter(self.evidence[kind].values())).text
+        if not self.retracted:
+            return "a controller was lost during an incident"
+        return min(self.retracted, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+
+    @property
+    def faulty(self) -> bool:
+        """Whether evidence of a real fault stands that nobody has taken back."""
+        return bool(self.kinds)
+
+    @property
+    def accused(self) -> set[Rank]:
+        """Of whom evidence stands."""
+        return {rank for found in self.evidence.values() for rank in found}
+
+    @property
+    def kinds(self) -> set[m.FaultKind]:
+        """Of the evidence of real faults that stands."""
+        return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}
+
+    @property
+    def draft(self) -> str:
+        """Directory name under which the planned checkpoint is written."""
+        assert self.plan is not None
+        return f".draft-step_{self.plan.version}-{self.id}{self.reign}"
+
+    def waits(self, what: str, seconds: float, now: float) -> bool:
+        """Whether ``seconds`` have not passed since this was asked for the first time."""
+        return now < self.pauses.setdefault(what, now + seconds)
+
+    def end_pauses(self, now: float) -> None:
+        """Those that are over are no reason to look at the clock any more."""
+        for what, until in self.pauses.items():
+            if until <= now:
+                self.pauses[what] = OVER
+
+    # ------------------------------------------------------------------------------------------------------- evidence
+
+    def accuse(self, evidence: Evidence) -> bool:
+        """Take evidence; false when it was known."""
+        found = self.evidence.setdefault(evidence.kind, OrderedDict())
+        known = found.get(evidence.subject)
+        if known is None:
+            found[evidence.subject] = evidence
+            return True
+        if not evidence.final or evidence.text == known.text:
+            return False
+        known.text, known.final = evidence.text, True
+        return True
+
+    def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
+        """The evidence turned out to be wrong; false when there was none."""
+        evidence = self.evidence.get(kind, OrderedDict()).pop(subject, None)
+        if evidence is None:
+            return False
+        evidence.retracted = True
+        self.retracted.append(evidence)
+        return True
+
+    def wrote(self, rank: Rank, size: int, now: float) -> None:
+        """What ``rank`` saves or commits has so many bytes since ``now``."""
+        self.progress[rank] = (size, now)
+        self.progress.move_to_end(rank)
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    def accept(self, answer: m.Frozen) -> None:
+        """Take an answer; a later answer of the same rank replaces the earlier one."""
+        target = self.redoing.get(answer.rank)
+        self.forget(answer.rank)
+        self.answers[answer.rank] = answer
+        if target is not None and answer.version < target and answer.phase is not m.Phase.TORN:
+            self.redoing[answer.rank] = target  # said before it was told, or on its way
+        if not answer.final:
+            return
+        self.waiting.discard(answer.rank)
+        if answer.phase is not m.Phase.TORN and answer.rank not in self.failures:
+            self._count(answer.rank, answer.version)
+
+    def forget(self, rank: Rank) -> None:
+        """The rank is gone, or is asked again."""
+        self.answers.pop(rank, None)
+        self.redoing.pop(rank, None)
+        self._discount(rank)
+
+    def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
+        """The rank could not do what it was told to: others have to. ``may_pass``: later it might."""
+        self.failures[rank] = text
+        if may_pass:
+            self.passing.add(rank)
+        self._discount(rank)
+
+    def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
+        """These ranks may try again, in ``directory``: what is durable there already counts, nothing else."""
+        failed = set(failed)
+        self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
+        self.passing -= failed
+        durable = [task for task in self.tasks if task.pieces is not None]
+        self._written_in[self.directory] = self.plan, durable, self.cuts
+        self.plan, self.tasks, self.cuts = self._written_in.get(directory, (None, [], {}))
+        self.directory, self.pending, self.dropped, self.committer = directory, {}, [], None
+        self.progress = OrderedDict()
+        for rank in failed:
+            answer = self.answers.get(rank)
+            if answer is not None and answer.final and answer.phase is not m.Phase.TORN:
+                self._count(rank, answer.version)
+
+    def use(self, layout: Layout) -> None:
+        """It is better known now which ranks hold what."""
+        counted = dict(self._counted)
+        for rank in counted:
+            self._discount(rank)
+        self.layout = layout
+        for rank, version in counted.items():
+            self._count(rank, version)
+
+    def answered(self, rank: Rank) -> bool:
+        """Whether the rank has given its final answer."""
+        answer = self.answers.get(rank)
+        return answer is not None and answer.final
+
+    def is_stale(self, answer: m.Frozen) -> bool:
+        """Whether the rank has said since that it is further. Without a pre-image none goes back unharmed."""
+        known = self.answers[answer.rank]
+        return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
+
+    def able(self, rank: Rank) -> bool:
+        """Stands still, can be spoken to, and has not failed."""
+        return self.answered(rank) and rank not in self.failures
+
+    def can_commit(self, rank: Rank) -> bool:
+        """Can be spoken to and has not failed. A commit touches files only: the training may hang in an update."""
+        return rank in self.answers and rank not in self.failures
+
+    def newest_is_known(self) -> bool:
+        """Ranks differ by at most one version (Statement 2): with both seen, no answer can add a newer one.
+
+        True when the newer one is whole in every shard, so that nobody has to be waited for.
+        """
+        if len(self._ranks_at) < 2:
+            return False
+        newest = max(self._ranks_at)
+        if self._shards_at[newest] == len(self.layout.groups):
+            return True
+        written = stripes.covered(self.written())
+        return bool(written) and all(
+            self._copies_at[newest, shard] or written.get(shard) == newest for shard in self.layout.groups
+        )
+
+    def written(self) -> dict[Shard, Version]:
+        """Shards, and parts of them, whose piece is durable, or being written by a rank that can be spoken to."""
+        if self.plan is None:
+            return {}
+        orders = [task.order for task in self.tasks]
+        return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
+
+    def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
+        """Pieces of shards that are now to be cut otherwise, into ``wanted`` parts, do not count any more."""
+        for task in list(self.tasks):
+            parts = {name: stripes.parse(name) for name in task.order.shards}
+            stale = {
+                name: part.shard for name, part in parts.items() if wanted.get(part.shard, part.count) != part.count
+            }
+            if not stale:
+                continue
+            for shard in stale.values():
+                self.cuts.pop(shard, None)
+            order = replace(task.order, shards=tuple(name for name in parts if name not in stale))
+            task.order = order
+            task.keep_ordered()
+            if task.pieces is None and not (order.shards or order.kept or order.pages or order.job_state):
+                self.tasks.remove(task)
+                del self.pending[order.rank]
+
+    def _count(self, rank: Rank, version: Version) -> None:
+        self._counted[rank] = version
+        self._ranks_at[version] += 1
+        for shard in self.layout.shards_of(rank):
+            self._copies_at[version, shard] += 1
+            self._shards_at[version] += self._copies_at[version, shard] == 1
+
+    def _discount(self, rank: Rank) -> None:
+        version = self._counted.pop(rank, None)
+        if version is None:
+            return
+        self._ranks_at[version] -= 1
+        if not self._ranks_at[version]:
+            del self._ranks_at[version]
+        for shard in self.layout.shards_of(rank):
+            self._copies_at[version, shard] -= 1
+            self._shards_at[version] -= self._copies_at[version, shard] == 0

@@ -1,0 +1,54 @@
+"""A second witness before a silent host is given up, where there is one.
+
+The controller sees only its own streams. When those of a host fall silent, a rank on a third host is asked whether it
+still reaches that host. If it does, the network between is at fault and the ranks get longer to come back; if not, or
+if there is no third host, the usual grace is all they get.
+"""
+
+from __future__ import annotations
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Rank
+
+
+class Witnesses:
+    """Asks, and hears what they say.
+
+    Args:
+        job: the ranks.
+        outbox: takes the questions.
+        patience: see ``ControllerTimeouts``.
+        host: of this controller; its own ranks see what it sees.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, patience: ControllerTimeouts, host: str) -> None:
+        self._job, self._outbox, self._patience, self._host = job, outbox, patience, host
+
+    def ask(self, subject: Rank) -> None:
+        """Somebody on a third host is asked about the host of ``subject``; nobody if there is none."""
+        hello = self._job.members[subject].hello
+        if not hello.address:
+            return
+        for rank in sorted(self._job.live):
+            if self._job.members[rank].hello.host not in (hello.host, self._host):
+                self._outbox.record("witness_asked", rank=rank, subject=subject, host=hello.host)
+                self._outbox.send_to(rank, m.Probe(rank, self._job.term, subject, hello.address))
+                return
+
+    def said(self, answer: m.Probed, now: float) -> None:
+        """What the witness saw holds for every suspect of that host."""
+        subject = self._job.members.get(answer.subject)
+        if subject is None:
+            return
+        host = subject.hello.host
+        self._outbox.record(
+            "witness", rank=answer.rank, subject=answer.subject, host=host, reachable=answer.reachable, text=answer.text
+        )
+        if not answer.reachable:
+            return
+        longer = now + self._patience.partition_s - self._patience.grace_s
+        for rank in [r for r in self._job.suspects if self._job.members[r].hello.host == host]:
+            self._job.wait_longer(rank, longer)

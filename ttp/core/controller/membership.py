@@ -1,0 +1,317 @@
+"""Who belongs to the job: admission, incarnations, and who can be spoken to."""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from dataclasses import dataclass, field
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId
+from ttp.core.layout import Layout, Rank, Version, describe, difference
+
+Refusal = tuple[m.RefusalCode, str]
+
+LAYOUTS_MAX = 4
+"""Layouts that are kept: that of the job, and of some that were announced lately."""
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one rank of the current incarnation."""
+
+    hello: m.Hello
+    connection: ConnectionId | None
+    version: Version
+    phase: m.Phase
+    last_seen: float
+    lost_at: float | None = None
+    mark: int = 0
+    activity: str = ""
+    broken: str = ""  # confirmed reason for which it cannot train on
+    fenced: bool = False  # given up: refused when it comes back
+    done: bool = False
+    left: bool = False  # said goodbye for good
+
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"rank {self.hello.rank} on {self.hello.host} (pid {self.hello.pid})"
+
+
+@dataclass(slots=True)
+class Membership:
+    """The ranks of the current incarnation. Every question asked per event is answered in constant time."""
+
+    term: int = 1
+    """Which controller speaks; raised above that of every other controller that a rank has heard."""
+    incarnation: int = 0
+    run_id: str = ""
+    layout: Layout | None = None
+    layouts: OrderedDict[str, Layout] = field(default_factory=OrderedDict)
+    """By digest: what this job has, and others have that were announced lately; see ``layout_exchange``."""
+    members: dict[Rank, Member] = field(default_factory=dict)
+    live: set[Rank] = field(default_factory=set)
+    suspects: OrderedDict[Rank, float] = field(default_factory=OrderedDict)
+    """Lost, may still come back within the grace, and since when; the longest lost comes first."""
+    suspects_on: Counter[str] = field(default_factory=Counter)
+    """How many of them each host has."""
+    silent: set[Rank] = field(default_factory=set)
+    """Can be spoken to, as far as is known, and nothing comes from their host; see ``ttp.core.controller.silence``."""
+    broken: set[Rank] = field(default_factory=set)
+    """Known not to train on."""
+    done: set[Rank] = field(default_factory=set)
+    formed: bool = False
+    """All ranks have been there, or one has made an update, which none can without the others: some train unprotected.
+
+    Before that nothing was trained: ranks may come, go and be replaced.
+    """
+    ended: bool = True
+    """Everybody of this incarnation was released, or there never was one: a new one may start."""
+    by_connection: dict[ConnectionId, set[Rank]] = field(default_factory=dict)
+    gone: dict[Rank, int] = field(default_factory=dict)
+    """Ranks that have left a job that is not formed yet, and the launch that they were of."""
+    gather_until: float | None = None
+    """This controller is new and the job is not: until then missing ranks may still say hello."""
+
+    @property
+    def save_dir(self) -> str:
+        """Where the job saves, as its ranks say."""
+        return next((mb.hello.save_dir for mb in self.members.values()), "")
+
+    @property
+    def complete(self) -> bool:
+        """All ranks have said hello."""
+        return self.layout is not None and len(self.members) == self.layout.world_size
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether nobody can tell yet if some rank lives."""
+        return bool(self.suspects or self.silent)
+
+    @property
+    def training(self) -> bool:
+        """Whether it trains, with every rank that will ever say hello: after a takeover some may still come back."""
+        return self.complete or (self.formed and self.gather_until is None)
+
+    # ------------------------------------------------------------------------------------------------------- changes
+
+    def abdicate(self) -> None:
+        """Another controller has spoken to the job since: what is known here is of no use."""
+        self.layout, self.run_id = None, ""
+        self.members, self.by_connection, self.gone = {}, {}, {}
+        self.suspects, self.suspects_on = OrderedDict(), Counter()
+        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
+        self.formed, self.ended, self.gather_until = False, True, None
+
+    def learn(self, layout: Layout) -> None:
+        """This layout is known from now on, as that of one who announces its digest; few are kept."""
+        self.layouts[layout.digest] = layout
+        for digest in list(self.layouts)[:-LAYOUTS_MAX]:
+            if self.layout is None or digest != self.layout.digest:
+                del self.layouts[digest]
+
+    def start_incarnation(self, hello: m.Hello) -> None:
+        """Forget the old incarnation; ``hello``, whose layout is known, defines the new one.
+
+        The launcher's restart count is a lower bound, so that numbers go on when the controller that counted is gone.
+        """
+        self.incarnation = hello.incarnation or max(self.incarnation, hello.launch) + 1
+        self.run_id = hello.run_id
+        self.layout = self.layouts[hello.layout_digest]
+        self.members, self.by_connection, self.gone = {}, {}, {}
+        self.suspects, self.suspects_on = OrderedDict(), Counter()
+        self.live, self.silent, self.broken, self.done = set(), set(), set(), set()
+        self.formed, self.ended, self.gather_until = False, False, None
+
+    def join(self, connection: ConnectionId, hello: m.Hello, now: float) -> Member:
+        """Add or re-attach a rank."""
+        known = self.members.get(hello.rank)
+        if hello.term_seen > self.term or (known is None and hello.term_seen == self.term):
+            self.term = hello.term_seen + 1  # another controller has spoken to it: this one takes over
+        if known is not None:
+            self.detach(hello.rank)
+            self._clear(hello.rank)
+        member = Member(hello, connection, hello.version, hello.phase, now)
+        self.members[hello.rank] = member
+        self.by_connection.setdefault(connection, set()).add(hello.rank)
+        self.live.add(hello.rank)
+        reason = known.broken if known is not None and known.broken else hello.broken
+        if reason:
+            self.condemn(hello.rank, reason)
+        if hello.phase is m.Phase.DONE:
+            self.mark_done(hello.rank)
+        self.formed = self.formed or hello.resume or self.complete
+        return member
+
+    def detach(self, rank: Rank) -> None:
+        """The rank cannot be spoken to any more."""
+        member = self.members[rank]
+        if member.connection is not None:
+            ranks = self.by_connection.get(member.connection, set())
+            ranks.discard(rank)
+            if not ranks:
+                self.by_connection.pop(member.connection, None)
+        member.connection = None
+        self.live.discard(rank)
+        self.silent.discard(rank)
+
+    def forget(self, rank: Rank) -> None:
+        """The rank left a job that is not formed yet: it, or its successor, may come again."""
+        self.detach(rank)
+        self.gone[rank] = self.members.pop(rank).hello.launch
+        self.broken.discard(rank)
+        self.done.discard(rank)
+
+    def lose(self, rank: Rank, now: float) -> None:
+        """The rank vanished without a goodbye: a suspect until the grace is over."""
+        self.detach(rank)
+        member = self.members[rank]
+        member.lost_at = now if member.lost_at is None else member.lost_at
+        if not (member.fenced or member.left) and rank not in self.suspects:
+            self.suspects[rank] = now
+            self.suspects_on[member.hello.host] += 1
+
+    def wait_longer(self, rank: Rank, since: float) -> None:
+        """The grace of a suspect begins at ``since``, which is later than that of every other."""
+        if rank in self.suspects:
+            self.suspects[rank] = since
+            self.suspects.move_to_end(rank)
+
+    def _clear(self, rank: Rank) -> None:
+        if self.suspects.pop(rank, None) is not None:
+            self.suspects_on[self.members[rank].hello.host] -= 1
+
+    def hosts(self) -> dict[str, list[Rank]]:
+        """Ranks by host, both in ascending order."""
+        found: dict[str, list[Rank]] = {}
+        for rank in sorted(self.members):
+            found.setdefault(self.members[rank].hello.host, []).append(rank)
+        return dict(sorted(found.items()))
+
+    def condemn(self, rank: Rank, reason: str) -> None:
+        """The rank is known not to train on, whether it can be spoken to or not."""
+        member = self.members[rank]
+        member.broken = member.broken or reason
+        self.broken.add(rank)
+
+    def fence(self, rank: Rank, reason: str) -> None:
+        """The rank is given up, and its state is not used any more."""
+        self.condemn(rank, reason)
+        self.members[rank].fenced = True
+        self._clear(rank)
+
+    def mark_done(self, rank: Rank) -> None:
+        """The rank's train() has returned."""
+        member = self.members[rank]
+        member.done, member.phase = True, m.Phase.DONE
+        self.done.add(rank)
+
+    # ----------------------------------------------------------------------------------------------------- admission
+
+    def starts_incarnation(self, hello: m.Hello) -> bool:
+        """A new process opens the next incarnation once the last one is over, or when the launcher counts further.
+
+        A job that is not formed yet goes on forming: a process that died early is replaced by its successor.
+
+        Restart counts of different nodes are not comparable (torchelastic does not count membership restarts), so only
+        counts of the same rank are compared.
+        """
+        if self.layout is None:
+            return True
+        if hello.incarnation:
+            return hello.incarnation > self.incarnation
+        taken = self.members.get(hello.rank)
+        if taken is not None and taken.hello.nonce == hello.nonce:
+            return False
+        if not (self.formed or self.ended):
+            another = (hello.run_id, hello.layout_digest) != (self.run_id, self.layout.digest)
+            return not self.live and (another or hello.launch > self.gone.get(hello.rank, hello.launch))
+        relaunched = taken is not None and hello.run_id == self.run_id and hello.launch > taken.hello.launch
+        return self.ended or not self.live or relaunched
+
+    def may_have_moved(self, hello: m.Hello) -> bool:
+        """Whether a rank that was led by another controller meanwhile can be one of this job, or of its next launch.
+
+        A stray rank of another job, or of an incarnation that is over, says nothing about a job that is alive here. A
+        job that is still forming has no past: whoever comes back from elsewhere is one more of it.
+        """
+        if self.layout is None or self.malformed(hello) is not None:
+            return False
+        if not self.formed:
+            return False  # nothing is known here that could be of the past
+        return not self.live or (hello.run_id == self.run_id and hello.incarnation >= self.incarnation)
+
+    def refusal(self, hello: m.Hello) -> Refusal | None:
+        """Why ``hello`` cannot be admitted, in words for the operator; ``None`` if it can.
+
+        As long as its layout is not known, nothing is said about that.
+        """
+        malformed = self.malformed(hello)
+        if malformed is not None or self.starts_incarnation(hello):
+            return malformed
+        return self._stranger(hello) or self._rank_taken(hello) or self._mismatch(hello)
+
+    def malformed(self, hello: m.Hello) -> Refusal | None:
+        """Why ``hello`` makes no sense, whatever the job is."""
+        if hello.protocol_major != m.PROTOCOL_MAJOR:
+            return m.RefusalCode.PROTOCOL, (
+                f"this controller speaks protocol {m.PROTOCOL_MAJOR}.{m.PROTOCOL_MINOR}, rank {hello.rank} speaks "
+                f"{hello.protocol_major}.{hello.protocol_minor} (ttp {hello.ttp_version}): "
+                "install the same ttp on every host"
+            )
+        if not 0 <= hello.rank < hello.world_size:
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank} is not in a world of {hello.world_size}"
+        known = self.layouts.get(hello.layout_digest)
+        if known is not None and known.world_size != hello.world_size:
+            return m.RefusalCode.MALFORMED, f"rank {hello.rank}: layout and digest do not belong together"
+        return None
+
+    def _stranger(self, hello: m.Hello) -> Refusal | None:
+        if hello.incarnation and hello.incarnation < self.incarnation:
+            return m.RefusalCode.FENCED, (
+                f"rank {hello.rank} belongs to incarnation {hello.incarnation} of the job, which was given up; "
+                f"incarnation {self.incarnation} is running"
+            )
+        if hello.run_id != self.run_id:
+            return m.RefusalCode.OTHER_JOB, (
+                f"this controller serves job {self.run_id!r}, not {hello.run_id!r}: two jobs share TTP_PORT; "
+                "give each job a port of its own"
+            )
+        return None
+
+    def _rank_taken(self, hello: m.Hello) -> Refusal | None:
+        taken = self.members.get(hello.rank)
+        if taken is None:
+            return None
+        if taken.hello.nonce != hello.nonce:
+            if not self.formed and hello.launch > taken.hello.launch:
+                return None
+            if hello.rank in self.live or taken.done:
+                return m.RefusalCode.RANK_TAKEN, (
+                    f"rank {hello.rank} is already held by pid {taken.hello.pid} on {taken.hello.host}: either two "
+                    "jobs share TTP_PORT, or two processes were given the same RANK"
+                )
+            return m.RefusalCode.FENCED, (
+                f"rank {hello.rank} was lost; a new process joins with the restarted job, not this one"
+            )
+        if taken.fenced:
+            return (
+                m.RefusalCode.FENCED,
+                f"rank {hello.rank} was given up ({taken.broken}); its state is not used any more",
+            )
+        return None
+
+    def _mismatch(self, hello: m.Hello) -> Refusal | None:
+        assert self.layout is not None
+        if hello.world_size != self.layout.world_size:
+            return m.RefusalCode.MISMATCH, (
+                f"rank {hello.rank} has WORLD_SIZE={hello.world_size}, the others have {self.layout.world_size}"
+            )
+        theirs = self.layouts.get(hello.layout_digest)
+        if theirs is not None and theirs.digest != self.layout.digest:
+            return m.RefusalCode.MISMATCH, (
+                f"rank {hello.rank} announces another layout than the others: {describe(theirs)} against "
+                f"{describe(self.layout)}: {difference(theirs, self.layout)}. "
+                "Every rank must wrap the same model in the same way"
+            )
+        return None

@@ -1,0 +1,85 @@
+"""Pages of ranks kept on another host: who keeps whose.
+
+What only one rank has lies in the memory of its host and is lost with it. Switched on (``TTP_MIRROR``), every rank
+sends its page with each update to a rank of the next host, which can add it to a checkpoint. The pages go from rank to
+rank; the controller only says where to.
+
+Where only the ranks of a host have died and not its memory, their launcher hands the pages over, mirrored or not: these
+the controller passes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Rank
+
+
+class Mirrors:
+    """Says who keeps whose pages. Keepers are chosen once all ranks are known, and stay.
+
+    Args:
+        job: the ranks.
+        outbox: takes the orders.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox) -> None:
+        self._job, self._outbox = job, outbox
+        self._keepers: dict[Rank, Rank] = {}
+        self._inherited: dict[Rank, Rank] = {}
+        """Whose page was handed over, and to whom."""
+
+    def reset(self) -> None:
+        """A new incarnation begins."""
+        self._keepers, self._inherited = {}, {}
+
+    def keeper(self, rank: Rank) -> Rank | None:
+        """Who may have the page of a rank whose host is lost."""
+        return self._inherited.get(rank, self._keepers.get(rank))
+
+    def joined(self, rank: Rank) -> None:
+        """A rank said hello: once all have, each is told its keeper; one that comes back is told again.
+
+        A job on one host has no keepers.
+        """
+        job = self._job
+        if not job.complete or not job.members[rank].hello.pages_at:
+            return
+        if self._keepers:
+            told = [rank, *(r for r, keeper in self._keepers.items() if keeper == rank)]  # its address may be new
+        else:
+            self._keepers = next_host(job.hosts())
+            told = list(self._keepers)
+        for of in told:
+            self._tell(of)
+
+    def _tell(self, rank: Rank) -> None:
+        keeper = self._keepers.get(rank)
+        address = self._job.members[keeper].hello.pages_at if keeper is not None else ""
+        if keeper is not None and address:
+            self._outbox.send_to(rank, m.MirrorTo(rank, self._job.term, keeper, address))
+
+    def hand_over(self, page: m.Mirror) -> None:
+        """What a dead rank has left on its host goes to one that lives: who has its earlier pages, else anybody."""
+        job = self._job
+        if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
+            return
+        keeper = self.keeper(page.rank)
+        if keeper not in job.live:
+            keeper = min(job.live, default=None)
+        if keeper is not None:
+            self._inherited[page.rank] = keeper
+            order = m.Keep(keeper, job.term, page.rank, page.version, page.final, page.incarnation, page.data)
+            self._outbox.send_to(keeper, order)
+
+
+def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
+    """For each rank one of the next host, evenly; empty when there is only one host."""
+    hosts = list(ranks_of.values())
+    if len(hosts) < 2:
+        return {}
+    following = [*hosts[1:], hosts[0]]
+    return {r: there[i % len(there)] for here, there in zip(hosts, following, strict=True) for i, r in enumerate(here)}

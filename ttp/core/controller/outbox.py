@@ -1,0 +1,52 @@
+"""Collects what one event makes the controller do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttp.core import messages as m
+from ttp.core.controller.events import Action, ConnectionId, Record, Send
+from ttp.core.controller.membership import Membership
+from ttp.core.layout import Rank
+
+
+class Outbox:
+    """Actions in the order in which they have to be done.
+
+    Args:
+        job: says which stream speaks for a rank.
+    """
+
+    def __init__(self, job: Membership) -> None:
+        self.incident = ""
+        """Id of the open incident; what is recorded belongs to it."""
+        self._job = job
+        self._actions: list[Action] = []
+
+    def take(self) -> list[Action]:
+        """Everything since the last call."""
+        actions, self._actions = self._actions, []
+        return actions
+
+    def add(self, action: Action) -> None:
+        """Any action."""
+        self._actions.append(action)
+
+    def send(self, connection: ConnectionId, order: m.Order) -> None:
+        """Put an order on a stream."""
+        self._actions.append(Send(connection, order))
+
+    def send_to(self, rank: Rank, order: m.Order) -> None:
+        """Put an order on the stream of a rank; nothing happens when it has none."""
+        member = self._job.members.get(rank)
+        if member is not None and member.connection is not None:
+            self.send(member.connection, order)
+
+    def refuse(self, connection: ConnectionId, hello: m.Hello, code: m.RefusalCode, text: str) -> None:
+        """Tell a rank that it is not admitted, and remember it."""
+        self.send(connection, m.Refused(hello.rank, code, text))
+        self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
+
+    def record(self, kind: str, **facts: Any) -> None:
+        """Something worth remembering."""
+        self._actions.append(Record(kind, self.incident, facts))

@@ -1,0 +1,100 @@
+"""All ranks restore the same checkpoint: gathers what each of them found, decides once, tells everybody."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Rank, Version
+from ttp.core.restore_choice import agree, is_unread
+
+
+class Restoring:
+    """The agreement of one incarnation. Ranks repeat their view to a new controller until they have begun to train.
+
+    Args:
+        job: the ranks.
+        outbox: takes the decisions.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox) -> None:
+        self.decision: m.RestoreDecision | None = None
+        self._job = job
+        self._outbox = outbox
+        self._views: dict[Rank, m.RestoreView] = {}
+        self._committed: tuple[Version, str] | None = None
+
+    def reset(self) -> None:
+        """A new incarnation begins."""
+        self._views, self.decision = {}, None
+
+    def forget(self, rank: Rank) -> None:
+        """The process is gone before the job was whole; its successor may find other checkpoints."""
+        self._views.pop(rank, None)
+
+    def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
+        """What the incarnation that is over has committed last, version and path, if anything.
+
+        Args:
+            committed: in that incarnation.
+            same_job: the new one is of the same job, and wants to go on from there.
+        """
+        self._committed = (committed or self._committed) if same_job else None
+
+    def viewed(self, view: m.RestoreView) -> None:
+        """A rank says what it found; the last of them makes the decision."""
+        assert self._job.layout is not None
+        self._views[view.rank] = view
+        if self.decision is not None:
+            self._tell(view.rank)
+        elif len(self._views) == self._job.layout.world_size:
+            self._decide()
+
+    def _decide(self) -> None:
+        verdict = agree(self._views.values())
+        chosen, error = (m.Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
+        if self._committed is not None and not error and vanished(self._committed, self._views.values()):
+            chosen, error = m.Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
+        self.decision = m.RestoreDecision(
+            Rank(-1),
+            self._job.term,
+            chosen.version,
+            chosen.name,
+            chosen.manifest_digest,
+            error,
+            unread=bool(chosen.name) and is_unread(chosen, self._views.values()),
+        )
+        if not self.decision.unread:
+            self._outbox.record("restore", version=chosen.version, name=chosen.name, error=error)
+        for rank in self._views:
+            self._tell(rank)
+        if self.decision.unread:
+            self.reset()  # who did not hear says again what it found, and hears the next one
+
+    def _tell(self, rank: Rank) -> None:
+        assert self.decision is not None
+        self._outbox.send_to(rank, replace(self.decision, rank=rank, term=self._job.term))
+
+
+def vanished(committed: tuple[Version, str], views: Iterable[m.RestoreView]) -> bool:
+    """Whether no rank has found a checkpoint that was committed, or a newer one, whole or not.
+
+    One that is there and not whole is no mystery: the ranks say what is wrong with it, and go back to the one before.
+    """
+    version, path = committed
+    name = path.rpartition("/")[2]
+    seen = (c.version >= version for view in views for c in view.candidates)
+    damaged = (name in text for view in views for text in view.skipped)
+    return not (any(seen) or any(damaged))
+
+
+def _gone(version: Version, path: str, found: Version) -> str:
+    there = f"the newest that all ranks find is step {found}" if found else "the ranks find no checkpoint at all"
+    return (
+        f"step {version} was committed as {path}, and {there}: going on would throw finished steps away. "
+        "Is save_dir mounted, on every host? If that checkpoint was removed on purpose, start the job once more: "
+        "this controller ends with it, and another one takes what is there"
+    )

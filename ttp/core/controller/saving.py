@@ -1,0 +1,409 @@
+"""From a plan to a checkpoint: who writes what, who is replaced, who commits.
+
+A plan becomes *tasks*. A task that is durable stays so even if its writer dies; a task whose writer is lost or fails
+before that is dropped, and the plan is made again for what is missing: of a shard that is cut (``ttp.core.stripes``)
+that part. Generations only grow, over takeovers too, so that no two writers ever use one file name, and what is left of
+an earlier order is recognised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping
+from dataclasses import replace
+
+from ttp.core import messages as m
+from ttp.core import stripes
+from ttp.core.controller.incident import Incident, Stage, Task
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.mirrors import Mirrors
+from ttp.core.controller.outbox import Outbox
+from ttp.core.decide import Assignment, How, Plan
+from ttp.core.layout import Rank, Shard, Version
+
+GENERATIONS_PER_TERM = 1 << 16
+"""Two controllers that reopen the same incident never give out the same generation."""
+
+
+PAGES_S = 1.0
+"""How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
+STRAGGLERS_MAX = 64
+
+
+class Saving:
+    """The stages SAVING and COMMITTING.
+
+    Args:
+        job: who can be spoken to.
+        outbox: takes the orders.
+        mirrors: who keeps the pages of lost hosts.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
+        self.last_commit: tuple[Version, str] | None = None
+        self._mirrors = mirrors
+        self._job = job
+        self._outbox = outbox
+
+    # ----------------------------------------------------------------------------------------------------------- plan
+
+    def begin(self, incident: Incident, plan: Plan, now: float) -> None:
+        """Order what the plan adds to what is written already."""
+        if incident.plan is not None and incident.plan.version != plan.version:
+            incident.tasks, incident.pending, incident.cuts = [], {}, {}
+        parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
+        incident.forget_parts({part.shard: part.count for part in parts})
+        incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
+        incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
+        orders = self._orders(incident, plan)
+        for order in orders:
+            merged = incident.pending.pop(order.rank, None)
+            if merged is not None:
+                incident.tasks.remove(merged)
+            task = Task(order, incident.generation)
+            incident.tasks.append(task)
+            incident.pending[order.rank] = task
+        incident.plan = replace(plan, assignments=_assignments(incident))
+        self._outbox.record(
+            "plan",
+            version=plan.version,
+            generation=incident.generation,
+            reason=plan.reason,
+            savers={a.shard: a.rank for a in incident.plan.assignments},
+            how={a.shard: a.how.value for a in incident.plan.assignments if a.how is not How.AS_IS},
+            draft=incident.draft,
+            directory=incident.directory,
+            disputed=list(plan.disputed),
+            odd=list(plan.odd),
+            after_ms=_ms(incident, now),
+        )
+        for order in orders:
+            incident.wrote(order.rank, -1, now)
+            self._send_save(incident, order.rank)
+
+    def _orders(self, incident: Incident, plan: Plan) -> list[m.SaverOrder]:
+        """Savers get their shards; on every host one rank that is still there collects the pages of all its ranks."""
+        shards: dict[Rank, list[Shard]] = {}
+        kept: dict[Rank, list[Shard]] = {}
+        hows: dict[Rank, How] = {}
+        for assignment in plan.assignments:
+            if assignment.how is How.KEPT:
+                kept.setdefault(assignment.rank, []).append(assignment.shard)
+            else:
+                shards.setdefault(assignment.rank, []).append(assignment.shard)
+                hows[assignment.rank] = assignment.how
+        savers = {*shards, *kept}
+        pages = self._collectors(incident, savers)
+        first = None if any(t.order.job_state for t in incident.tasks) else min(savers, default=None)
+        orders = []
+        for rank in sorted({*savers, *pages}):
+            order = m.SaverOrder(
+                rank=rank,
+                shards=tuple(shards.get(rank, ())),
+                how=hows.get(rank, How.AS_IS),
+                pages=pages.get(rank, ()),
+                job_state=rank == first,
+                kept=tuple(kept.get(rank, ())),
+            )
+            unfinished = incident.pending.get(rank)
+            orders.append(order if unfinished is None else _merge(unfinished.order, order))
+        return orders
+
+    def _collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
+        """Whoever writes something new anyway collects; then somebody who is not busy.
+
+        After a takeover ranks that have died are not known, nor their hosts: every host is asked for their pages.
+        """
+        collected = {rank for task in incident.tasks for rank in task.order.pages}
+        by_host: dict[str, list[Rank]] = {}
+        for rank, member in sorted(self._job.members.items()):
+            by_host.setdefault(member.hello.host, []).append(rank)
+        unknown = self._unknown()
+        copies: dict[Rank, Rank] | None = None
+        pages: dict[Rank, tuple[Rank, ...]] = {}
+        for ranks in by_host.values():
+            missing = tuple(r for r in ranks if r not in collected)
+            able = [r for r in ranks if incident.able(r)]
+            if missing and able:
+                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
+            elif missing:
+                copies = self._copied_pages(incident) if copies is None else copies
+                self._ask_buddies(incident, missing, copies, pages)
+        return pages
+
+    def _collects_late(self, incident: Incident, now: float) -> bool:
+        """A plan does not wait for everybody; whoever answered since has a page, and nobody else may have it."""
+        pages = self._collectors(incident, ())
+        incident.generation += bool(pages)
+        for rank, wanted in sorted(pages.items()):
+            task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
+            incident.tasks.append(task)
+            incident.pending[rank] = task
+            incident.wrote(rank, -1, now)
+            self._send_save(incident, rank)
+        return bool(pages) or (self._lacks_a_host(incident) and incident.waits("pages", PAGES_S, now))
+
+    def _lacks_a_host(self, incident: Incident) -> bool:
+        """Whether a host has only ranks that have not answered yet; not asked when there are many of them."""
+        if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
+            return False
+        hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
+        able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
+        return not hosts <= able
+
+    def _unknown(self) -> tuple[Rank, ...]:
+        if self._job.complete or self._job.layout is None:
+            return ()
+        return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
+
+    def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
+        """Whose page somebody has who keeps a copy of it."""
+        assert incident.plan is not None
+        version = incident.plan.version
+        return {
+            copy.of: rank
+            for rank, answer in incident.answers.items()
+            for copy in answer.kept
+            if copy.version == version and incident.able(rank)
+        }
+
+    def _ask_buddies(
+        self,
+        incident: Incident,
+        ranks: Iterable[Rank],
+        copies: Mapping[Rank, Rank],
+        pages: dict[Rank, tuple[Rank, ...]],
+    ) -> None:
+        """Their host is lost: what was kept elsewhere is all there is."""
+        for rank in ranks:
+            buddy = self._mirrors.keeper(rank)
+            holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
+            if holder is not None:
+                pages[holder] = (*pages.get(holder, ()), rank)
+
+    def _send_save(self, incident: Incident, rank: Rank) -> None:
+        task, plan = incident.pending[rank], incident.plan
+        assert plan is not None
+        answer = incident.answers.get(rank)  # none: it has come back, and is asked again
+        if task.order.how is How.REDO and (answer is None or answer.version < plan.version):
+            incident.redoing[rank] = plan.version
+        self._outbox.send_to(
+            rank,
+            m.Save(
+                rank,
+                self._job.term,
+                incident.id,
+                task.generation,
+                plan.version,
+                incident.draft,
+                task.order,
+                incident.directory,
+            ),
+        )
+
+    def resend(self, incident: Incident, rank: Rank) -> None:
+        """The stream of ``rank`` was replaced, and what was said on the old one may be lost."""
+        if rank in incident.pending:
+            self._send_save(incident, rank)
+
+    # --------------------------------------------------------------------------------------------------------- pieces
+
+    def saved(self, incident: Incident, report: m.Saved) -> None:
+        """A task is durable."""
+        task = incident.pending.get(report.rank)
+        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+            return
+        task.pieces = report.pieces
+        task.keep_ordered()
+        del incident.pending[report.rank]
+        pieces = [{"file": p.file, "size": p.size, "digest": p.digest, "shard": p.shard} for p in task.pieces]
+        self._outbox.record("saved", rank=report.rank, generation=report.generation, pieces=pieces)
+        self._compare_cuts(incident, task.pieces)
+
+    def _compare_cuts(self, incident: Incident, pieces: Iterable[m.Piece]) -> None:
+        """Replicas that do not hold the same tensors (an average on rank 0 only) do not cut alike: no parts then."""
+        parts = [(stripes.parse(Shard(piece.shard)), piece.cut) for piece in pieces]
+        odd = {part.shard for part, cut in parts if part.count > 1 and incident.cuts.setdefault(part.shard, cut) != cut}
+        if not odd:
+            return
+        self._outbox.record("misfit", shards=sorted(odd))
+        incident.uncut |= odd
+        incident.forget_parts(dict.fromkeys(odd, 1))
+        incident.stage = Stage.FREEZING
+
+    def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
+        """A task came to nothing; the rank is not asked again, unless everybody is (``Incident.forgive``)."""
+        task = incident.pending.get(report.rank)
+        if task is None or (report.incident, report.generation) != (incident.id, task.generation):
+            return
+        incident.fail(report.rank, report.text, report.may_pass)
+        self._outbox.record("save_failed", rank=report.rank, generation=report.generation, text=report.text)
+        self.drop(incident, report.rank)
+
+    def written(self, incident: Incident, rank: Rank, size: int, now: float) -> None:
+        """A rank says how many bytes its saver has written by now."""
+        known = incident.progress.get(rank)
+        if known is not None and known[0] != size:
+            incident.wrote(rank, size, now)
+
+    def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
+        """Storage that takes no byte for too long has failed, whether it says so or not. Returns whether it has."""
+        text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
+        failed = len(incident.failures)
+        while True:
+            rank, since = self._slowest(incident)
+            if rank is None or now < since + patience_s:
+                break
+            generation = incident.generation
+            if incident.stage is Stage.COMMITTING:
+                self.commit_failed(incident, m.CommitFailed(rank, incident.id, generation, text, may_pass=True))
+            else:
+                generation = incident.pending[rank].generation
+                self.save_failed(incident, m.SaveFailed(rank, incident.id, generation, text, may_pass=True))
+        return len(incident.failures) > failed
+
+    def stall_since(self, incident: Incident) -> float | None:
+        """Since when the slowest of those that write has written nothing; None: nobody writes."""
+        rank, since = self._slowest(incident)
+        return None if rank is None else since
+
+    @staticmethod
+    def _slowest(incident: Incident) -> tuple[Rank | None, float]:
+        """Who has written nothing for longest, and since when. Asked after every event, so the others are not seen."""
+        if incident.stage is Stage.COMMITTING:
+            writing: Container[Rank | None] = (incident.committer,)
+        elif incident.stage is Stage.SAVING:
+            writing = incident.pending
+        else:
+            return None, 0.0
+        while incident.progress:
+            rank, (_, since) = next(iter(incident.progress.items()))
+            if rank in writing and rank not in incident.failures:
+                return rank, since
+            del incident.progress[rank]
+        return None, 0.0
+
+    def drop(self, incident: Incident, rank: Rank) -> None:
+        """Whatever ``rank`` was writing will not come, or cannot be trusted."""
+        task = incident.pending.pop(rank, None)
+        if task is not None:
+            incident.tasks.remove(task)
+            incident.dropped.append(rank)
+
+    def check(self, incident: Incident, now: float) -> None:
+        """Go on to the commit when all is durable; have the plan made again when savers are gone."""
+        if incident.dropped:
+            self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
+            incident.stage, incident.dropped = Stage.FREEZING, []
+        elif not (incident.pending or self._collects_late(incident, now)):
+            self._start_commit(incident, now)
+
+    # --------------------------------------------------------------------------------------------------------- commit
+
+    def _start_commit(self, incident: Incident, now: float) -> None:
+        """Ask a writer, else anybody who stands still, else anybody. See ``stranded`` for when there is nobody."""
+        writers = {task.order.rank for task in incident.tasks}
+        able = [r for r in incident.answers if incident.can_commit(r)]
+        if not able:
+            return
+        incident.stage = Stage.COMMITTING
+        incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
+        incident.wrote(incident.committer, -1, now)
+        self._send_commit(incident)
+
+    def stranded(self, incident: Incident) -> bool:
+        """All is durable and nobody is left to commit it, now or later."""
+        return (
+            incident.stage is Stage.SAVING
+            and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)
+            and not any(incident.can_commit(r) for r in incident.answers)
+        )
+
+    def _send_commit(self, incident: Incident) -> None:
+        assert incident.plan is not None and incident.committer is not None and self._job.layout is not None
+        collected = {r for task in incident.tasks for r in task.order.pages}
+        self._outbox.record("commit", rank=incident.committer, generation=incident.generation)
+        self._outbox.send_to(
+            incident.committer,
+            m.Commit(
+                rank=incident.committer,
+                term=self._job.term,
+                incident=incident.id,
+                generation=incident.generation,
+                version=incident.plan.version,
+                incarnation=self._job.incarnation,
+                draft=incident.draft,
+                cause=incident.cause,
+                reason=incident.plan.reason,
+                keep=self._job.members[incident.committer].hello.keep,
+                pieces=tuple(p for t in sorted(incident.tasks, key=_by_rank) for p in t.pieces or ()),
+                missing_pages=tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in collected),
+                directory=incident.directory,
+                disputed=incident.plan.disputed,
+            ),
+        )
+
+    def check_committer(self, incident: Incident) -> None:
+        """A committer that is lost or failed is replaced; the commit is idempotent."""
+        assert incident.committer is not None
+        if not incident.can_commit(incident.committer):
+            incident.committer = None
+            incident.stage = Stage.SAVING  # all pieces are durable: another one commits
+
+    def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
+        """The checkpoint exists."""
+        if not _of_this_commit(incident, report):
+            return
+        assert incident.plan is not None
+        version = incident.plan.version
+        incident.stage, incident.path, incident.size = Stage.SAVED, report.path, report.size
+        incident.saved = version
+        lost = incident.plan.lost
+        incident.outcome = f"saved version {version}" + (
+            f" from kept copies; {lost} finished steps are lost" if lost else ""
+        )
+        self.last_commit = (version, report.path)
+        self._outbox.record(
+            "committed",
+            rank=report.rank,
+            version=version,
+            path=report.path,
+            size=report.size,
+            after_ms=_ms(incident, now),
+        )
+
+    def commit_failed(self, incident: Incident, report: m.CommitFailed) -> None:
+        """Another one has to commit."""
+        if _of_this_commit(incident, report) and incident.committer == report.rank:
+            incident.fail(report.rank, report.text, report.may_pass)
+            self._outbox.record("commit_failed", rank=report.rank, text=report.text)
+
+
+def _of_this_commit(incident: Incident, report: m.Committed | m.CommitFailed) -> bool:
+    expected = (incident.id, incident.generation, Stage.COMMITTING)
+    return (report.incident, report.generation, incident.stage) == expected
+
+
+def _merge(old: m.SaverOrder, new: m.SaverOrder) -> m.SaverOrder:
+    """One order for a rank that has not finished the old one."""
+    return replace(
+        new,
+        shards=tuple(sorted({*old.shards, *new.shards})),
+        how=new.how if new.shards else old.how,
+        pages=tuple(sorted({*old.pages, *new.pages})),
+        job_state=old.job_state or new.job_state,
+        kept=tuple(sorted({*old.kept, *new.kept})),
+    )
+
+
+def _assignments(incident: Incident) -> tuple[Assignment, ...]:
+    listed = [Assignment(s, t.order.rank, t.order.how) for t in incident.tasks for s in t.order.shards]
+    listed += [Assignment(s, t.order.rank, How.KEPT) for t in incident.tasks for s in t.order.kept]
+    return tuple(sorted(listed, key=lambda a: a.shard))
+
+
+def _by_rank(task: Task) -> tuple[Rank, int]:
+    return task.order.rank, task.generation
+
+
+def _ms(incident: Incident, now: float) -> float:
+    return round((now - incident.opened_at) * 1e3, 3)

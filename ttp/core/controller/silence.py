@@ -1,0 +1,165 @@
+"""Hosts from which nothing comes any more: their power, their switch, a cable. No I/O, no clock, no threads.
+
+A process that dies ends its stream at once. A host that is cut off, or has lost its power, ends nothing: its streams
+are taken for dead only when gRPC has waited long enough to be sure. Until then it is *in doubt*: everybody else is
+frozen and what they hold is saved, because that can be taken back. Nobody is released for a doubt, see ``Rescue``.
+
+Words of ranks are no measure of a host: a rank that is stopped, or holds its interpreter lock, says nothing for
+seconds in perfect health, and so does one whose words wait in a socket because the controller itself was stopped. So a
+host that was not heard for a while is *looked at*: whoever drives the machine asks its own kernel how long nothing has
+arrived from there, neither data nor an acknowledgement. The other kernel answers whatever its processes do.
+
+A controller that comes late to its own turn was stopped, or its machine was: then every host is given time anew.
+
+Cost: constant for every word of a rank.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+
+from ttp.core.controller.events import ControllerTimeouts, LookAt, LookedAt
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.rescue import Rescue
+from ttp.core.layout import Rank, compact_ranks
+
+LOOK_S = 0.25
+"""Between two looks at one host."""
+
+NEVER = float("inf")
+
+LATE_S = 0.5
+"""A turn that comes so late tells that the controller did not run."""
+
+
+class Silence:
+    """Watches the hosts of one incarnation.
+
+    Args:
+        job: the ranks.
+        outbox: takes what is to be looked at, and records.
+        rescue: hears of doubts.
+        patience: see ``ControllerTimeouts``.
+        host: of this controller, which cannot be cut off from itself.
+    """
+
+    def __init__(
+        self, job: Membership, outbox: Outbox, rescue: Rescue, patience: ControllerTimeouts, host: str
+    ) -> None:
+        self._job, self._outbox, self._rescue, self._patience = job, outbox, rescue, patience
+        self._host = host
+        self.reset()
+
+    def reset(self) -> None:
+        """Another incarnation begins."""
+        self._ranks: dict[str, set[Rank]] = {}  # those that can be spoken to
+        self._heard: OrderedDict[str, float] = OrderedDict()  # since when they are quiet, the longest first
+        self._looks: OrderedDict[str, float] = OrderedDict()  # when to look again at quiet ones, the next first
+        self._asked: set[str] = set()  # hosts that are being looked at
+        self._doubted: OrderedDict[str, float] = OrderedDict()  # until when that is a doubt, the first first
+
+    # ---------------------------------------------------------------------------------------------------- what is told
+
+    def heard(self, rank: Rank, now: float) -> bool:
+        """A rank has said something; true when that ends a doubt."""
+        host = self._job.members[rank].hello.host
+        if host == self._host or self._patience.quiet_s is None:
+            return False
+        ranks = self._ranks.setdefault(host, set())
+        ranks.add(rank)
+        self._looks.pop(host, None)
+        self._asked.discard(host)
+        self._heard[host] = now
+        self._heard.move_to_end(host)
+        if self._doubted.pop(host, None) is None:
+            return False
+        self._outbox.record("heard_again", host=host, ranks=compact_ranks(sorted(ranks)))
+        for each in sorted(ranks & self._job.silent):
+            self._job.silent.discard(each)
+            self._rescue.heard_again(each, now)
+        return True
+
+    def lost(self, rank: Rank) -> None:
+        """The rank cannot be spoken to any more, which is no doubt but evidence."""
+        host = self._job.members[rank].hello.host
+        ranks = self._ranks.get(host, set())
+        ranks.discard(rank)
+        if ranks:
+            return
+        for times in (self._heard, self._looks, self._doubted):
+            times.pop(host, None)
+        self._ranks.pop(host, None)
+        self._asked.discard(host)
+
+    def looked(self, event: LookedAt, now: float) -> None:
+        """How long nothing has come from a host, as the kernel sees it."""
+        host = event.host
+        if host not in self._asked:
+            return  # it was heard meanwhile
+        self._asked.discard(host)
+        if event.silent_s is None:
+            return  # it cannot be known here: its streams will end in their time
+        if event.silent_s >= self._patience.doubt_s and self._matters:
+            self._doubt(host, event.silent_s, now)
+        else:
+            self._looks[host] = now + LOOK_S
+
+    def _doubt(self, host: str, silent_s: float, now: float) -> None:
+        ranks = sorted(self._ranks[host])
+        self._doubted[host] = now + self._patience.doubt_max_s
+        self._job.silent.update(ranks)
+        for rank in ranks:
+            text = f"{self._job.members[rank].name}: nothing has come from its host for {silent_s:.1f} s"
+            self._rescue.unheard(rank, text, now)
+
+    # ------------------------------------------------------------------------------------------------------------ time
+
+    @property
+    def _matters(self) -> bool:
+        """Only a job that trains has something to lose, and after a takeover others may lead it."""
+        return self._job.formed and not self._job.ended and self._job.gather_until is None
+
+    def deadline(self) -> float | None:
+        """When ``check`` has something to do; None: not before somebody says something."""
+        dues = [self._quiet_at]
+        if self._looks:
+            dues.append(next(iter(self._looks.values())))
+        if self._doubted:
+            dues.append(next(iter(self._doubted.values())))
+        due = min(dues)
+        return due if due < NEVER else None
+
+    @property
+    def _quiet_at(self) -> float:
+        """When the host that was not heard for the longest is to be looked at."""
+        quiet_s = self._patience.quiet_s
+        return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
+
+    def check(self, now: float) -> None:
+        """Have a look at whom was not heard for long, and put up with what is a doubt for too long."""
+        due = self.deadline()
+        if due is None or now < due:
+            return
+        if now > due + LATE_S:
+            self._was_away(now)
+            return
+        while now >= self._quiet_at:
+            self._look(self._heard.popitem(last=False)[0])
+        while self._looks and now >= next(iter(self._looks.values())):
+            self._look(self._looks.popitem(last=False)[0])
+        while self._doubted and now >= next(iter(self._doubted.values())):
+            self._job.silent -= self._ranks[self._doubted.popitem(last=False)[0]]  # what stands is the evidence
+
+    def _look(self, host: str) -> None:
+        self._asked.add(host)
+        streams = (self._job.members[rank].connection for rank in self._ranks[host])
+        self._outbox.add(LookAt(host, tuple(sorted({stream for stream in streams if stream is not None}))))
+
+    def _was_away(self, now: float) -> None:
+        """This controller did not run: what it has not heard may wait to be read."""
+        for host in (*self._heard, *self._looks):
+            self._heard[host] = now
+        self._looks.clear()
+        for host in self._doubted:
+            self._doubted[host] = max(self._doubted[host], now + LOOK_S)

@@ -1,0 +1,87 @@
+"""Controllers that stand by on other hosts: who has one, and telling everybody where.
+
+A controller that stands by knows nothing. When ranks come to it because theirs is gone, it learns everything from their
+hellos and takes over. So all that is needed ahead of time is that it runs, and that every rank knows its address. A
+host that is asked is announced at once, under the port that it will choose if it can: should this controller be lost in
+the seconds that the other takes to start, ranks know where to go on asking.
+"""
+
+from __future__ import annotations
+
+from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Rank
+
+
+class Standby:
+    """The standby controllers of one job.
+
+    Args:
+        job: the ranks.
+        outbox: takes the orders.
+        host: of this controller; it needs no other here.
+        wanted: how many there should be.
+        port: of the job, which a controller elsewhere will have too if it is free there; 0: not known.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox, host: str, wanted: int, port: int) -> None:
+        self._job, self._outbox, self._host, self._wanted, self._port = job, outbox, host, wanted, port
+        self._places: dict[str, str] = {}
+        self._up: set[str] = set()
+        self._unable: set[str] = set()
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """Where they listen (host:port)."""
+        return tuple(place for host, place in self._places.items() if host in self._up)
+
+    def reset(self) -> None:
+        """A new incarnation: the processes that looked after them are gone."""
+        self._places, self._up, self._unable = {}, set(), set()
+
+    def joined(self, rank: Rank) -> None:
+        """A host can be asked as soon as a rank of it has come: the sooner one stands by, the better."""
+        self._tell(rank)
+        if self._ask(rank):
+            self._tell_all()
+
+    def _ask(self, rank: Rank) -> bool:
+        hello = self._job.members[rank].hello
+        known = hello.host == self._host or hello.host in self._places or hello.host in self._unable
+        if known or len(self._places) >= self._wanted:
+            return False
+        self._places[hello.host] = _at(hello.address, self._port)
+        self._outbox.send_to(rank, m.StandBy(rank, self._job.term))
+        return True
+
+    def answered(self, report: m.StandbyUp) -> None:
+        """A host has one now, or cannot have one."""
+        host = self._job.members[report.rank].hello.host
+        if host not in self._places or host in self._up:
+            return
+        if report.address:
+            self._up.add(host)
+            self._places[host] = report.address
+            self._outbox.record("standby", rank=report.rank, host=host, address=report.address)
+        else:
+            self._unable.add(host)
+            del self._places[host]
+            self._outbox.record("no_standby", host=host)
+            any(self._ask(rank) for rank in sorted(self._job.live))
+        self._tell_all()
+
+    def _tell_all(self) -> None:
+        for rank in sorted(self._job.live):
+            self._tell(rank)
+
+    def _tell(self, rank: Rank) -> None:
+        places = tuple(place for place in self._places.values() if place)
+        if places:
+            self._outbox.send_to(rank, m.Standbys(rank, self._job.term, places))
+
+
+def _at(address: str, port: int) -> str:
+    if not (address and port):
+        return ""
+    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"

@@ -1,0 +1,1 @@
+"""A rank's side of the protocol: events in, actions out. Start with ``machine``."""

@@ -1,0 +1,181 @@
+"""Second copies of shards that only one rank holds: who copies what, to whom, and which copies can go.
+
+A shard without replicas dies with its rank. Where that is asked for (``wrap_optimizer(buddy=True)``), every rank copies
+what it has to keep into the memory of its host every k updates, beside the training, and sends it to a rank of the next
+host. All shards take part, the replicated ones too, by one of their ranks: a checkpoint needs all of one version.
+
+Theory of operation
+-------------------
+One copy of version c is *whole* when every rank has stored its own, here and at its buddy. Until then the one before
+has to stay, everywhere. Whether c is whole can only be known by who hears from all ranks, so ranks report
+(``Copied``) and the controller settles the *fate* of each version once: whole as soon as all have stored it, never when
+one could not. A rank drops the older copy when it hears "whole", the newer one when it hears "never", and makes no
+other copy until it knows. So a rank holds two at most, and at any moment there is a version of which every rank holds a
+copy: nobody drops c - k before all have c, and nobody drops c unless some rank never had it.
+
+The bound: a copy is begun every k updates and takes r updates to become whole. A rank lost after n finished updates
+costs at most k + r - 1 of them: the newest multiple of k that had r updates to get through. With r <= k that is 2k - 1.
+A copy that takes longer skips the turns that come meanwhile, and the bound is k higher for each.
+
+Copies that come to nothing cost time all the same. After the second in a row only every second turn is tried, then
+every fourth, then every eighth; by the number of the turn, so that ranks that have counted differently (one skipped a
+turn that others tried) still meet. A rank that does not try says at once that it has no copy.
+
+After a takeover the new controller knows no fates. Ranks say again what they said last, with the newest version they
+know to be whole. Whoever reports about a later version has learned the fate of the earlier ones before: if it does not
+know such a version to be whole, that version is not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.mirrors import next_host
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Layout, Rank, Shard, Version
+
+NOBODY = Rank(-1)
+FATES_MAX = 16
+"""Versions whose fate is remembered: ranks of a job are at most one update apart, so they ask about the last two."""
+
+RARER_MAX = 3
+"""Every ``2 ** RARER_MAX``-th turn is tried, whatever came of those before."""
+
+
+def keepers(layout: Layout) -> dict[Rank, tuple[Shard, ...]]:
+    """The shards that each rank has to copy: every shard by one rank of its group, evenly. The same on all ranks."""
+    found: dict[Rank, list[Shard]] = {}
+    load: Counter[Rank] = Counter()
+    for shard, ranks in sorted(layout.groups.items(), key=lambda item: (len(item[1]), item[0])):
+        rank = min(ranks, key=lambda r: (load[r], r))
+        load[rank] += 1
+        found.setdefault(rank, []).append(shard)
+    return {rank: tuple(shards) for rank, shards in found.items()}
+
+
+class Generations:
+    """The copies that one rank holds: the newest that is known to be whole everywhere, and one whose fate is open."""
+
+    def __init__(self) -> None:
+        self.whole: Version | None = None
+        self.pending: Version | None = None
+        self._failed = 0
+        self._tried = True
+
+    def tries(self, turn: int) -> bool:
+        """Whether a copy is to be made in this turn, which has begun; see above."""
+        self._tried = turn % (1 << min(max(self._failed - 1, 0), RARER_MAX)) == 0
+        return self._tried
+
+    def begin(self, version: Version) -> bool:
+        """It is the turn of ``version``; false: it is skipped, as what became of the last one is not known yet."""
+        if self.pending is not None:
+            return False
+        self.pending = version
+        return True
+
+    def settle(self, version: Version, *, whole: bool) -> Version | None:
+        """The fate of a version is known. Returns the one that can go."""
+        if version != self.pending:
+            return None
+        gone = self.whole if whole else version
+        if whole:
+            self.whole = version
+        self._failed = 0 if whole else self._failed + self._tried
+        self.pending = None  # last: another thread may begin the next one now
+        return gone
+
+
+class Buddies:
+    """Names every rank's buddy, and settles the fate of each version.
+
+    Args:
+        job: the ranks.
+        outbox: takes the orders.
+    """
+
+    def __init__(self, job: Membership, outbox: Outbox) -> None:
+        self.whole = Version(0)
+        """The newest version of which every rank has stored a copy; 0: none."""
+        self._job, self._outbox = job, outbox
+        self._named: dict[Rank, Rank] = {}
+        self._stored: dict[Version, set[Rank]] = {}
+        self._fates: dict[Version, bool] = {}
+        self._well: bool | None = None  # what became of the last one
+
+    def reset(self) -> None:
+        """A new incarnation begins."""
+        self.whole, self._named, self._stored, self._fates, self._well = Version(0), {}, {}, {}, None
+
+    # --------------------------------------------------------------------------------------------------------- buddies
+
+    @property
+    def named(self) -> bool:
+        """Whether copies are kept."""
+        return bool(self._named)
+
+    def joined(self, rank: Rank) -> None:
+        """A rank said hello: once all have, each is told its buddy; one that comes back is told again."""
+        if not self._job.complete or not self._job.members[rank].hello.copies_at:
+            return
+        if self._named:
+            self._tell(rank)
+            return
+        without = [r for r, member in sorted(self._job.members.items()) if not member.hello.copies_at]
+        if without:
+            self._outbox.record("no_buddies", text="not every rank keeps copies", ranks=without[:8])
+            return
+        self._named = next_host(self._job.hosts()) or dict.fromkeys(sorted(self._job.members), NOBODY)
+        self._outbox.record("buddies", buddies={str(rank): buddy for rank, buddy in self._named.items()})
+        for named in self._named:
+            self._tell(named)
+
+    def _tell(self, rank: Rank) -> None:
+        buddy = self._named[rank]
+        address = "" if buddy == NOBODY else self._job.members[buddy].hello.copies_at
+        self._outbox.send_to(rank, m.CopyTo(rank, self._job.term, buddy, address))
+
+    # ----------------------------------------------------------------------------------------------------------- fates
+
+    def copied(self, report: m.Copied) -> None:
+        """A rank says what came of its copy."""
+        if report.version in self._fates:
+            self._settled(report.version, report.rank)
+            return
+        self._learn(report)
+        if report.version in self._fates:
+            return
+        if not report.stored:
+            if self._well is not False:  # once, until one is whole again
+                self._outbox.record("not_copied", rank=report.rank, version=report.version, text=report.text)
+            self._settle(report.version, whole=False)
+        else:
+            stored = self._stored.setdefault(report.version, set())
+            stored.add(report.rank)
+            if self._job.complete and len(stored) == len(self._job.members):
+                self._settle(report.version, whole=True)
+
+    def _learn(self, report: m.Copied) -> None:
+        """What another controller has settled, and this one does not know."""
+        if report.whole > self.whole:
+            self._settle(report.whole, whole=True)
+        for version in [v for v in self._stored if v < report.version and v not in self._fates]:
+            self._settle(version, whole=False)
+
+    def _settle(self, version: Version, *, whole: bool) -> None:
+        self._fates[version] = whole
+        self._stored.pop(version, None)
+        if whole:
+            self.whole = max(self.whole, version)
+            if not self._well:  # in a job that is well there is one every few seconds
+                self._outbox.record("copied", version=version)
+        self._well = whole
+        for old in sorted(self._fates)[:-FATES_MAX]:
+            del self._fates[old]
+        for rank in sorted(self._job.live):
+            self._settled(version, rank)
+
+    def _settled(self, version: Version, rank: Rank) -> None:
+        self._outbox.send_to(rank, m.Settled(rank, self._job.term, version, self._fates[version]))

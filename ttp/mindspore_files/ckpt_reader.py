@@ -1,0 +1,332 @@
+"""What a ``.ckpt`` of MindSpore holds, where, and whether it is whole: without MindSpore, and never all in memory.
+
+The file is one protobuf message after the other, ``Checkpoint { Value { tag = 1; TensorProto = 2; } = 1; }`` with
+``TensorProto { dims = 1; tensor_type = 2; tensor_content = 3; }`` (``mindspore/train/checkpoint_pb2.py`` of 2.10); a
+large tensor is cut into several values of a tag. With ``crc_check=True`` it ends with ``crc_num`` and the CRC-32 of all
+before in ten bytes, big-endian.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import struct
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ttp.errors import CheckpointError
+from ttp.mindspore_files.wire_format import BYTES, fields, message, numbers, put_varint, signed, text
+from ttp.store.digest import Progress
+from ttp.store.plain_file import open_plain
+
+CRC_MARK = b"crc_num"
+TRAILER = len(CRC_MARK) + 10
+BLOCK = 1 << 20
+HEADER_MAX = 1 << 20
+"""Bytes of the name and shape of one tensor; more is damage."""
+
+_WINDOW = 1 << 12
+"""Bytes read at once where contents are passed over."""
+
+ITEM_BYTES = {
+    "Bool": 1, "Int8": 1, "UInt8": 1, "Int16": 2, "UInt16": 2, "Float16": 2, "BFloat16": 2, "Int32": 4, "UInt32": 4,
+    "Float32": 4, "Int64": 8, "UInt64": 8, "Float64": 8, "Complex64": 8, "Complex128": 16,
+}  # fmt: skip
+_NUMBERS = {"Int32": "<i", "UInt32": "<I", "Int64": "<q", "UInt64": "<Q", "Float32": "<f", "Float64": "<d"}
+
+COUNTERS = ("epoch_num", "step_num", "global_step")
+"""Entries that say of which step a checkpoint is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where one entry of a checkpoint lies.
+
+    Args:
+        path: the file.
+        dtype: MindSpore's word: ``Float32``, ``BFloat16``, ``str``, ...
+        dims: the shape; ``()`` for a scalar.
+        chunks: offset and length of its bytes in the file, in order.
+        kept_dims: the shape as the file spells it: a scalar may be ``[]`` or ``[0]``.
+    """
+
+    path: str
+    dtype: str
+    dims: tuple[int, ...]
+    chunks: tuple[tuple[int, int], ...]
+    kept_dims: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the content."""
+        return sum(length for _, length in self.chunks)
+
+    @property
+    def item_size(self) -> int:
+        """Bytes of an element; elements are compared by their bits, so nothing else of the type matters."""
+        return self.nbytes // max(1, math.prod(self.dims))
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor: type in MindSpore's words, shape, and the digest of its bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What one file holds.
+
+    Args:
+        entries: by name.
+        counters: those of ``COUNTERS`` that it has.
+        checked: whether it ends with a CRC, which was right.
+        size: bytes of the file.
+    """
+
+    entries: Mapping[str, StoredTensor]
+    counters: Mapping[str, int]
+    checked: bool
+    size: int
+
+
+def index(path: Path) -> dict[str, Tensor]:
+    """Where each tensor of a checkpoint lies, in the order of the file. Reads a few bytes of each.
+
+    Raises:
+        CheckpointError: it is absent, damaged, cut off, encrypted, or something else.
+    """
+    with _opened(path, None, _WINDOW) as source:
+        return _tensors(path, source, source.skip)
+
+
+def read_contents(path: Path, progress: Progress | None = None) -> Contents:
+    """Read a checkpoint to its last byte.
+
+    Raises:
+        CheckpointError: it is absent, damaged, cut off, encrypted, or something else.
+    """
+    hashes: dict[str, xxhash.xxh3_128] = {}
+    counted: dict[str, bytes] = {}
+
+    def digest(name: str, length: int) -> None:
+        made = hashes.setdefault(name, xxhash.xxh3_128())
+        for data in source.blocks(length):
+            made.update(data)
+            if name in COUNTERS:
+                counted[name] = (counted.get(name, b"") + data)[:9]
+
+    with _opened(path, progress, BLOCK) as source:
+        tensors = _tensors(path, source, digest)
+        source.check()
+        entries = {name: StoredTensor(one.dtype, one.dims, hashes[name].hexdigest()) for name, one in tensors.items()}
+        counters = {name: value for name in counted if (value := _count(tensors[name], counted[name])) is not None}
+        return Contents(entries, counters, source.expected is not None, source.size)
+
+
+def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
+    """What the file's own CRC says against it; None when it is right, or has none."""
+    try:
+        with _opened(path, progress, BLOCK) as source:
+            if source.expected is not None:
+                for _ in source.blocks(source.left):
+                    pass
+                source.check()
+    except CheckpointError as problem:
+        return str(problem)
+    return None
+
+
+@contextmanager
+def _opened(path: Path, progress: Progress | None, window: int) -> Iterator[_Source]:
+    """The file; whatever is wrong with it is a ``CheckpointError``."""
+    source: _Source | None = None
+    try:
+        with open_plain(path) as raw:
+            source = _Source(raw, progress, window)
+            yield source
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        at = 0 if source is None else source.at
+        raise CheckpointError(f"{path} is damaged at byte {at}: {problem}") from None
+
+
+class _Source:
+    """A file read from its start to where its CRC begins."""
+
+    def __init__(self, raw: io.FileIO, progress: Progress | None, window: int) -> None:
+        self.size = os.fstat(raw.fileno()).st_size
+        if not self.size:
+            raise ValueError("it is empty")
+        tail = os.pread(raw.fileno(), TRAILER, max(0, self.size - TRAILER))
+        marked = len(tail) == TRAILER and tail.startswith(CRC_MARK)
+        self.expected = int.from_bytes(tail[len(CRC_MARK) :], "big") if marked else None
+        self.left = self.size - TRAILER if marked else self.size
+        self.at = 0
+        self._file, self._progress, self._crc = io.BufferedReader(raw, window), progress, 0
+
+    def take(self, count: int) -> bytes:
+        data = self._file.read(count) if count <= self.left else b""
+        if len(data) < count:
+            raise ValueError("it is cut off")
+        self._forward(count)
+        self._crc = zlib.crc32(data, self._crc)
+        if self._progress is not None:
+            self._progress(count)
+        return data
+
+    def blocks(self, length: int) -> Iterator[bytes]:
+        while length:
+            data = self.take(min(length, BLOCK))
+            length -= len(data)
+            yield data
+
+    def skip(self, _name: str, length: int) -> None:
+        """Pass over ``length`` bytes without reading them; the CRC is not to be had then."""
+        self._file.seek(length, os.SEEK_CUR)
+        self._forward(length)
+
+    def varint(self) -> int:
+        value = 0
+        for place in range(10):
+            byte = self.take(1)[0]
+            value |= (byte & 0x7F) << (7 * place)
+            if byte < 0x80:
+                return value
+        raise ValueError("a number does not end")
+
+    def length(self, end: int, limit: int | None = None) -> int:
+        """Bytes of a field inside a message that ends when ``end`` bytes are left."""
+        length = self.varint()
+        if length > self.left - end:
+            raise ValueError("it is cut off")
+        if limit is not None and length > limit:
+            raise ValueError("it announces more than can be")
+        return length
+
+    def end(self, outer: int = 0) -> int:
+        """What will be left of the file behind the message that begins here."""
+        length = self.length(outer)
+        return self.left - length
+
+    def check(self) -> None:
+        if self.expected is not None and self._crc != self.expected:
+            raise ValueError(f"its CRC is {self._crc}, and it was written with {self.expected}")
+
+    def _forward(self, count: int) -> None:
+        self.left -= count
+        self.at += count
+
+
+_Take = Callable[[str, int], None]
+"""Takes as many bytes of the tensor of that name from the source."""
+
+
+def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, Tensor]:
+    """All tensors; the parts of one follow each other."""
+    found: dict[str, Tensor] = {}
+    last = None
+    for name, dtype, dims, length in _values(source):
+        chunk = (source.at, length)
+        known = found.get(name)
+        if known is None:
+            shape = () if dims == (0,) and length else dims
+            found[name] = Tensor(str(path), dtype, shape, (chunk,), dims)
+        elif name == last and (dtype, dims) == (known.dtype, known.kept_dims):
+            found[name] = Tensor(known.path, dtype, known.dims, (*known.chunks, chunk), dims)
+        else:
+            raise ValueError(f"{name:.80} is there twice")
+        take(name, length)
+        last = name
+    for name, tensor in found.items():
+        _check_size(name, tensor)
+    if not found:
+        raise ValueError("it holds nothing: it is no checkpoint of MindSpore")
+    return found
+
+
+def _check_size(name: str, tensor: Tensor) -> None:
+    count = math.prod(tensor.dims)
+    if tensor.dtype in ITEM_BYTES:
+        wrong = tensor.nbytes != count * ITEM_BYTES[tensor.dtype]
+    else:
+        wrong = tensor.dtype != "str" and bool(tensor.nbytes % count if count else tensor.nbytes)
+    if wrong:
+        raise ValueError(f"{name:.80} has {tensor.nbytes} bytes, and its shape {tensor.dims} of {tensor.dtype} others")
+
+
+def _count(tensor: Tensor, data: bytes) -> int | None:
+    if tensor.dtype not in _NUMBERS or math.prod(tensor.dims) != 1:
+        return None
+    value = struct.unpack(_NUMBERS[tensor.dtype], data)[0]
+    return int(value) if math.isfinite(value) else None
+
+
+# ---------------------------------------------------------------------------------------------------- the message
+
+
+def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
+    """Name, type, dims and bytes of each value; whoever asks takes the bytes before asking on."""
+    while source.left:
+        if source.varint() != _key(1):
+            raise ValueError("it is encrypted, or no checkpoint of MindSpore")
+        end, name, tensor = source.end(), None, False
+        while source.left > end:
+            key = source.varint()
+            if key == _key(1):
+                name = text(memoryview(source.take(source.length(end, HEADER_MAX))))
+            elif key == _key(2) and name is not None and not tensor:
+                tensor, inner = True, source.end(end)
+                yield name, *_tensor_head(source, inner, name)
+                if source.left != inner:
+                    raise ValueError(f"{name:.80} has something behind its bytes")
+            elif key == _key(3) and name is not None:
+                raise ValueError(f"{name:.80} is a MapParameter, which is not supported")
+            else:
+                _pass_over(source, key, end)
+        if name is None or not tensor or source.left != end:
+            raise ValueError("a value has no name or no tensor")
+
+
+def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, ...], int]:
+    """All of a tensor before its bytes, which come last: type, dims, and how many bytes follow."""
+    head = bytearray()
+    while source.left > end:
+        key = source.varint()
+        if key == _key(3):
+            parsed = list(fields(memoryview(bytes(head))))
+            dims = tuple(signed(extent) for extent in numbers(parsed, 1))
+            kinds = [text(message(field)) for field in parsed if field[0] == 2]
+            if any(extent < 0 for extent in dims) or not kinds:
+                raise ValueError(f"{name:.80} has the shape {list(dims)!r:.80}, or no type")
+            return kinds[-1], dims, source.length(end)
+        head += put_varint(key)
+        if key & 7 == BYTES:
+            length = source.length(end, HEADER_MAX)
+            head += put_varint(length) + source.take(length)
+        else:
+            head += put_varint(source.varint())
+        if len(head) > HEADER_MAX:
+            raise ValueError(f"{name:.80} has a header of more than {HEADER_MAX} bytes")
+    raise ValueError(f"{name:.80} has no bytes")
+
+
+def _pass_over(source: _Source, key: int, end: int) -> None:
+    if key & 7 != BYTES:
+        raise ValueError(f"it has an unknown field {key >> 3}")
+    for _ in source.blocks(source.length(end)):
+        pass
+
+
+def _key(number: int) -> int:
+    return number << 3 | BYTES

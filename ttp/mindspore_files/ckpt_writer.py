@@ -1,0 +1,125 @@
+"""MindSpore's ``.ckpt`` written as ``mindspore.save_checkpoint`` does, from any thread and without MindSpore.
+
+Format, as MindSpore 2.10 reads it: messages ``Checkpoint`` (protobuf) one behind the other, each with one ``Value``::
+
+    Checkpoint { repeated Value value = 1; }
+    Value { required string tag = 1; TensorProto tensor = 2; }
+    TensorProto { repeated int64 dims = 1; required string tensor_type = 2; required bytes tensor_content = 3; }
+
+A large tensor is cut into several messages of one tag. At the end ``crc_num`` and the CRC-32 of all before, ten bytes,
+big-endian. Text has dims 0, type ``str``, and its characters as UTF-32.
+
+``save_checkpoint`` itself copies every tensor, holds a lock that the training thread may hold too, and does not say
+when the bytes are on the disk.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ttp.mindspore_files.wire_format import BYTES, put_bytes, put_number, put_varint
+from ttp.processor.source import Cancelled
+from ttp.store.digest import HashingFile
+
+CHUNK_BYTES = 512 << 20
+"""Bytes of a tensor in one message; MindSpore cuts there too."""
+
+_SLICE = 8 << 20
+"""Bytes written between two looks at ``cancelled``."""
+
+_VALUE, _TENSOR, _BYTES_OF_TENSOR = (put_varint(number << 3 | BYTES) for number in (1, 2, 3))
+
+Block = bytes | bytearray | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class TensorToWrite:
+    """One tensor, number or text.
+
+    Args:
+        name: its key.
+        dtype: MindSpore's name of the type, such as ``Float32``; ``str`` for text.
+        shape: of the tensor.
+        memory: its bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    memory: memoryview
+
+
+def number(name: str, value: int | float) -> TensorToWrite:
+    """A scalar as ``append_dict`` of ``save_checkpoint`` stores it: 64 bits of an int, 32 of a float."""
+    if isinstance(value, int):
+        return TensorToWrite(name, "Int64", (), memoryview(struct.pack("<q", value)))
+    return TensorToWrite(name, "Float32", (), memoryview(struct.pack("<f", value)))
+
+
+class CkptWriter:
+    """Writes entries one after another, and the CRC behind them; the file's own writer makes it durable."""
+
+    def __init__(self, file: HashingFile) -> None:
+        self._file, self._crc = file, 0
+
+    def add(self, name: str, dtype: str, dims: tuple[int, ...], nbytes: int, blocks: Iterable[Block]) -> None:
+        """Append one entry; ``blocks`` hold ``nbytes`` together.
+
+        Raises:
+            OSError: the disk refused.
+        """
+        left = nbytes
+        source = iter(blocks)
+        pending: Block = b""
+        while True:
+            need = min(left, CHUNK_BYTES)
+            left -= need
+            self._put(_opening(name, dtype, dims, need))
+            while need:
+                block = pending or next(source)
+                taken, pending = block[:need], block[need:]
+                self._put(taken)
+                need -= len(taken)
+            if not left:
+                break
+        assert not pending and next(source, None) is None, name
+
+    def finish(self) -> None:
+        """Append the CRC."""
+        self._file.write(b"crc_num" + self._crc.to_bytes(10, "big"))
+
+    def _put(self, data: Block) -> None:
+        self._file.write(data)
+        self._crc = zlib.crc32(data, self._crc)
+
+
+def write_entries(target: HashingFile, entries: Iterable[TensorToWrite], cancelled: Callable[[], bool]) -> None:
+    """Write ``entries`` and the checksum. Nobody changes their memory meanwhile.
+
+    Raises:
+        Cancelled: ``cancelled()`` became true; asked every 8 MiB.
+        OSError: the disk refused.
+    """
+    writer = CkptWriter(target)
+    for entry in entries:
+        slices = _until_cancelled(entry.memory, cancelled)
+        writer.add(entry.name, entry.dtype, entry.shape, len(entry.memory), slices)
+    writer.finish()
+
+
+def _until_cancelled(memory: memoryview, cancelled: Callable[[], bool]) -> Iterator[memoryview]:
+    for at in range(0, len(memory), _SLICE):
+        if cancelled():
+            raise Cancelled
+        yield memory[at : at + _SLICE]
+
+
+def _opening(name: str, dtype: str, dims: tuple[int, ...], size: int) -> bytes:
+    """All of a message up to the bytes of the tensor."""
+    sizes = b"".join(put_number(1, extent) for extent in dims)
+    tensor = sizes + put_bytes(2, dtype.encode()) + _BYTES_OF_TENSOR + put_varint(size)
+    value = put_bytes(1, name.encode()) + _TENSOR + put_varint(len(tensor) + size) + tensor
+    return _VALUE + put_varint(len(value) + size) + value

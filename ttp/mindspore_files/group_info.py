@@ -1,0 +1,129 @@
+"""``group_info.pb``: which ranks hold the same checkpoint as the rank that it was written for.
+
+MindSpore writes it where it compiles a parallel graph (``GROUP_INFO_FILE``); on CPU and in plain data parallelism it
+does not. Format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
+
+    ParallelGroupMap { repeated ParallelGroupItem = 1; ParallelGroupRanks ckpt_restore_rank_list = 2; }
+    ParallelGroupItem { string group_name = 1; ParallelGroupRanks parallel_group_ranks = 2; }
+    ParallelGroupRanks { repeated uint32 dim = 1; }
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.wire_format import fields, message, numbers, put_bytes, put_number, text
+from ttp.store.durable import write_durably
+from ttp.store.plain_file import read_plain
+
+NAME = "group_info.pb"
+"""By convention in the folder ``rank_N`` of a rank that it was written for."""
+
+SIZE_MAX = 1 << 26
+
+
+@dataclass(frozen=True, slots=True)
+class GroupInfo:
+    """What one file says.
+
+    Args:
+        replicas: ranks whose checkpoints can stand for each other, the file's own rank among them.
+        groups: communication groups of that rank by name.
+    """
+
+    replicas: tuple[int, ...]
+    groups: Mapping[str, tuple[int, ...]]
+
+
+def read_group_info(path: Path) -> GroupInfo:
+    """Read a ``group_info.pb``.
+
+    Raises:
+        CheckpointError: it is absent, damaged, or something else.
+    """
+    try:
+        return parse_group_info(read_plain(Path(path), SIZE_MAX))
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is no group_info.pb, or damaged: {problem}") from None
+
+
+def parse_group_info(data: bytes) -> GroupInfo:
+    """As ``read_group_info``.
+
+    Raises:
+        ValueError: malformed, or without the list of replicas.
+    """
+    groups: dict[str, tuple[int, ...]] = {}
+    replicas: tuple[int, ...] | None = None
+    for field in fields(memoryview(data)):
+        if field[0] == 1:
+            name, ranks = _group(message(field))
+            groups[name] = ranks
+        elif field[0] == 2:
+            replicas = (replicas or ()) + _ranks(message(field))
+    if not replicas:
+        raise ValueError("it has no list of the ranks to restore from")
+    if len(set(replicas)) < len(replicas):
+        raise ValueError("a rank is listed twice")
+    return GroupInfo(tuple(sorted(replicas)), groups)
+
+
+def write_group_info(
+    path: Path | str, replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None
+) -> None:
+    """Write what ``mindspore.restore_group_info_list(path)`` reads; durable on return, whole or not at all.
+
+    Args:
+        path: the file, by convention ``rank_N/group_info.pb`` for the ranks that hold what rank N holds.
+        replicas: ranks whose checkpoints can stand for each other.
+        groups: communication groups by name, if any; MindSpore's readers do not look at them.
+
+    Raises:
+        UsageError: ``replicas`` is empty, or no ranks.
+        OSError: the disk refused.
+    """
+    write_durably(Path(path), encode_group_info(replicas, groups))
+
+
+def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int]] | None = None) -> bytes:
+    """As ``write_group_info``, the bytes.
+
+    Raises:
+        UsageError: ``replicas`` is empty, or no ranks.
+    """
+    ranks = sorted(set(replicas))
+    if not ranks or ranks[0] < 0 or ranks[-1] >= WORLD_SIZE_MAX:
+        raise UsageError(f"replicas={ranks!r:.100}: the ranks that hold the same are wanted, at least one")
+    items = [
+        put_bytes(1, put_bytes(1, name.encode()) + put_bytes(2, _put_ranks(members)))
+        for name, members in (groups or {}).items()
+    ]
+    return b"".join(items) + put_bytes(2, _put_ranks(ranks))
+
+
+def _put_ranks(ranks: Iterable[int]) -> bytes:
+    return b"".join(put_number(1, rank) for rank in ranks)
+
+
+def _group(data: memoryview) -> tuple[str, tuple[int, ...]]:
+    name = ""
+    ranks: tuple[int, ...] = ()
+    for field in fields(data):
+        if field[0] == 1:
+            name = text(message(field))
+        elif field[0] == 2:
+            ranks = _ranks(message(field))
+    return name, ranks
+
+
+def _ranks(data: memoryview) -> tuple[int, ...]:
+    ranks = tuple(numbers(fields(data), 1))
+    if any(rank >= WORLD_SIZE_MAX for rank in ranks):
+        raise ValueError(f"rank {max(ranks)} cannot be")
+    return ranks

@@ -1,0 +1,237 @@
+"""Loading that survives bad files: the newest checkpoint that is whole, and why newer ones were not taken."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from glob import glob
+from pathlib import Path
+from typing import Any
+
+from ttp.config import RankEnv
+from ttp.errors import CheckpointError, ConfigError, UsageError
+from ttp.mindspore_files.ckpt_reader import read_contents
+from ttp.mindspore_files.rank_folders import groups_of_manifest
+from ttp.mindspore_files.redundancy_plan import step_of
+from ttp.store import names
+from ttp.store.catalog import CatalogEntry, look, restorable, scan, sound
+from ttp.store.manifest import Manifest
+from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
+
+log = logging.getLogger("ttp")
+
+SUFFIXES = (".ckpt", ".safetensors")
+BREAKPOINT = "_breakpoint.ckpt"
+"""What MindSpore writes after an exception; it may be of a step that was not finished, so it comes last."""
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """A checkpoint that was whole.
+
+    Args:
+        path: its file.
+        parameters: as ``mindspore.load_checkpoint`` returns them.
+        epoch_num: what was saved under that name (``append_info``, ``append_dict``); None: nothing.
+        step_num: the same.
+        skipped: newer files, each with the reason why it was not taken.
+    """
+
+    path: Path
+    parameters: Mapping[str, Any]
+    epoch_num: int | None = None
+    step_num: int | None = None
+    skipped: tuple[str, ...] = field(default=())
+
+
+def load_newest(
+    pattern: str | Path | Iterable[str | Path], *, attempts: int = ATTEMPTS, rank: int | None = None, **load: Any
+) -> Loaded | None:
+    """Load the newest checkpoint that is whole.
+
+    The newest is the one that was written last; ``*_breakpoint.ckpt`` come last. Checkpoints of ttp go by their step
+    and are verified by the digests of their manifest, those of other ranks too: all ranks take the same. Of other files
+    the CRC is verified, if they have one, and that every tensor has the bytes that its shape needs. What is newer and
+    not whole is said in the log.
+
+    Args:
+        pattern: with ``*`` as in a shell (``"out/ckpt_0/*.ckpt"``), or a directory: the save_dir of a ttp job, or files
+            in it or in its ``rank_N``; or several of these.
+        attempts: how many checkpoints to try at most.
+        rank: whose files; None: this process', as its launcher says.
+        load: passed on to ``mindspore.load_checkpoint``, e.g. ``choice_func``.
+
+    Returns:
+        The checkpoint, or None when there is none at all.
+
+    Raises:
+        CheckpointError: there are some, but the newest ``attempts`` of them are damaged: to begin anew would be wrong.
+            Or a directory cannot be looked at.
+        UsageError: ``attempts`` is less than 1.
+    """
+    if attempts < 1:
+        raise UsageError(f"attempts={attempts}: at least 1 is wanted")
+    patterns = [pattern] if isinstance(pattern, (str, Path)) else list(pattern)
+    place = _rank() if rank is None else rank
+    try:
+        candidates = newest_first(patterns, place)
+    except OSError as problem:
+        raise CheckpointError(f"cannot look at {problem.filename}: {problem.strerror or problem}") from None
+    opened, skipped = walk_back(candidates, lambda one: _open(one, place, load), attempts=attempts)
+    for reason in skipped:
+        log.warning("load_newest skipped %s", reason)
+    if opened:
+        log.info("load_newest took %s", opened[0].path)
+        return replace(opened[0], skipped=tuple(skipped))
+    if not candidates:
+        return None
+    untried = len(candidates) - len(skipped)
+    more = f" ({untried} older ones were not tried: raise attempts)" if untried else ""
+    tried = "; ".join(skipped)
+    raise CheckpointError(f"no checkpoint of {', '.join(map(str, patterns))} is whole{more}: {tried}")
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Something to try.
+
+    Args:
+        checkpoint: a directory that bears the name of a checkpoint of ttp; None: a file by itself.
+        files: which may be meant; none: the one in ``checkpoint`` that is for this rank.
+    """
+
+    checkpoint: CatalogEntry | None
+    files: tuple[Path, ...]
+
+
+def newest_first(patterns: Iterable[str | Path], rank: int) -> list[Found]:
+    """What ``patterns`` mean for ``rank``, in the order to try it in."""
+    saved: dict[Path, Found] = {}
+    others: dict[Path, tuple[bool, int, tuple[int, int], str]] = {}
+    for pattern in patterns:
+        for found in _matching(Path(pattern), rank):
+            if isinstance(found, CatalogEntry):
+                saved[found.path] = Found(found, ())
+            elif found.suffix not in SUFFIXES:
+                continue
+            elif names.parse_checkpoint_name(found.parent.parent.name) is not None:
+                checkpoint = found.parent.parent
+                known = saved.get(checkpoint)
+                if known is None:
+                    saved[checkpoint] = Found(look(checkpoint), (found,))
+                elif known.files:  # one attempt for all of them: they are whole together, or not
+                    saved[checkpoint] = replace(known, files=(*known.files, found))
+            else:
+                with contextlib.suppress(OSError):  # removed just now
+                    others[found] = _age(found)
+    in_order = sorted(saved.values(), key=_version, reverse=True)
+    return in_order + [Found(None, (path,)) for path in sorted(others, key=lambda path: others[path], reverse=True)]
+
+
+def _version(found: Found) -> int:
+    assert found.checkpoint is not None
+    return -1 if found.checkpoint.version is None else found.checkpoint.version
+
+
+def _age(path: Path) -> tuple[bool, int, tuple[int, int], str]:
+    written = path.stat().st_mtime_ns
+    return not path.name.endswith(BREAKPOINT), written, step_of(path.name) or (-1, -1), path.name
+
+
+def _matching(given: Path, rank: int) -> Iterator[Path | CatalogEntry]:
+    """Files, and directories that bear the name of a checkpoint of ttp."""
+    if not given.is_dir():
+        for found in glob(os.fspath(given)):  # noqa: PTH207 - that of Path takes hidden files, which are drafts
+            if Path(found).is_dir():
+                yield from _matching(Path(found), rank)
+            else:
+                yield Path(found)
+        return
+    if names.parse_checkpoint_name(given.name) is not None:
+        yield look(given)
+        return
+    entries = scan(given)
+    yield from restorable(entries)
+    own = given / f"rank_{rank}"
+    inside = [*(entry.path for entry in entries), *(sorted(own.iterdir()) if own.is_dir() else ())]
+    yield from (path for path in inside if _is_file(path))
+
+
+def _is_file(path: Path) -> bool:
+    return path.suffix in SUFFIXES and not path.name.startswith(".") and path.is_file()
+
+
+def _open(found: Found, rank: int, load: Mapping[str, Any]) -> Loaded:
+    """One of them, verified and loaded.
+
+    Raises:
+        CheckpointError: it is not whole, or holds nothing for the rank.
+    """
+    path, vouched = _file_in(found.checkpoint, found.files, rank) if found.checkpoint else (found.files[0], False)
+    if not vouched and path.suffix == ".ckpt" and load.get("dec_key") is None:
+        read_contents(path)
+    loaded = _load(path, load)
+    epoch, step = (_counter(loaded, name) for name in ("epoch_num", "step_num"))
+    return Loaded(path, loaded, epoch, step)
+
+
+def _file_in(checkpoint: CatalogEntry, files: Sequence[Path], rank: int) -> tuple[Path, bool]:
+    """The file to load, of ``files`` if there are any, and whether a manifest vouches for it."""
+    if checkpoint.kind == "foreign":  # of the original, which writes no manifest
+        folder = checkpoint.path / f"rank_{rank}"
+        there = files or tuple(filter(_is_file, folder.glob("*")))
+        if not there:
+            raise NotTriedError(f"{checkpoint.path} has no file of rank {rank}, and no manifest tells of replicas")
+        return max([path for path in there if path.parent == folder] or there, key=_age), False
+    manifest = sound(checkpoint)  # all files, not this one alone: whichever is damaged, every rank takes the same step
+    listed = {checkpoint.path / piece.file for piece in manifest.pieces}
+    if files and not listed.intersection(files):
+        raise CheckpointError(f"{files[0]} is not in the manifest of its checkpoint")
+    if len(files) == 1:
+        return files[0], True
+    meant = checkpoint.path / file_of(manifest, rank)
+    return meant if meant in files or not files else next(path for path in files if path in listed), True
+
+
+def file_of(manifest: Manifest, rank: int) -> str:
+    """The file of a checkpoint that ``rank`` is to load.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    group = next((ranks for ranks in groups_of_manifest(manifest) if rank in ranks), ())
+    for replica in (rank, *group):
+        for piece in manifest.pieces:
+            if piece.file.startswith(f"rank_{replica}/") and piece.file.endswith(SUFFIXES):
+                return piece.file
+    raise CheckpointError(f"the checkpoint of step {manifest.version} holds nothing for rank {rank}")
+
+
+def _load(path: Path, load: Mapping[str, Any]) -> dict[str, Any]:
+    import mindspore
+
+    settings = {"format": path.suffix[1:], **load} if path.suffix != ".ckpt" else dict(load)
+    try:
+        return dict(mindspore.load_checkpoint(str(path), **settings))
+    except (ValueError, RuntimeError, OSError, KeyError) as problem:
+        raise CheckpointError(f"{path} cannot be loaded: {' '.join(str(problem).split()):.300}") from None
+
+
+def _counter(parameters: Mapping[str, Any], name: str) -> int | None:
+    value = parameters.get(name)
+    if value is None or isinstance(value, str):
+        return int(value) if isinstance(value, str) and value.isascii() and value.isdigit() else None
+    try:
+        return int(value.asnumpy().item())
+    except (AttributeError, ValueError, OverflowError):
+        return None
+
+
+def _rank() -> int:
+    try:
+        return RankEnv.from_env().rank
+    except ConfigError:
+        return 0  # started by hand: one process

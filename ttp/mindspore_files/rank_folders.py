@@ -1,0 +1,121 @@
+"""Directories with a folder ``rank_N`` for each rank: what is in them, and who is known to hold the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.group_info import read_group_info
+from ttp.mindspore_files.redundancy import Groups, groups_of_stages, same
+from ttp.mindspore_files.strategy_file import read_stages
+from ttp.store.manifest import MANIFEST, Manifest
+
+_FOLDER = re.compile(r"rank_(0|[1-9]\d{0,6})", re.ASCII)
+GROUP_INFO = "group_info.pb"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """Who holds the same.
+
+    Args:
+        groups: every rank of the job in one of them.
+        told_by: in words.
+        manifest: of a checkpoint of ttp; None for others.
+    """
+
+    groups: Groups
+    told_by: str
+    manifest: Manifest | None = None
+
+
+def rank_folders(directory: Path) -> dict[int, Path]:
+    """Folders by rank.
+
+    Raises:
+        CheckpointError: the directory cannot be listed.
+    """
+    try:
+        entries = [(entry, _FOLDER.fullmatch(entry.name)) for entry in Path(directory).iterdir() if entry.is_dir()]
+    except OSError as problem:
+        raise CheckpointError(f"cannot list {directory}: {problem.strerror or problem}") from None
+    return {int(found[1]): entry for entry, found in entries if found}
+
+
+def checkpoint_names(folder: Path) -> list[str]:
+    """Names of the ``.ckpt`` files in the folder of a rank; strategy and graph files have other names or places."""
+    try:
+        return sorted(f.name for f in folder.iterdir() if f.suffix == ".ckpt" and not f.name.startswith("."))
+    except OSError as problem:
+        raise CheckpointError(f"cannot list {folder}: {problem.strerror or problem}") from None
+
+
+def known_replicas(
+    directory: Path,
+    *,
+    strategy: Path | None = None,
+    group_info: Sequence[Path] = (),
+    data_parallel: bool = False,
+    ranks: int | None = None,
+) -> Known:
+    """Who holds the same: by what is given, else by the manifest, else by the ``group_info.pb`` of the ranks.
+
+    Args:
+        directory: with the folders of the ranks.
+        strategy: a strategy file, or a directory of those of all stages.
+        group_info: ``group_info.pb`` files.
+        data_parallel: every rank holds the same.
+        ranks: of the job; None: as far as anything tells.
+
+    Raises:
+        UsageError: nothing tells it.
+        CheckpointError: what tells it cannot be read.
+    """
+    folders = rank_folders(directory)
+    size = ranks or max(folders, default=-1) + 1
+    if strategy is not None:
+        groups, _ = groups_of_stages(read_stages(strategy))
+        return Known(groups, f"the strategy {strategy}")
+    if data_parallel:
+        return Known((tuple(range(size)),) if size else (), "data parallelism")
+    if not group_info and (directory / MANIFEST).exists():
+        manifest = Manifest.load(directory)
+        return Known(groups_of_manifest(manifest), "the manifest", manifest)
+    files = list(group_info) or sorted(path for f in folders.values() if (path := f / GROUP_INFO).is_file())
+    if not files:
+        raise UsageError(
+            f"nothing tells which ranks of {directory} hold the same: give --strategy, --group-info, or "
+            "--data-parallel if all of them do"
+        )
+    return Known(_complete(_joined(files), size), ", ".join(map(str, files[:3])) + (", ..." if files[3:] else ""))
+
+
+def groups_of_manifest(manifest: Manifest) -> Groups:
+    """Ranks that hold the same shards."""
+    held: dict[int, list[str]] = {rank: [] for rank in range(manifest.world_size)}
+    for shard in sorted(manifest.groups):
+        for rank in manifest.groups[shard]:
+            held.setdefault(int(rank), []).append(shard)
+    return same(held)
+
+
+def _joined(files: Iterable[Path]) -> Groups:
+    groups: dict[int, tuple[int, ...]] = {}
+    for file in files:
+        replicas = read_group_info(file).replicas
+        for rank in replicas:
+            if groups.setdefault(rank, replicas) != replicas:
+                raise CheckpointError(
+                    f"{file} says that ranks {list(replicas)} hold the same, another file {list(groups[rank])}: they "
+                    "are not of one job"
+                )
+    return tuple(sorted(set(groups.values())))
+
+
+def _complete(groups: Groups, size: int) -> Groups:
+    """With the ranks that nobody speaks of, each for itself."""
+    told = {rank for group in groups for rank in group}
+    return tuple(sorted([*groups, *((rank,) for rank in range(size) if rank not in told)]))

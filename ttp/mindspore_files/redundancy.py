@@ -1,0 +1,71 @@
+"""Which ranks hold the same slices, by a strategy. Pure; as MindSpore's ``get_parameter_redundancy`` understands it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ttp.mindspore_files.strategy_file import Stage
+from ttp.mindspore_files.tensor_layout import TensorLayout
+
+Groups = tuple[tuple[int, ...], ...]
+"""Ranks that hold the same, smallest rank first."""
+
+NOT_SAVED = ("accu_grads", "inputs")
+"""Names that begin so are in strategies, but in no checkpoint."""
+
+
+def parameter_groups(stage: Stage) -> dict[str, Groups]:
+    """For each parameter the ranks that hold the same slice of it."""
+    known: dict[TensorLayout, Groups] = {}  # most parameters are cut like others
+    for layout in stage.layouts.values():
+        if layout not in known:
+            held = layout.holders().values()
+            known[layout] = tuple(sorted(tuple(stage.first_rank + rank for rank in ranks) for ranks in held))
+    return {name: known[stage.layouts[name]] for name in sorted(stage.layouts)}
+
+
+def whole_groups(parameters: Mapping[str, Groups]) -> Groups:
+    """Ranks that hold the same slice of every parameter: their checkpoints can stand for each other."""
+    held: dict[int, list[int]] = {}
+    for name in sorted(parameters):
+        if name.startswith(NOT_SAVED):
+            continue
+        for place, ranks in enumerate(parameters[name]):
+            for rank in ranks:
+                held.setdefault(rank, []).append(place)
+    return same(held)
+
+
+def same(held: Mapping[int, object]) -> Groups:
+    """Ranks by what they hold."""
+    groups: dict[str, list[int]] = {}
+    for rank in sorted(held):
+        groups.setdefault(repr(held[rank]), []).append(rank)
+    return tuple(sorted(tuple(ranks) for ranks in groups.values()))
+
+
+def groups_of_stages(stages: Iterable[Stage]) -> tuple[Groups, dict[str, Groups]]:
+    """Groups for whole checkpoints and for each parameter, over all stages."""
+    whole: list[tuple[int, ...]] = []
+    parameters: dict[str, Groups] = {}
+    for stage in stages:
+        found = parameter_groups(stage)
+        whole += whole_groups(found)
+        for name, groups in found.items():
+            parameters[name] = parameters.get(name, ()) + groups
+    return tuple(sorted(whole)), parameters
+
+
+def replicas_of(rank: int, parameters: Mapping[str, Groups]) -> tuple[int, ...]:
+    """Ranks whose checkpoint ``rank`` may load, as MindSpore's get_ckpt_path_with_strategy chooses them.
+
+    The smallest group of any parameter, if it lies inside the groups of all others; else only ``rank`` itself. A rank
+    that no parameter knows has none.
+    """
+    mine = [ranks for name, groups in parameters.items() if not name.startswith(NOT_SAVED) for ranks in groups]
+    mine = [ranks for ranks in mine if rank in ranks]
+    if not mine:
+        return ()
+    smallest = min(mine, key=len)
+    inside = all(set(smallest) <= set(ranks) for ranks in mine)
+    return smallest if inside else (rank,)

@@ -1,0 +1,222 @@
+"""Recovery from redundancy, decided: what is known of each rank's file goes in, who stands for whom comes out. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ttp.mindspore_files.ckpt_reader import Contents
+from ttp.mindspore_files.redundancy import Groups
+
+OWN = frozenset({"cur_rank"})
+"""Entries that differ between replicas, and rightly."""
+
+DIFFERING_SHOWN = 5
+
+_STEP = re.compile(r"-(\d{1,9})_(\d{1,12})(?:_breakpoint)?\.(?:ckpt|safetensors)$", re.ASCII)
+_RANK = re.compile(r"rank_\d+", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What was found of one rank.
+
+    Args:
+        file: path below the directory; empty when there is none.
+        contents: what it holds; None when it cannot be used.
+        problem: why not.
+    """
+
+    file: str = ""
+    contents: Contents | None = None
+    problem: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one rank.
+
+    Args:
+        rank: which.
+        state: ``own``: its file is good. ``replica``: another rank's file stands for it. ``lost``: none does.
+        source: rank whose file it is to load; None when lost.
+        why: in words; empty for ``own``.
+    """
+
+    rank: int
+    state: str
+    source: int | None
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What can be rebuilt, and which replicas are not what they should be."""
+
+    fates: tuple[Fate, ...]
+    disagreements: tuple[str, ...]
+
+    @property
+    def lost(self) -> tuple[Fate, ...]:
+        """Ranks that cannot be rebuilt."""
+        return tuple(fate for fate in self.fates if fate.state == "lost")
+
+
+def step_of(name: str) -> tuple[int, int] | None:
+    """Epoch and step in the name of a checkpoint, ``prefix-EPOCH_STEP.ckpt``."""
+    found = _STEP.search(name)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def by_template(names: Mapping[int, Iterable[str]]) -> dict[str, dict[int, str]]:
+    """Files that belong together: by their name without what tells the rank (``*``), and by rank.
+
+    A rank is told by ``rank_3``, or by the number before epoch and step: ``pangu3-1_20.ckpt`` in the folder of rank 3,
+    unless others have that very name.
+    """
+    plain: dict[str, set[int]] = {}
+    for rank, found in names.items():
+        for name in found:
+            plain.setdefault(_RANK.sub("rank_*", name), set()).add(rank)
+    together: dict[str, dict[int, str]] = {}
+    for rank, found in names.items():
+        for name in found:
+            template = _RANK.sub("rank_*", name)
+            if template == name and plain[name] == {rank}:
+                template = re.sub(rf"(?<!\d){rank}(?=-\d+_\d+)", "*", name, count=1)
+            together.setdefault(template, {})[rank] = name
+    return together
+
+
+def for_rank(template: str, rank: int) -> str:
+    """The name of a rank's file."""
+    return template.replace("*", str(rank))
+
+
+def newest_first(
+    together: Mapping[str, Mapping[int, str]], groups: Groups, step: tuple[int, int] | None = None
+) -> list[str]:
+    """The checkpoints in ``by_template``: those that all groups have, the newest first; then those that most have.
+
+    Args:
+        together: see ``by_template``.
+        groups: ranks that stand for each other.
+        step: epoch and step, if it is to be that one.
+    """
+
+    def step_in(template: str) -> tuple[int, int] | None:
+        return step_of(template.replace("*", "0"))
+
+    def value(template: str) -> tuple[bool, int, tuple[int, int], str]:
+        covered = sum(1 for group in groups if set(together[template]) & set(group))
+        everywhere = covered == len(groups)
+        return everywhere, 0 if everywhere else covered, step_in(template) or (-1, -1), template
+
+    wanted = [template for template in together if step is None or step_in(template) == step]
+    return sorted(wanted, key=value, reverse=True)
+
+
+def recover(seen: Mapping[int, Seen], groups: Groups, why_alone: str) -> Outcome:
+    """Decide for each rank whose file it may load.
+
+    Args:
+        seen: what was found, for every rank.
+        groups: ranks whose files have to be equal; each rank is in one.
+        why_alone: what to say of a rank without replicas.
+    """
+    seen = _of_one_step(seen)
+    fates: list[Fate] = []
+    disagreements: list[str] = []
+    for group in groups:
+        good = [rank for rank in group if seen[rank].contents is not None]
+        right, odd, words = _agreeing(good, seen)
+        disagreements += words
+        for rank in group:
+            fates.append(_fate(rank, group, seen, right, odd, why_alone))
+    return Outcome(tuple(sorted(fates, key=lambda fate: fate.rank)), tuple(disagreements))
+
+
+def _fate(
+    rank: int, group: Sequence[int], seen: Mapping[int, Seen], right: Sequence[int], odd: Mapping[int, str], alone: str
+) -> Fate:
+    if rank in right:
+        return Fate(rank, "own", rank)
+    own = seen[rank].problem or odd.get(rank, "") or "it has no file"
+    if right:
+        return Fate(rank, "replica", right[0], own)
+    others = [other for other in group if other != rank]
+    if not others:
+        return Fate(rank, "lost", None, f"{own}; {alone}")
+    if odd:
+        return Fate(rank, "lost", None, f"{own}; nothing tells which of its replicas is right")
+    return Fate(rank, "lost", None, f"{own}; so it is with {_ranks(others)}, which would hold the same")
+
+
+def _agreeing(good: Sequence[int], seen: Mapping[int, Seen]) -> tuple[list[int], dict[int, str], list[str]]:
+    """Ranks whose files may be used; what is said of the others; and of the disagreement as a whole.
+
+    More than half decide. Without such a majority none may be used.
+    """
+    looks = {rank: _look(seen[rank]) for rank in good}
+    votes = Counter(looks.values()).most_common()
+    if len(votes) < 2:
+        return list(good), {}, []
+    winner, count = votes[0]
+    right = [rank for rank in good if looks[rank] == winner] if 2 * count > len(good) else []
+    reference = right[0] if right else good[0]
+    wrong = [rank for rank in good if looks[rank] != looks[reference]]
+    words = []
+    for rank in wrong:
+        names = ", ".join(_differing(seen[reference], seen[rank]))
+        words.append(f"rank {rank} differs from rank {reference}, which should hold the same, in {names}")
+    odd = {rank: f"it differs from {_ranks(right)}, which agree" for rank in wrong}
+    if not right:
+        odd = dict.fromkeys(good, "it differs from its replicas")
+    return right, odd, words
+
+
+def _look(seen: Seen) -> tuple[tuple[str, object], ...]:
+    assert seen.contents is not None
+    return tuple(sorted((name, entry) for name, entry in seen.contents.entries.items() if name not in OWN))
+
+
+def _differing(one: Seen, other: Seen) -> list[str]:
+    assert one.contents is not None and other.contents is not None
+    a, b = one.contents.entries, other.contents.entries
+    names = sorted(name for name in {*a, *b} - OWN if a.get(name) != b.get(name))
+    shown = [_difference(name, a, b) for name in names[:DIFFERING_SHOWN]]
+    return [*shown, f"and {len(names) - len(shown)} more"] if len(names) > len(shown) else shown
+
+
+def _difference(name: str, a: Mapping[str, object], b: Mapping[str, object]) -> str:
+    if name not in a or name not in b:
+        return f"{name} (missing in one)"
+    first, second = a[name], b[name]
+    shapes = [getattr(entry, "shape", ()) for entry in (first, second)]
+    return f"{name} ({list(shapes[0])} and {list(shapes[1])})" if shapes[0] != shapes[1] else name
+
+
+def _of_one_step(seen: Mapping[int, Seen]) -> dict[int, Seen]:
+    """Files that say to be of another step than most are not used."""
+    steps = {rank: tuple(sorted(s.contents.counters.items())) for rank, s in seen.items() if s.contents is not None}
+    told = Counter(step for step in steps.values() if step)
+    if len(told) < 2:
+        return dict(seen)
+    usual = max(told, key=lambda step: (told[step], step))
+    checked = dict(seen)
+    for rank, step in steps.items():
+        if step and step != usual:
+            checked[rank] = Seen(
+                seen[rank].file, None, f"it is of {_step_text(step)}, the others of {_step_text(usual)}"
+            )
+    return checked
+
+
+def _step_text(step: Iterable[tuple[str, int]]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in step)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))

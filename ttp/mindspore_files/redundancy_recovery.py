@@ -1,0 +1,248 @@
+"""Recovery from redundancy, done: reads the folders of all ranks, and puts what can be rebuilt into a new directory."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.ckpt_reader import read_contents
+from ttp.mindspore_files.rank_folders import Known, checkpoint_names, rank_folders
+from ttp.mindspore_files.redundancy_plan import Outcome, Seen, by_template, for_rank, newest_first, recover
+from ttp.store.catalog import restorable, scan
+from ttp.store.digest import HashingFile, Progress, digest_file
+from ttp.store.durable import make_directory, sync_directory, write_durably
+from ttp.store.walk import NotTriedError, walk_back
+
+MAPPING = "recovered.json"
+WAYS = ("map", "link", "copy")
+
+
+@dataclass(frozen=True, slots=True)
+class Recovery:
+    """What was found, and what is to be done.
+
+    Args:
+        directory: where the folders of the ranks are.
+        template: name of the checkpoint in each folder, ``*`` for the rank.
+        seen: what was found of each rank.
+        outcome: what becomes of each rank.
+        known: who told which ranks hold the same.
+    """
+
+    directory: Path
+    template: str
+    seen: dict[int, Seen]
+    outcome: Outcome
+    known: Known
+
+    def file_for(self, rank: int) -> str | None:
+        """What ``rank`` is to load, below ``directory``."""
+        source = next((fate.source for fate in self.outcome.fates if fate.rank == rank), None)
+        return None if source is None else self.seen[source].file
+
+    def mapping(self) -> dict[str, str | None]:
+        """By rank, as JSON has it."""
+        return {str(fate.rank): self.file_for(fate.rank) for fate in self.outcome.fates}
+
+
+def examine(
+    directory: Path,
+    known_replicas: Callable[[Path], Known],
+    step: tuple[int, int] | None = None,
+    progress: Progress | None = None,
+) -> tuple[Recovery, list[str]]:
+    """The newest checkpoint of which every rank has a file or a replica's, and why newer ones were skipped.
+
+    Where there is none such: the newest, with what cannot be rebuilt. Reads whatever it looks at; writes nothing.
+
+    Args:
+        directory: with the folders of the ranks, or with checkpoints in it that have them.
+        known_replicas: tells of a directory with the folders of the ranks who holds the same.
+        step: epoch and step, if it is to be that one.
+        progress: called with the number of bytes newly read.
+
+    Raises:
+        CheckpointError: there is no checkpoint, or the directory cannot be listed.
+        UsageError: nothing tells who holds the same.
+    """
+    seen: list[Recovery] = []
+    unknown: list[UsageError] = []
+
+    def open_one(one: _Place | CheckpointError | UsageError) -> Recovery:
+        if isinstance(one, UsageError):
+            unknown.append(one)
+        if not isinstance(one, _Place):
+            raise NotTriedError(str(one))
+        found = _examine(one, progress)
+        seen.append(found)
+        for fate in found.outcome.lost:
+            text = f"{found.template} in {one.directory}: rank {fate.rank} cannot be rebuilt: {fate.why}"
+            raise CheckpointError(text)
+        return found
+
+    complete, skipped = walk_back(_places(directory, known_replicas, step), open_one)
+    if complete:
+        return complete[0], skipped
+    if seen:
+        return seen[0], []
+    if unknown and (step is None or len(unknown) == len(skipped)):
+        raise unknown[0]
+    asked = f" of epoch {step[0]}, step {step[1]}" if step else ""
+    raise CheckpointError("; ".join([f"{directory}: no rank_N has a checkpoint{asked}", *dict.fromkeys(skipped)]))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Files that belong together.
+
+    Args:
+        directory: with the folders of the ranks.
+        known: who holds the same.
+        template: see ``by_template``.
+        names: rank -> its file.
+    """
+
+    directory: Path
+    known: Known
+    template: str
+    names: Mapping[int, str]
+
+
+def _places(
+    directory: Path, known_replicas: Callable[[Path], Known], step: tuple[int, int] | None
+) -> Iterator[_Place | CheckpointError | UsageError]:
+    inside = [directory]
+    if not rank_folders(directory):  # replicas may make good what is damaged: names are enough here
+        inside = [entry.path for entry in restorable(scan(directory))]
+    for place in inside:
+        try:
+            known = known_replicas(place)
+            folders = rank_folders(place)
+            _check_known(place, known, folders)
+            together = by_template({rank: checkpoint_names(folder) for rank, folder in folders.items()})
+        except (CheckpointError, UsageError) as problem:
+            yield problem
+            continue
+        for template in newest_first(together, known.groups, step):
+            yield _Place(place, known, template, together[template])
+
+
+def _check_known(directory: Path, known: Known, folders: Mapping[int, Path]) -> None:
+    strangers = sorted(set(folders) - {rank for group in known.groups for rank in group})
+    if strangers:
+        raise CheckpointError(
+            f"{known.told_by} does not speak of rank {strangers[0]}, which has a folder in {directory}"
+        )
+
+
+def _examine(place: _Place, progress: Progress | None) -> Recovery:
+    directory, known = place.directory, place.known
+    folders = rank_folders(directory)
+    pieces = {piece.file: piece for piece in known.manifest.pieces} if known.manifest else {}
+    seen = {}
+    for rank in sorted(rank for group in known.groups for rank in group):
+        name = place.names.get(rank)
+        if name is None:
+            missing = f"it has no {for_rank(place.template, rank)}" if rank in folders else "it has no folder"
+            seen[rank] = Seen(problem=missing)
+        else:
+            seen[rank] = _see(directory, f"rank_{rank}/{name}", pieces, progress)
+    return Recovery(directory, place.template, seen, recover(seen, known.groups, "no other rank holds the same"), known)
+
+
+def _see(directory: Path, file: str, pieces: dict[str, Piece], progress: Progress | None) -> Seen:
+    try:
+        contents = read_contents(directory / file, progress)
+        piece = pieces.get(file)
+        if piece is not None and digest_file(directory / file) != (piece.size, piece.digest):
+            return Seen(file, None, f"{file} does not have the digest that the manifest says")
+    except CheckpointError as problem:
+        return Seen(file, None, str(problem).replace(f"{directory}{os.sep}", ""))
+    except OSError as problem:
+        return Seen(file, None, f"{file} cannot be read: {problem.strerror or problem}")
+    return Seen(file, contents)
+
+
+def write(recovery: Recovery, out: Path, way: str, progress: Callable[[int], None] | None = None) -> None:
+    """Make ``out``: a folder for each rank that can be rebuilt, whole or not at all; ``map``: one JSON file.
+
+    Nothing is ever written into the source.
+
+    Args:
+        recovery: what to do.
+        out: the directory (``map``: the file) to make; it must not exist.
+        way: ``map``, ``link`` (hard links: nothing is copied, and they outlive the source) or ``copy``.
+        progress: called with the bytes newly copied.
+
+    Raises:
+        UsageError: ``out`` exists, or is inside the source.
+        CheckpointError: the disk refused, or a copy is not what was read.
+    """
+    out, source = out.absolute(), recovery.directory.resolve()
+    if os.path.lexists(out):
+        raise UsageError(f"{out} exists: give a place that does not")
+    if source in (out.parent.resolve() / out.name, *out.parent.resolve().parents, out.parent.resolve()):
+        raise UsageError(f"{out} is inside {recovery.directory}, which is left as it is: give another place")
+    draft = out.with_name(f".{out.name}.{os.getpid()}.making")
+    try:
+        make_directory(out.parent)
+        if way == "map":
+            write_durably(out, _document(recovery))
+            return
+        draft.mkdir()
+        _fill(recovery, draft, way, progress)
+        sync_directory(draft)
+        draft.rename(out)
+        sync_directory(out.parent)
+    except OSError as problem:
+        raise CheckpointError(f"cannot make {out}: {_words(problem)}") from None
+    finally:
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+def _fill(recovery: Recovery, draft: Path, way: str, progress: Callable[[int], None] | None) -> None:
+    for fate in recovery.outcome.fates:
+        file = recovery.file_for(fate.rank)
+        if file is None:
+            continue
+        folder = draft / f"rank_{fate.rank}"
+        folder.mkdir()
+        source, target = recovery.directory / file, folder / for_rank(recovery.template, fate.rank)
+        if way == "link":
+            os.link(source, target)
+        else:
+            _copy(source, target, progress)
+        sync_directory(folder)
+    write_durably(draft / MAPPING, _document(recovery))
+
+
+def _copy(source: Path, target: Path, progress: Callable[[int], None] | None) -> None:
+    with source.open("rb") as file, HashingFile(target, progress) as copy:
+        while block := file.read(1 << 20):
+            copy.write(block)
+        written = copy.sync_and_close()
+    if digest_file(target) != written or digest_file(source) != written:
+        raise CheckpointError(f"the copy of {source} is not what was read: is the disk in order?")
+
+
+def _document(recovery: Recovery) -> bytes:
+    document = {
+        "source": str(recovery.directory.absolute()),
+        "files": recovery.mapping(),
+        "lost": {str(fate.rank): fate.why for fate in recovery.outcome.lost},
+        "disagreements": list(recovery.outcome.disagreements),
+    }
+    return (json.dumps(document, indent=1) + "\n").encode()
+
+
+def _words(problem: OSError) -> str:
+    if problem.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK):
+        return f"{problem.strerror}: links need the same file system and files of one's own. Try --by copy"
+    return f"{problem.strerror or problem}"

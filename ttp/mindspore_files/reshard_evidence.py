@@ -1,0 +1,111 @@
+"""What the bytes say for or against a source strategy: copies that should be equal, and parts that should not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ttp.errors import CheckpointError
+from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.reshard_fit import OPTIMIZER_SCALARS, Plan, TargetTensor, undecided
+from ttp.mindspore_files.reshard_source import ranks_text
+from ttp.mindspore_files.tensor_bytes import digest, read_bytes
+from ttp.mindspore_files.tensor_layout import Cell
+from ttp.store.digest import Progress
+
+_ELEMENTS_MIN = 16
+"""Fewer may be equal by chance."""
+
+_SMALL = 1 << 12
+"""Bytes; what is not cut and larger is no setting, and may well differ between ranks."""
+
+
+def size(plan: Plan) -> int:
+    """Bytes that ``examine`` reads."""
+    return sum(
+        tensor.nbytes for entry in plan.entries.values() for held in entry.copies.values() for tensor in held.values()
+    )
+
+
+def examine(plan: Plan, *, trust_parts: bool, told: Progress) -> list[str]:
+    """Read every part once and compare.
+
+    A wrong strategy, such as a wrong ``opt_weight_shard_size``, takes different parts for copies or copies for parts.
+    The first is seen where two files of a cell exist, the second wherever the content is not all one number.
+
+    Args:
+        plan: what is to be done.
+        trust_parts: parts that are equal are a remark, no reason to refuse.
+        told: of bytes read.
+
+    Returns:
+        Remarks: what could not be decided, and what differs although nothing says that it may not.
+
+    Raises:
+        CheckpointError: the files contradict the strategy.
+    """
+    problems: list[str] = []
+    doubts: list[str] = []
+    for entry in plan.entries.values():
+        digests = _digests(entry, told)
+        problems += _copies_differ(entry, digests)
+        doubts += _parts_equal(entry, digests)
+    if not trust_parts:
+        problems += [f"{doubt}. If that is as it should be: --trust-parts" for doubt in doubts]
+    if problems:
+        more = f"; and {len(problems) - 4} more of the kind" if len(problems) > 4 else ""
+        raise CheckpointError(
+            "the source's strategy is not that of these files, nothing was written: " + "; ".join(problems[:4]) + more
+        )
+    return [*doubts, *undecided(plan), *_passed_differ(plan)]
+
+
+_Digests = Mapping[Cell, Mapping[int, tuple[str, bool]]]
+
+
+def _digests(entry: TargetTensor, told: Progress) -> _Digests:
+    return {cell: {rank: digest(tensor, told) for rank, tensor in held.items()} for cell, held in entry.copies.items()}
+
+
+def _copies_differ(entry: TargetTensor, digests: _Digests) -> list[str]:
+    for held in digests.values():
+        groups: dict[str, list[int]] = {}
+        for rank, (hashed, _) in held.items():
+            groups.setdefault(hashed, []).append(rank)
+        if len(groups) > 1:
+            sides = " and ".join(ranks_text(ranks) for ranks in list(groups.values())[:3])
+            return [f"{entry.name} should be the same on {ranks_text(held)}, and differs between {sides}"]
+    return []
+
+
+def _parts_equal(entry: TargetTensor, digests: _Digests) -> list[str]:
+    count = entry.sample.nbytes // max(1, entry.sample.item_size)
+    if len(digests) < 2 or count < _ELEMENTS_MIN:
+        return []
+    seen: dict[str, Cell] = {}
+    for cell, held in digests.items():
+        hashed, constant = next(iter(held.values()))
+        if constant:
+            continue
+        if hashed in seen:
+            ranks = [next(iter(entry.copies[seen[hashed]])), next(iter(entry.copies[cell]))]
+            return [f"{entry.name} should be different parts of a tensor on {ranks_text(ranks)}, and is the same"]
+        seen[hashed] = cell
+    return []
+
+
+def _passed_differ(plan: Plan) -> list[str]:
+    differing = [name for name, held in plan.passed.items() if name not in OPTIMIZER_SCALARS and _differ(held)]
+    if not differing:
+        return []
+    more = ", ..." if len(differing) > 3 else ""
+    return [
+        f"{', '.join(differing[:3])}{more} differ between ranks and are in no strategy: each target rank gets those of "
+        "the source rank of its number, or of the lowest"
+    ]
+
+
+def _differ(held: Mapping[int, Tensor]) -> bool:
+    tensors = list(held.values())
+    if tensors[0].nbytes <= _SMALL:
+        return any(read_bytes(tensor) != read_bytes(tensors[0]) for tensor in tensors[1:])
+    return len({digest(tensor)[0] for tensor in tensors}) > 1

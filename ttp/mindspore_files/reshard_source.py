@@ -1,0 +1,244 @@
+"""What a directory of per-rank checkpoints holds: which files belong together, which are whole, and of which step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from ttp.errors import CheckpointError, UsageError
+from ttp.mindspore_files.ckpt_reader import Tensor, crc_problem, index
+from ttp.mindspore_files.tensor_bytes import read_bytes
+from ttp.store.catalog import newest_whole, scan
+from ttp.store.digest import Progress
+from ttp.store.manifest import MANIFEST, Manifest
+from ttp.store.verify import name_problems, piece_problems
+from ttp.store.walk import walk_back
+
+T = TypeVar("T")
+
+Watch = Callable[[str, "int | None"], Progress]
+"""Told what begins and how many bytes that are, if known; returns what is told of every byte."""
+
+Label = tuple[int, int]
+"""Epoch and step in a file's name: ``...-2_12.ckpt``."""
+
+STEP_KEYS = ("global_step", "step_num", "epoch_num", "batch_num")
+"""What is the same on every rank of one step."""
+
+_RANK = re.compile(r"rank_(\d{1,7})")
+_LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Files of one step.
+
+    Args:
+        directory: where they are.
+        files: rank -> its file.
+        held: rank -> name -> where it lies. Damaged files are left out.
+        damaged: rank -> what is wrong with its file.
+        manifest: what ttp wrote about the checkpoint; None when ttp did not write it.
+        label: epoch and step in the files' names.
+        notes: what was passed over, in words.
+    """
+
+    directory: Path
+    files: Mapping[int, Path]
+    held: Mapping[int, Mapping[str, Tensor]]
+    damaged: Mapping[int, str]
+    manifest: Manifest | None
+    label: Label | None
+    notes: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for entries in self.held.values() for tensor in entries.values())
+
+    @property
+    def version(self) -> int | None:
+        """Finished updates, if anything tells."""
+        if self.manifest is not None:
+            return int(self.manifest.version)
+        for key in STEP_KEYS[:2]:
+            for entries in self.held.values():
+                if key in entries and entries[key].item_size in (4, 8) and "Int" in entries[key].dtype:
+                    return int.from_bytes(read_bytes(entries[key])[: entries[key].item_size], "little")
+        return None
+
+
+class DamagedError(CheckpointError):
+    """Files of one step will not do, and damage is why: those of an older step may."""
+
+
+def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
+    """What ``use`` makes of the newest step of which ``directory`` holds all that is needed.
+
+    Where there is a manifest every digest is recomputed, otherwise the CRC of the files that have one.
+
+    Args:
+        directory: of ``rank_0``, ``rank_1``, ..., with or without a manifest, or a ``save_dir``.
+        watch: told of the reading.
+        use: takes the files of a step; raises ``DamagedError`` if an older step may do.
+
+    Raises:
+        UsageError: there is no such directory, or it holds nothing of the kind.
+        CheckpointError: the files are of different steps, or none is whole; or what ``use`` raises.
+    """
+    directory, notes = _meant(directory, watch)
+    folders = _folders(directory)
+    if not folders:
+        raise UsageError(
+            f"{directory} holds no rank_0, rank_1, ...: give the directory of a checkpoint as MindSpore's "
+            "ModelCheckpoint or ttp writes it"
+        )
+    steps, passed = _steps(folders)
+    reasons: list[str] = [*notes, *passed]
+
+    def open_one(step: tuple[Label | None, Mapping[int, Path]]) -> T:
+        try:
+            return use(_read(directory, *step, reasons, watch))
+        except DamagedError as problem:
+            reasons.append(f"passed over {_label_text(step[0])}: {problem}")
+            raise
+
+    opened, skipped = walk_back(steps, open_one, not_whole=DamagedError)
+    if not opened:
+        untried = len(steps) - len(skipped)
+        more = [f"{untried} older steps were not tried: give a directory without these files"] if untried else []
+        raise CheckpointError("; ".join([*dict.fromkeys(skipped), *more]))
+    return opened[0]
+
+
+def _read(
+    directory: Path, label: Label | None, files: Mapping[int, Path], notes: Sequence[str], watch: Watch
+) -> Source:
+    manifest = Manifest.load(directory) if (directory / MANIFEST).is_file() else None
+    damaged = _damage(directory, manifest, files, watch)
+    held: dict[int, Mapping[str, Tensor]] = {}
+    for rank, file in sorted(files.items()):
+        if rank in damaged:
+            continue
+        try:
+            held[rank] = index(file)
+        except CheckpointError as problem:
+            damaged[rank] = str(problem)
+    if not held:
+        raise DamagedError(f"no file in {directory} is whole: {'; '.join(damaged.values())}")
+    check_steps(held)
+    return Source(directory, files, held, damaged, manifest, label, (*notes, *damaged.values()))
+
+
+def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
+    """The checkpoint itself; of a ``save_dir`` the newest whole one, and why others were skipped."""
+    if not directory.is_dir():
+        raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")
+    directory = directory.absolute()
+    if _folders(directory) or not any(entry.version is not None for entry in scan(directory)):
+        return directory, []
+    newest, skipped = newest_whole(directory, watch("looking for the newest", None))
+    return newest, [f"skipped {reason}" for reason in skipped]
+
+
+def _folders(directory: Path) -> dict[int, Path]:
+    found: dict[int, Path] = {}
+    for path in directory.iterdir():
+        match = _RANK.fullmatch(path.name)
+        if match and path.is_dir():
+            if int(match[1]) in found:
+                raise CheckpointError(f"{found[int(match[1])]} and {path} are of the same rank")
+            found[int(match[1])] = path
+    return found
+
+
+def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
+    """One file per rank of each step that every rank has, the newest step first; and which were passed over."""
+    choice: dict[int, dict[Label | None, Path]] = {}
+    for rank, folder in folders.items():
+        files = sorted(path for path in folder.iterdir() if path.suffix == ".ckpt" and path.is_file())
+        if not files and any(folder.glob("*.safetensors")):
+            raise UsageError(f"{folder} holds safetensors: convert them with mindspore.safetensors_to_ckpt first")
+        labelled = {_label(path): path for path in files}
+        if len(labelled) != len(files):
+            raise CheckpointError(
+                f"{folder} holds several files of one step ({', '.join(path.name for path in files[:4])}): leave one"
+            )
+        if labelled:
+            choice[rank] = labelled
+    if not choice:
+        raise UsageError(f"no rank_* folder in {next(iter(folders.values())).parent} holds a .ckpt file")
+    common = set.intersection(*(set(labelled) for labelled in choice.values()))
+    if not common:
+        seen = {rank: sorted(map(_label_text, labelled)) for rank, labelled in sorted(choice.items())}
+        raise CheckpointError(f"there is no step of which every rank has a file (epoch_step of each rank: {seen})")
+    labels = sorted(common, key=_age, reverse=True)
+    newer = {one for labelled in choice.values() for one in labelled if _age(one) > _age(labels[0])}
+    notes = [f"passed over {_label_text(one)}: not every rank has it" for one in sorted(newer, key=_label_text)]
+    return [(one, {rank: labelled[one] for rank, labelled in choice.items()}) for one in labels], notes
+
+
+def _age(label: Label | None) -> Label:
+    return label or (-1, -1)
+
+
+def _label(path: Path) -> Label | None:
+    match = _LABEL.fullmatch(path.name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def _label_text(label: Label | None) -> str:
+    return "a file without a step" if label is None else f"{label[0]}_{label[1]}"
+
+
+def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path], watch: Watch) -> dict[int, str]:
+    """Rank -> what is wrong with its file, by the manifest, or by its own CRC."""
+    if manifest is None:
+        sizes = {rank: file.stat().st_size for rank, file in files.items()}
+        told = watch("verifying", sum(sizes.values()))
+        checked = {rank: crc_problem(file, told) for rank, file in files.items()}
+        return {rank: problem for rank, problem in checked.items() if problem is not None}
+    for problem in name_problems(directory, manifest):
+        raise CheckpointError(f"{directory}: {problem}")
+    by_file = {file.relative_to(directory).as_posix(): rank for rank, file in files.items()}
+    listed = {piece.file for piece in manifest.pieces}
+    damaged = {
+        rank: f"{file} is not in the manifest: nobody vouches for it"
+        for file, rank in by_file.items()
+        if file not in listed
+    }
+    for problem in piece_problems(directory, manifest, watch("verifying", manifest.size)):
+        file = next((name for name in by_file if f"piece {name} " in problem), None)
+        if file is not None:
+            damaged[by_file[file]] = problem
+    return damaged
+
+
+def check_steps(held: Mapping[int, Mapping[str, Tensor]]) -> None:
+    """All files are of one step.
+
+    Raises:
+        DamagedError: they are not; the text says which are of which.
+    """
+    for key in STEP_KEYS:
+        seen: dict[bytes, list[int]] = {}
+        for rank, entries in held.items():
+            if key in entries:
+                seen.setdefault(bytes(read_bytes(entries[key])), []).append(rank)
+        if len(seen) > 1:
+            told = "; ".join(f"{key} {_number(value)}: {ranks_text(ranks)}" for value, ranks in sorted(seen.items()))
+            raise DamagedError(f"the files are of different steps ({told}): a checkpoint is of one")
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 1, 2 and 9 more``."""
+    listed = sorted(ranks)
+    text = ", ".join(map(str, listed[:8])) + (f" and {len(listed) - 8} more" if len(listed) > 8 else "")
+    return f"rank{'s' if len(listed) != 1 else ''} {text}"
+
+
+def _number(value: bytes) -> int:
+    return int.from_bytes(value, "little", signed=True)

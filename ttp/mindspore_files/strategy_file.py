@@ -1,0 +1,268 @@
+"""Strategy files: how each parameter is cut over the ranks of a stage, or of several; protobuf or JSON.
+
+Format (``mindspore/train/node_strategy_pb2.py``, 2.10)::
+
+    ParallelStrategyMap { uint32 current_stage = 1; repeated ParallelStrategyItem = 2; ParallelLayoutItem = 3; }
+    ParallelStrategyItem { string node_name = 1; ParallelStrategys { uint32 stage = 1; ... } = 2; }
+    ParallelLayoutItem { string param_name = 1; ParallelLayouts = 2; }
+    ParallelLayouts { DevMatrix = 1; TensorMap = 2; ParamSplitShape = 3; ...; int32 field = 5;
+                      opt_weight_shard_step = 6; opt_weight_shard_size = 7; }
+
+``current_stage`` says nothing (it is 2 in every file seen); the stage is that of the operators. In a file that
+``merge_pipeline_strategys`` made it is written before each parameter's name: ``1-l3.w``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ttp.core.layout import WORLD_SIZE_MAX
+from ttp.errors import CheckpointError
+from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
+from ttp.mindspore_files.wire_format import fields, message, number, numbers, signed, text
+from ttp.store.json_text import parse_json
+from ttp.store.plain_file import read_plain
+
+SIZE_MAX = 1 << 30
+DIMS_MAX = 64
+SUFFIXES = (".ckpt", ".json", ".pb")
+
+_MERGED = re.compile(r"(\d{1,6})-(.+)", re.DOTALL | re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A stage of the pipeline and its parameters.
+
+    Args:
+        number: of the stage, from 0.
+        layouts: how each parameter is cut.
+        shapes: of whole tensors, where the file tells them (JSON does).
+        uneven: parameters cut into parts of unequal size.
+    """
+
+    number: int
+    layouts: Mapping[str, TensorLayout]
+    shapes: Mapping[str, Shape] = field(default_factory=dict)
+    uneven: frozenset[str] = frozenset()
+
+    @property
+    def devices(self) -> int:
+        """Ranks of the stage."""
+        return next((layout.device_count for layout in self.layouts.values()), 1)
+
+    @property
+    def first_rank(self) -> int:
+        """Rank of the first device: all stages have as many."""
+        return self.number * self.devices
+
+
+def read_stages(path: Path) -> list[Stage]:
+    """The stages described by a file, or by all strategy files of a directory, in order.
+
+    Raises:
+        CheckpointError: one is absent, damaged, or something else, or two contradict each other.
+    """
+    path = Path(path)
+    stages: dict[int, Stage] = {}
+    for file in _files(path):
+        for found in _read_file(file):
+            if stages.setdefault(found.number, found) != found:
+                raise CheckpointError(f"{file} describes stage {found.number} otherwise than another file of {path}")
+    ordered = [stages[number] for number in sorted(stages)]
+    counts = sorted({stage.devices for stage in ordered})
+    if len(counts) > 1:
+        raise CheckpointError(f"{path} counts {counts[0]} devices in one stage, but {counts[1]} in another")
+    return ordered
+
+
+def parse_strategy(data: bytes) -> list[Stage]:
+    """What one file says; one that was merged describes several stages.
+
+    Raises:
+        ValueError: malformed, contradictory, or without a parameter.
+    """
+    view = memoryview(data)
+    found = _from_json(parse_json(text(view))) if data.lstrip()[:1] == b"{" else _from_protobuf(view)
+    if not found.items:
+        raise ValueError("it holds no layout of a parameter")
+    stages = _by_stage(found)
+    for stage in stages:
+        checked: set[TensorLayout] = set()
+        for name, layout in stage.layouts.items():
+            if layout not in checked:
+                _check(name, layout, stage)
+                checked.add(layout)
+        if stage.first_rank + stage.devices > WORLD_SIZE_MAX:
+            raise ValueError(f"stage {stage.number} of {stage.devices} devices cannot be")
+    return stages
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    try:
+        files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES and file.is_file())
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be listed: {problem.strerror or problem}") from None
+    if not files:
+        raise CheckpointError(f"{path} holds no strategy file ({', '.join(SUFFIXES)})")
+    return files
+
+
+def _read_file(path: Path) -> list[Stage]:
+    try:
+        return parse_strategy(read_plain(path, SIZE_MAX))
+    except OSError as problem:
+        raise CheckpointError(f"{path} cannot be read: {problem.strerror or problem}") from None
+    except ValueError as problem:
+        raise CheckpointError(f"{path} is no strategy file of MindSpore, or damaged: {problem}") from None
+
+
+# ---------------------------------------------------------------------------------------------- what both forms say
+
+
+@dataclass(slots=True)
+class _Item:
+    """One parameter, as it is written."""
+
+    name: str
+    layout: TensorLayout
+    shape: Shape | None = None
+    uneven: bool = False
+
+
+@dataclass(slots=True)
+class _Found:
+    stages: set[int] = field(default_factory=set)
+    """Of the operators."""
+
+    items: list[_Item] = field(default_factory=list)
+
+
+def _by_stage(found: _Found) -> list[Stage]:
+    merged = all(_MERGED.fullmatch(item.name) for item in found.items)
+    stages: dict[int, list[_Item]] = {}
+    for item in found.items:
+        match = _MERGED.fullmatch(item.name) if merged else None
+        if match is not None:
+            item.name = match[2]
+        stages.setdefault(int(match[1]) if match else _only(found.stages), []).append(item)
+    return [_stage(number, stages[number]) for number in sorted(stages)]
+
+
+def _stage(number: int, items: list[_Item]) -> Stage:
+    layouts: dict[str, TensorLayout] = {}
+    for item in items:
+        if layouts.setdefault(item.name, item.layout) != item.layout:
+            raise ValueError(f"{item.name:.80} is described twice")
+    shapes = {item.name: item.shape for item in items if item.shape is not None}
+    return Stage(number, layouts, shapes, frozenset(item.name for item in items if item.uneven))
+
+
+def _only(stages: set[int]) -> int:
+    if len(stages) > 1:
+        raise ValueError(f"its operators are in the stages {sorted(stages)!r:.80}: give the file of one stage")
+    return next(iter(stages), 0)
+
+
+def _check(name: str, layout: TensorLayout, stage: Stage) -> None:
+    if len(layout.devices) > DIMS_MAX or len(layout.axes) > DIMS_MAX:
+        raise ValueError(f"{name:.80} has more than {DIMS_MAX} dimensions")
+    if any(extent < 1 for extent in layout.devices) or layout.device_count > WORLD_SIZE_MAX:
+        raise ValueError(f"{name:.80} has the device matrix {layout.devices!r:.80}")
+    for problem in problems(layout):
+        raise ValueError(f"{name:.80}: {problem}. The strategy contradicts itself; what it is converted by is wrong")
+    if layout.device_count != stage.devices:
+        raise ValueError(
+            f"it counts {stage.devices} devices, but {layout.device_count} for {name:.80}: all parameters must be laid "
+            "out over as many"
+        )
+
+
+def _layout(devices: list[int], axes: list[list[int]], opt_size: int, opt_step: int) -> TensorLayout:
+    cuts = tuple(tuple(device for device in axis if device != -1) for axis in axes)
+    return TensorLayout(tuple(devices), cuts, opt_size, opt_step)
+
+
+def _from_protobuf(data: memoryview) -> _Found:
+    found = _Found()
+    for part in fields(data):
+        if part[0] == 2:
+            found.stages |= _stage_of(message(part))
+        elif part[0] == 3:
+            found.items.append(_item(message(part)))
+    return found
+
+
+def _stage_of(data: memoryview) -> set[int]:
+    inner = [message(part) for part in fields(data) if part[0] == 2]
+    return {number(part) for one in inner for part in fields(one) if part[0] == 1}
+
+
+def _item(data: memoryview) -> _Item:
+    name, layouts = "", None
+    for part in fields(data):
+        if part[0] == 1:
+            name = text(message(part))
+        elif part[0] == 2:
+            layouts = message(part)
+    if not name or layouts is None:
+        raise ValueError("a parameter has no name or no layout")
+    lists: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
+    plain = {5: 0, 6: 0, 7: 0}
+    for part in fields(layouts):
+        if part[0] in lists:
+            lists[part[0]].append([signed(value, 32) for value in numbers(fields(message(part)), 1)])
+        elif part[0] in plain:
+            plain[part[0]] = signed(number(part), 32)
+    devices = lists[1][0] if lists[1] else []
+    axes = [[axis] for axis in lists[2][0]] if len(lists[2]) == 1 else lists[2]
+    uneven = bool(plain[5]) or any(lists[3])
+    return _Item(name, _layout(devices, axes, plain[7], plain[6]), uneven=uneven)
+
+
+def _from_json(document: Any) -> _Found:
+    if not isinstance(document, dict):
+        raise ValueError("an object is wanted")
+    items = _object(document.get("parallel_layout_item"), "parallel_layout_item")
+    operators = _object(document.get("parallel_strategy_item") or {}, "parallel_strategy_item")
+    stages = {_whole(_object(o, name).get("stage", 0), "stage") for name, o in operators.items()}
+    return _Found(stages, [_json_item(name, _object(item, name)) for name, item in items.items()])
+
+
+def _json_item(name: str, item: dict[str, Any]) -> _Item:
+    axes = item.get("tensor_map")
+    if not isinstance(axes, list):
+        raise ValueError(f"{name:.80} has no tensor_map")
+    layout = _layout(
+        _wholes(item.get("dev_matrix"), "dev_matrix"),
+        [_wholes(axis if isinstance(axis, list) else [axis], "tensor_map") for axis in axes],
+        _whole(item.get("opt_weight_shard_size", 0), "opt_weight_shard_size"),
+        _whole(item.get("opt_weight_shard_step", 0), "opt_weight_shard_step"),
+    )
+    told = item.get("tensor_shape")
+    shape = None if told is None else tuple(_wholes(told, "tensor_shape"))
+    return _Item(name, layout, shape, uneven=bool(item.get("field") or item.get("param_split_shape")))
+
+
+def _object(value: Any, name: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise ValueError(f"{name:.80} is no object")
+    return value
+
+
+def _wholes(value: Any, name: str) -> list[int]:
+    if not isinstance(value, list):
+        raise ValueError(f"{name} is no list")
+    return [_whole(item, name) for item in value]
+
+
+def _whole(value: Any, name: str) -> int:
+    if type(value) is not int or abs(value) > 1 << 31:
+        raise ValueError(f"{name} is {value!r:.40}, no whole number")
+    return value

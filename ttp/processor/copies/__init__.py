@@ -1,0 +1,1 @@
+"""Second copies of shards in the memory of another host."""

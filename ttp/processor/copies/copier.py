@@ -1,0 +1,327 @@
+"""Keeps second copies of what only this rank has, beside the training; see ``ttp.core.replication`` for which and when.
+
+When a version's turn has come its state is copied into the memory of the host, as the pieces that a save would write,
+by a thread of its own while the next forward and backward pass runs: nothing changes the state before the next update.
+Only a copy that is not through by then is waited for, at the gate, and not for long: one that takes longer is dropped.
+Sending it to the buddy, and all the rest, goes on beside the training.
+
+Nothing here raises into training, and nothing that fails stops it: a copy that comes to nothing is said, once for each
+reason, and tried again when its next turn has come.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ttp.core import messages as m
+from ttp.core.decide import How
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.core.rank import events as pe
+from ttp.core.replication import NOBODY, Generations, keepers
+from ttp.errors import CheckpointError
+from ttp.processor.copies.store import Copy, CopyStore, NoRoomError, bring
+from ttp.processor.copies.transfer import Receiver, Sender
+from ttp.processor.local_state.mirror import read_page_or_kept
+from ttp.processor.local_state.pages import Page
+from ttp.processor.serial_worker import SerialWorker
+from ttp.processor.source import Cancelled, StateSource
+from ttp.store.durable import sync_directory
+
+log = logging.getLogger("ttp.processor")
+
+HOLD_S = 30.0
+"""How long an update may wait for the copy of the state that it is going to change."""
+QUIESCE_S = 10.0
+"""How long a save waits for a copy that was given up to notice it: both read the same state."""
+DEVICE_S = 30.0
+"""How long queued kernels of a version may take before its copy is given up."""
+
+SHARD, PAGE, JOB = "shard", "rank_local", "job"
+"""Kinds of pieces, as ``ttp.core.messages.Piece`` names them."""
+
+
+@dataclass(slots=True)
+class _Attempt:
+    """One copy that is being made. ``through``: the state is not read any more, for good or bad."""
+
+    version: Version
+    through: threading.Event = field(default_factory=threading.Event)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    reason: str = ""
+    """Why it was given up; empty: it was not."""
+    room: Callable[[], None] = lambda: None
+
+    def give_up(self, reason: str) -> None:
+        with self.lock:
+            self.reason = self.reason or reason
+
+    def check(self) -> None:
+        """Raises: Cancelled, NoRoomError."""
+        if self.reason:
+            raise Cancelled(self.reason)
+
+    def cancelled(self) -> bool:
+        """As ``StateSource.write_pieces`` asks: between tensors, and every few MiB."""
+        try:
+            self.room()
+        except (NoRoomError, OSError) as problem:
+            self.give_up(str(problem))
+        return bool(self.reason)
+
+
+class Copying:
+    """The copies of one rank.
+
+    Args:
+        source: of the state.
+        layout: of the job.
+        rank: this rank.
+        every: updates from one copy to the next.
+        receiver: takes the copies of others.
+        token: shared secret of the job.
+        run_id: the job.
+        tell: takes events for the owner of the machine.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        layout: Layout,
+        rank: Rank,
+        every: int,
+        receiver: Receiver,
+        token: str,
+        run_id: str,
+        tell: Callable[[pe.CopyMade | pe.CopySkipped], None],
+    ) -> None:
+        self.every = every
+        self.waited_s = 0.0
+        """Seconds that updates of this rank have waited for copies: all that they cost on the critical path."""
+        self._source, self._rank, self._receiver, self._tell = source, rank, receiver, tell
+        self._token, self._run_id = token, run_id
+        receiver.rank = rank
+        self._keeper = {shard: r for r, shards in keepers(layout).items() for shard in shards}
+        mine = tuple(shard for shard, keeper in self._keeper.items() if keeper == rank)
+        self._order = m.SaverOrder(rank, mine, How.AS_IS, (rank,), job_state=True)
+        self._generations = Generations()
+        self._store: CopyStore | None = None
+        self._page_dir = Path()
+        self._sender: Sender | None = None
+        self._named = False
+        self._frozen = self._closed = False
+        self._deferred: list[pe.SettleCopy] = []
+        self._attempt: _Attempt | None = None
+        self._size = 0
+        self._lane = SerialWorker("ttp-copies")
+        self._complaints: set[str] = set()
+
+    # ------------------------------------------------------------------------------------------------- training thread
+
+    def hold(self) -> None:
+        """The next update is about to begin: the copy of what it changes has to be through, or is given up."""
+        attempt = self._attempt
+        if attempt is None or attempt.through.is_set() or attempt.reason:
+            return
+        began = time.monotonic()
+        if not attempt.through.wait(HOLD_S):
+            attempt.give_up(f"it was not through when the next update had waited for it for {HOLD_S:g} s")
+        self.waited_s += time.monotonic() - began
+
+    def updated(self, version: Version) -> None:
+        """An update is finished. Is it the turn of this version?"""
+        if version % self.every or not self._named or version == 0:
+            return
+        if not self._generations.begin(version):
+            self._tell(pe.CopySkipped(version))
+            return
+        if not self._generations.tries(version // self.every):
+            self._tell(pe.CopyMade(version, False, "the copies before came to nothing: not every turn is tried"))
+            return
+        attempt = self._attempt = _Attempt(version)
+        if self._frozen:
+            attempt.give_up("the job is frozen")
+        self._lane.submit(lambda: self._make(attempt))
+
+    # ------------------------------------------------------------------------------------------------ processor thread
+
+    def joined(self, page_dir: Path, incarnation: int) -> None:
+        """This rank belongs to the job."""
+        self._page_dir = page_dir
+        try:
+            self._store = self._receiver.store = CopyStore(page_dir, incarnation)
+        except OSError as problem:
+            log.error("buddy=True: copies cannot be kept at %s (%s)", page_dir, problem)
+
+    def named(self, order: m.CopyTo) -> None:
+        """Copies go to this buddy from now on."""
+        if self._sender is None or self._sender.address != order.address:
+            if self._sender is not None:
+                self._sender.close()
+            self._sender = Sender(order.address, self._token, self._run_id) if order.buddy != NOBODY else None
+        where = f"and to rank {order.buddy} at {order.address}" if self._sender else "which is the only one of the job"
+        if not self._named:
+            log.info("copies of the state go to the memory of this host every %s updates, %s", self.every, where)
+        self._named = True
+
+    def settle(self, action: pe.SettleCopy) -> None:
+        """The fate of a version is known; while frozen nothing goes, as it has been said to be there."""
+        if self._frozen:
+            self._deferred.append(action)
+            return
+        gone = self._generations.settle(action.version, whole=action.whole)
+        store = self._store
+        if gone is not None and store is not None:
+            self._lane.submit(lambda: store.drop(self._rank, gone))
+
+    def freeze(self) -> None:
+        """The gate is closed: a copy that is being made would only be in the way."""
+        self._frozen = self._receiver.frozen = True
+        attempt = self._attempt
+        if attempt is not None:
+            attempt.give_up("the job was frozen")
+
+    def thaw(self) -> None:
+        """Training goes on."""
+        self._frozen = self._receiver.frozen = False
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            self.settle(action)
+
+    def held(self) -> tuple[m.KeptCopy, ...]:
+        """Copies that this rank can bring: those on its host."""
+        return self._store.held() if self._store is not None else ()
+
+    def close(self) -> None:
+        """Make and take no copies any more. Those that are there stay for whoever saves."""
+        self._closed = True
+        if self._attempt is not None:
+            self._attempt.give_up("this rank leaves")
+        self._lane.close()
+        self._receiver.close()
+        if self._sender is not None:
+            self._sender.close()
+
+    # ---------------------------------------------------------------------------------------------------------- making
+
+    def _make(self, attempt: _Attempt) -> None:
+        done = pe.CopyMade(attempt.version, True)
+        try:
+            copy = self._copy(attempt)
+            self._send(copy, attempt)
+        except Exception as problem:
+            text = attempt.reason or f"{type(problem).__name__}: {problem}"
+            done = pe.CopyMade(attempt.version, False, text)
+            if not (self._frozen or self._closed):
+                self._complain(attempt.version, text)
+        finally:
+            attempt.through.set()
+        self._tell(done)
+
+    def _copy(self, attempt: _Attempt) -> Copy:
+        store, version = self._store, attempt.version
+        if store is None:
+            raise CheckpointError("the memory of this host cannot be used")
+        attempt.room = store.check_room
+        store.check_room(self._size)
+        draft = store.begin(self._rank, version)
+        try:
+            if self._source.on_device and self._source.device_version(version, DEVICE_S) != version:
+                raise CheckpointError("the device has not finished the version")
+            attempt.check()
+            pieces = self._source.write_pieces(
+                order=self._order, version=version, draft=draft, generation=version, cancelled=attempt.cancelled
+            )
+            with attempt.lock:  # from here on it is whole, whatever happens to the state
+                attempt.check()
+                attempt.through.set()
+            copy = store.finish(draft, self._rank, version, pieces)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+        self._size = copy.size
+        return copy
+
+    def _send(self, copy: Copy, attempt: _Attempt) -> None:
+        store = self._store
+        assert store is not None
+        if self._sender is not None:
+            whole = self._generations.whole
+            keep = [] if whole is None else [whole]
+            self._sender.send(copy, self._rank, attempt.version, store.incarnation, keep=keep, cancelled=attempt.check)
+
+    def _complain(self, version: Version, text: str) -> None:
+        reason = text.translate(str.maketrans("", "", "0123456789.,"))
+        level = logging.DEBUG if reason in self._complaints else logging.WARNING
+        self._complaints.add(reason)
+        log.log(level, "no second copy of version %s: %s; the one before stays", version, text)
+
+    # ---------------------------------------------------------------------------------------------------------- saving
+
+    def quiesce(self) -> None:
+        """A save is about to read the state: no copy does so any more."""
+        attempt = self._attempt
+        if attempt is not None and not attempt.through.wait(QUIESCE_S):
+            log.warning("the copy of version %s still hangs", attempt.version)
+
+    def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
+        """What of an order is written from the state that is alive, of that version, and what from kept copies."""
+        wanted, there = order.order, set(self.held())
+        old = order.version < alive
+        brought = tuple(
+            rank
+            for rank in wanted.pages
+            if m.KeptCopy(rank, order.version) in there and (old or not self._has_page(rank, order.version))
+        )
+        job = wanted.job_state and bool(wanted.kept) and not wanted.shards
+        pages = tuple(rank for rank in wanted.pages if rank not in brought)
+        live = replace(wanted, pages=pages, job_state=wanted.job_state and not job, kept=())
+        return live, replace(wanted, shards=(), pages=brought, job_state=job)
+
+    def bring(
+        self,
+        order: m.SaverOrder,
+        save: m.Save,
+        draft: Path,
+        cancelled: Callable[[], bool],
+        wrote: Callable[[int], None],
+    ) -> list[m.Piece]:
+        """Put pieces of kept copies into the draft, durably, and verified.
+
+        Raises:
+            Cancelled: ``cancelled()`` became true.
+            CheckpointError: a copy is not there or damaged.
+            OSError: the storage failed.
+        """
+        wanted = [(self._keeper[shard], SHARD, shard) for shard in order.kept]
+        wanted += [(rank, PAGE, Shard("")) for rank in order.pages]
+        wanted += [(self._keeper[order.kept[0]], JOB, Shard(""))] if order.job_state else []
+
+        def check() -> None:
+            if cancelled():
+                raise Cancelled
+
+        pieces: list[m.Piece] = []
+        for rank, kind, shard in wanted:
+            copy, piece = self._find(rank, save.version, kind, shard)
+            name = f"{Path(piece.file).stem}-k{save.generation}{Path(piece.file).suffix}"
+            bring(copy, piece, draft / name, check, wrote)
+            pieces.append(replace(piece, file=name, writer=self._rank))
+        sync_directory(draft)
+        return pieces
+
+    def _find(self, rank: Rank, version: Version, kind: str, shard: Shard) -> tuple[Copy, m.Piece]:
+        assert self._store is not None
+        copy = self._store.read(rank, version)
+        for piece in copy.pieces:
+            if piece.kind == kind and piece.shard == shard:
+                return copy, piece
+        raise CheckpointError(f"the copy of rank {rank}, version {version}, has no {kind} {shard}".rstrip())
+
+    def _has_page(self, rank: Rank, version: Version) -> bool:
+        assert self._store is not None
+        return isinstance(read_page_or_kept(self._page_dir, rank, version, self._store.incarnation), Page)

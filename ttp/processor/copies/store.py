@@ -1,0 +1,233 @@
+"""Copies of shards in the memory of a host: ready-made pieces, one directory for each rank and version.
+
+``<page_dir>/copies/<incarnation>/<rank>-<version>/`` holds the files that a save would have written, and an index that
+describes them. It is made under another name and renamed when it is whole, so what has the name can be used: by any
+rank of this host, whether the one that made it lives or not. Copies of ranks of other hosts lie beside those of this
+one; their ranks differ. All of it goes with the page directory (``local_state.page_dir``), however the job ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import KeptCopy, Piece
+from ttp.errors import CheckpointError
+from ttp.store.digest import HashingFile, Progress
+from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.plain_file import open_plain, read_plain
+
+INDEX = "index"
+CHUNK = 1 << 20
+"""Bytes that are copied, or sent, at once."""
+RESERVE = 0.1
+"""This part of the shared memory stays free: others of the host need it too, and get a SIGBUS where it is full."""
+
+_NAME = re.compile(r"(\d+)-(\d+)")
+_FILE = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+
+
+class NoRoomError(Exception):
+    """The shared memory of this host cannot hold a copy; the text says what to change."""
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A whole copy.
+
+    Args:
+        path: its directory.
+        pieces: what lies in it; the index is not listed.
+    """
+
+    path: Path
+    pieces: tuple[Piece, ...]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all pieces."""
+        return sum(piece.size for piece in self.pieces)
+
+
+class CopyStore:
+    """The copies on this host, of one incarnation.
+
+    Args:
+        page_dir: of the job on this host.
+        incarnation: launch of the job; what an older one has left is removed.
+    """
+
+    def __init__(self, page_dir: Path, incarnation: int) -> None:
+        self.incarnation = incarnation
+        home = page_dir / "copies"
+        self._root = home / str(incarnation)
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for old in home.iterdir():
+            if old.name.isdecimal() and int(old.name) < incarnation:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def begin(self, rank: Rank, version: Version) -> Path:
+        """An empty directory to make a copy in.
+
+        Raises:
+            OSError: it cannot be made.
+        """
+        draft = self._root / f".{rank}-{version}.{os.getpid()}"
+        shutil.rmtree(draft, ignore_errors=True)
+        draft.mkdir(mode=0o700)
+        return draft
+
+    def finish(self, draft: Path, rank: Rank, version: Version, pieces: Collection[Piece]) -> Copy:
+        """What is in ``draft`` is the copy of that rank and version from now on.
+
+        Raises:
+            OSError: the index cannot be written.
+        """
+        rows = [asdict(piece) for piece in pieces]
+        (draft / INDEX).write_bytes(encode({"rank": int(rank), "version": int(version), "pieces": rows}))
+        return self.publish(draft, rank, version)
+
+    def publish(self, draft: Path, rank: Rank, version: Version) -> Copy:
+        """The same, where the index is there already.
+
+        Raises:
+            CheckpointError: the index does not describe what is there.
+        """
+        copy = Copy(draft, _pieces(draft, rank, version))
+        wrong = [piece.file for piece in copy.pieces if _size(draft / piece.file) != piece.size]
+        if wrong:
+            raise CheckpointError(f"a copy of rank {rank} lacks bytes of {wrong[0]}")
+        self.drop(rank, version)
+        final = self._root / f"{rank}-{version}"
+        draft.rename(final)
+        return replace(copy, path=final)
+
+    def held(self) -> tuple[KeptCopy, ...]:
+        """Every copy that can be used, in ascending order."""
+        with contextlib.suppress(OSError):
+            names = (_NAME.fullmatch(entry.name) for entry in os.scandir(self._root))
+            found = [(int(name[1]), int(name[2])) for name in names if name]
+            return tuple(KeptCopy(Rank(rank), Version(version)) for rank, version in sorted(found))
+        return ()
+
+    def read(self, rank: Rank, version: Version) -> Copy:
+        """A copy and its description.
+
+        Raises:
+            CheckpointError: there is none, or its index cannot be read.
+        """
+        path = self._root / f"{rank}-{version}"
+        return Copy(path, _pieces(path, rank, version))
+
+    @staticmethod
+    def described(draft: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
+        """What the index in ``draft`` says.
+
+        Raises:
+            CheckpointError: it cannot be read, or is of something else.
+        """
+        return _pieces(draft, rank, version)
+
+    def drop(self, rank: Rank, version: Version) -> None:
+        """The copy is not needed any more. At no moment there is half of it."""
+        gone = self._root / f".gone-{rank}-{version}.{os.getpid()}"
+        with contextlib.suppress(OSError):
+            (self._root / f"{rank}-{version}").rename(gone)
+        shutil.rmtree(gone, ignore_errors=True)
+
+    def drop_others(self, rank: Rank, keep: Collection[int]) -> None:
+        """All copies of this rank but those of these versions."""
+        for copy in self.held():
+            if copy.of == rank and copy.version not in keep:
+                self.drop(rank, copy.version)
+
+    def check_room(self, size: int = 0) -> None:
+        """Whether so many bytes more leave enough for others.
+
+        Raises:
+            NoRoomError: they do not.
+        """
+        stat = os.statvfs(self._root)
+        free, total = stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
+        if free - size < RESERVE * total:
+            raise NoRoomError(
+                f"{_mib(free)} of the {_mib(total)} at {self._root.parents[1]} are free, and a tenth of it has to stay "
+                "free for others. Make it larger (mount -o remount,size=..., docker --shm-size, an emptyDir of medium "
+                "Memory): a host needs four times the state of its ranks. Or do without buddy=True"
+            )
+
+
+def bring(copy: Copy, piece: Piece, target: Path, cancelled: Callable[[], None], progress: Progress) -> None:
+    """Copy a piece out of the memory, durably, and look whether it still is what was put there.
+
+    Args:
+        copy: where it is.
+        piece: one of its pieces.
+        target: the new file.
+        cancelled: called between the chunks; raises to give up.
+        progress: see ``HashingFile``.
+
+    Raises:
+        CheckpointError: other bytes than those that were kept.
+        OSError: the disk refused.
+    """
+    writer = HashingFile(target, progress)
+    try:
+        for chunk in chunks(copy.path / piece.file):
+            cancelled()
+            writer.write(chunk)
+        found = writer.sync_and_close()
+    except BaseException:
+        writer.close()
+        target.unlink(missing_ok=True)
+        raise
+    if found != (piece.size, piece.digest):
+        target.unlink(missing_ok=True)
+        raise CheckpointError(f"the kept copy {copy.path / piece.file} is damaged: {found}")
+
+
+def chunks(path: Path) -> Iterator[memoryview]:
+    """The bytes of a file, one buffer for all of them: use each before the next.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    buffer = memoryview(bytearray(CHUNK))
+    with open_plain(path) as file:
+        while count := file.readinto(buffer):
+            yield buffer[:count]
+
+
+def plain_name(name: str) -> bool:
+    """Whether a file of this name lies in the directory where it is put."""
+    return _FILE.fullmatch(name) is not None
+
+
+def _pieces(path: Path, rank: Rank, version: Version) -> tuple[Piece, ...]:
+    names = {field.name for field in fields(Piece)}
+    try:
+        found = decode(read_plain(path / INDEX))
+        pieces = tuple(Piece(**{k: v for k, v in row.items() if k in names}) for row in found["pieces"])
+        fits = (found["rank"], found["version"]) == (rank, version) and all(plain_name(p.file) for p in pieces)
+    except (OSError, EncodingError, TypeError, KeyError, AttributeError) as problem:
+        raise CheckpointError(f"the copy {path} cannot be read: {problem!r}") from problem
+    if not fits:
+        raise CheckpointError(f"the copy {path} is of something else")
+    return pieces
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except OSError:
+        return -1
+
+
+def _mib(size: int) -> str:
+    return f"{size / 2**20:,.0f} MiB"

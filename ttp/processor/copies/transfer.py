@@ -1,0 +1,256 @@
+"""Copies on their way to another host's memory: the end that sends them, and the one that takes them.
+
+They go straight from rank to rank, not through the controller, which has other things to do than to pass on gigabytes.
+A receiver takes one at a time, in chunks of 1 MiB; it verifies every digest before a copy exists.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from ttp.config import Config
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+from ttp.core.replication import NOBODY
+from ttp.errors import CheckpointError
+from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, chunks, plain_name
+from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
+from ttp.store.digest import HashingFile
+from ttp.wire import access, tls
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
+from ttp.wire.v1 import buddy_pb2 as pb
+from ttp.wire.v1 import buddy_pb2_grpc as rpc
+
+log = logging.getLogger("ttp.processor")
+
+SEND_S = 600.0
+"""A copy that takes longer on its way comes to nothing."""
+MESSAGE_BYTES_MAX = PAGE_BYTES_MAX + (1 << 20)
+THREADS = 4
+"""A copy of a state and pages can come at the same time; copies one after the other."""
+FILES_MAX = 10_000
+CLOSE_S = 1.0
+
+
+class SendError(Exception):
+    """The copy did not arrive."""
+
+
+class Sender:
+    """Sends copies to one receiver.
+
+    Args:
+        address: host:port of the buddy.
+        token: shared secret of the job; may be empty.
+        run_id: the job.
+    """
+
+    def __init__(self, address: str, token: str, run_id: str) -> None:
+        self.address = address
+        self._token, self._run_id = token, run_id
+        self._channel = tls.open_channel(address, CLIENT_OPTIONS)
+
+    def send(
+        self,
+        copy: Copy,
+        rank: Rank,
+        version: Version,
+        incarnation: int,
+        *,
+        keep: Collection[Version],
+        cancelled: Callable[[], None],
+    ) -> None:
+        """Returns when the buddy has stored it whole.
+
+        Args:
+            copy: what to send.
+            rank: whose it is.
+            version: of that.
+            incarnation: launch of the job.
+            keep: versions of this rank that the buddy still has to keep.
+            cancelled: called between the chunks; raises to give up.
+
+        Raises:
+            SendError: the buddy refused it, or cannot be reached.
+        """
+        files = [(piece.file, piece.size) for piece in copy.pieces]
+        files.append((INDEX, (copy.path / INDEX).stat().st_size))
+        begin = pb.StoreBegin(
+            of=rank,
+            version=version,
+            incarnation=incarnation,
+            run_id=self._run_id,
+            size=sum(size for _, size in files),
+            keep=keep,
+        )
+        given_up: list[Exception] = []
+        calling = threading.Event()
+
+        def requests() -> Iterator[pb.StoreRequest]:
+            try:
+                yield pb.StoreRequest(begin=begin)
+                for name, size in files:
+                    yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
+                    for chunk in chunks(copy.path / name):
+                        cancelled()
+                        yield pb.StoreRequest(data=bytes(chunk))
+            except Exception as problem:  # grpc would print it
+                given_up.append(problem)
+                calling.wait()
+                call.cancel()
+
+        call = rpc.BuddyStub(self._channel).Store.future(requests(), metadata=metadata(self._token), timeout=SEND_S)
+        calling.set()
+        try:
+            call.result()
+        except (grpc.RpcError, grpc.FutureCancelledError) as problem:
+            if given_up:
+                raise given_up[0] from None
+            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
+            raise SendError(f"the buddy at {self.address} did not take it: {details}") from None
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        self._channel.close()
+
+
+class Receiver(rpc.BuddyServicer):
+    """Takes copies of ranks of other hosts.
+
+    Args:
+        config: where it listens, and what it asks whoever calls.
+        run_id: the job.
+
+    Raises:
+        RuntimeError: no port can be had.
+        ConfigError: others than those it is for would be served; see ``ttp.wire.access``.
+    """
+
+    def __init__(self, config: Config, run_id: str) -> None:
+        self._run_id = run_id
+        self.store: CopyStore | None = None
+        """Where copies go; None: this rank has not joined yet."""
+        self.rank = NOBODY
+        """Who takes them: its own are not to be written from outside."""
+        self.keep: Callable[[m.Keep], str] | None = None
+        """Takes pages of ranks of other hosts, and says why not; None: this rank keeps none."""
+        self.frozen = False
+        """What is kept is being looked at: nothing comes, nothing goes."""
+        self._one_copy = threading.Lock()
+        options = [(k, v) for k, v in SERVER_OPTIONS if k != "grpc.max_receive_message_length"]
+        self._server = grpc.server(
+            concurrent.futures.ThreadPoolExecutor(max_workers=THREADS, thread_name_prefix="ttp-buddy-take"),
+            options=[*options, ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX)],
+            interceptors=access.guards(config),
+        )
+        rpc.add_BuddyServicer_to_server(self, self._server)
+        bind = access.listening_address(config)
+        self.port = tls.add_port(self._server, target(bind, 0))
+        if self.port == 0:
+            raise RuntimeError(f"no port can be had at {bind}")
+        self._server.start()
+
+    def close(self) -> None:
+        """Take nothing any more."""
+        self._server.stop(grace=None).wait(CLOSE_S)
+
+    def Store(  # noqa: N802 - as the proto calls it
+        self, request_iterator: Iterator[pb.StoreRequest], context: Any
+    ) -> pb.StoreResponse:
+        """See the proto."""
+        try:
+            with self._one_copy:
+                self._take(request_iterator)
+        except NoRoomError as problem:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(problem))
+        except (CheckpointError, OSError) as problem:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(problem))
+        return pb.StoreResponse()
+
+    def Keep(self, request: pb.KeepRequest, context: Any) -> pb.KeepResponse:  # noqa: N802 - as the proto calls it
+        """See the proto."""
+        if self.keep is None or request.run_id != self._run_id:
+            return pb.KeepResponse(refused="it is of another job, or this rank keeps no pages")
+        keep = m.Keep(
+            Rank(request.keeper),
+            0,
+            Rank(request.of),
+            Version(request.version),
+            request.final,
+            request.incarnation,
+            request.data,
+        )
+        return pb.KeepResponse(refused=self.keep(keep))
+
+    def _take(self, requests: Iterator[pb.StoreRequest]) -> None:
+        first = next(requests, None)
+        if first is None or first.WhichOneof("part") != "begin":
+            raise CheckpointError("a copy begins with what it is of")
+        begin, store = first.begin, self.store
+        if store is None or (begin.run_id, begin.incarnation) != (self._run_id, store.incarnation):
+            raise CheckpointError("it is of another job or another launch of it, or this rank has not joined yet")
+        self._check_frozen()
+        rank, version = Rank(begin.of), Version(begin.version)
+        if rank == self.rank:
+            raise CheckpointError(f"rank {rank} keeps its own copies itself")
+        store.drop_others(rank, set(begin.keep))
+        store.check_room(begin.size)
+        draft = store.begin(rank, version)
+        try:
+            found = self._receive(requests, draft, begin.size)
+            _verify(store, draft, rank, version, found)
+            self._check_frozen()
+            store.publish(draft, rank, version)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+
+    def _receive(self, requests: Iterator[pb.StoreRequest], draft: Path, size: int) -> dict[str, tuple[int, str]]:
+        """Write the files; returns size and digest of each."""
+        found: dict[str, tuple[int, str]] = {}
+        writer: HashingFile | None = None
+        left = size
+        try:
+            for request in requests:
+                if request.WhichOneof("part") == "file":
+                    if writer is not None:
+                        found[writer.path.name] = writer.sync_and_close()
+                    writer = _open(draft, request.file.name, len(found))
+                    self._check_frozen()
+                elif writer is not None and len(request.data) <= left:
+                    left -= writer.write(request.data)
+                else:
+                    raise CheckpointError("more bytes than were promised")
+            if writer is not None:
+                found[writer.path.name] = writer.sync_and_close()
+        finally:
+            if writer is not None:
+                with contextlib.suppress(OSError):
+                    writer.close()
+        return found
+
+    def _check_frozen(self) -> None:
+        if self.frozen:
+            raise CheckpointError("the job is frozen")
+
+
+def _open(draft: Path, name: str, count: int) -> HashingFile:
+    if not plain_name(name) or (draft / name).exists() or count >= FILES_MAX:
+        raise CheckpointError(f"{name!r:.80} cannot be a file of a copy")
+    return HashingFile(draft / name)
+
+
+def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: dict[str, tuple[int, str]]) -> None:
+    promised = {piece.file: (piece.size, piece.digest) for piece in store.described(draft, rank, version)}
+    arrived = {name: what for name, what in found.items() if name != INDEX}
+    if promised != arrived:
+        wrong = sorted(promised.items() ^ arrived.items())
+        raise CheckpointError(f"{wrong[0][0]!r:.80} is not what its index says")

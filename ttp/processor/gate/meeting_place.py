@@ -1,0 +1,213 @@
+"""Which ranks share memory, found out by trying; and the memory in which they meet.
+
+Names prove nothing: containers of one host may share ``/dev/shm`` or not, and hosts may have the same directory on a
+network disk. So ranks tell each other which kernel they run on and where they keep pages; of those who say the same,
+the lowest puts a file there with words that nobody could guess, and the others have to find it, and to see each other
+alive (``liveness.sentinel``), or else nobody would be told of a death. Whoever cannot stands for a host alone.
+
+The file is unlinked when all have it: nothing is left to be cleaned up, and no process of another life can come to it.
+A forked child has the memory too, and never touches it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import secrets
+import stat
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from ttp.processor.gate.meeting import IDLE, OwnWords, SharedWords, Words, size_of
+from ttp.processor.liveness.futex import Mapping
+from ttp.processor.liveness.sentinel import Seat, process_start
+from ttp.processor.liveness.sentinel_reader import BadSentinelError, SentinelReader, State, look
+from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
+from ttp.store.encoding import decode, encode
+
+T = TypeVar("T")
+
+log = logging.getLogger("ttp.processor")
+
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+SEEN_S = 10.0
+"""How long a sentinel may take to appear. It was begun before; where there can be none, the start takes that longer."""
+_SECRET_BYTES = 32
+
+Gather = Callable[[bytes], Sequence[bytes]]
+"""What every rank gives, in the order of the ranks; all of them call it at the same time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a rank meets others.
+
+    Args:
+        words: shared with the others here.
+        number: of this rank among them.
+        ranks: all that meet here, in order.
+        firsts: the first rank of every such place in the job, in order.
+        lookouts: at which the others show that they live, by their number; not at this rank itself.
+    """
+
+    words: Words
+    number: int
+    ranks: tuple[int, ...]
+    firsts: tuple[int, ...]
+    lookouts: dict[int, SentinelReader]
+
+    async def gone(self, number: int) -> bool:
+        """Whether the process of a rank has ended, or left the job."""
+        try:
+            return self.lookouts[number].state() is not State.ALIVE
+        except BadSentinelError:
+            return False  # whatever it is, no death
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """What a rank says of itself; empty strings where it has no memory to share."""
+
+    boot: str
+    directory: str
+    secret: bytes
+    pid: int
+    start: int
+
+
+def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
+    """To be called by all ranks at the same point of their programs.
+
+    Args:
+        rank: this one.
+        page_dir: where this rank keeps its page and its sentinel; None: nowhere.
+        gather: see ``Gather``; called three times.
+    """
+    pid = os.getpid()
+    mine = _Offer(_boot_id(), str(page_dir or ""), secrets.token_bytes(_SECRET_BYTES), pid, process_start(pid))
+    if page_dir is None or not mine.boot or _tried(rank, lambda: _see(page_dir, rank, mine)) is None:
+        mine = replace(mine, directory="")
+    offers = [_Offer(*decode(told)) for told in gather(encode(_fields(mine)))]
+    together = [r for r, offer in enumerate(offers) if (offer.boot, offer.directory) == (mine.boot, mine.directory)]
+    alone = len(together) == 1 or not mine.directory
+    with contextlib.ExitStack() as held:
+        opened: Mapping | None = None
+        if not alone and rank == together[0]:
+            opened = _tried(rank, lambda: _make(Path(mine.directory), offers[rank].secret, len(together), held))
+        gather(b"1")  # who makes a file has made it
+        if not alone and rank != together[0]:
+            opened = _tried(rank, lambda: _open(Path(mine.directory), offers[together[0]].secret, len(together)))
+        lookouts: dict[int, SentinelReader] | None = None
+        if opened is not None:
+            others = [(number, r) for number, r in enumerate(together) if r != rank]
+            lookouts = _tried(rank, lambda: {number: _see(Path(mine.directory), r, offers[r]) for number, r in others})
+        could = [told == b"1" for told in gather(b"1" if lookouts is not None else b"0")]
+    places = _places(offers, could)
+    ranks = next(place for place in places if rank in place)
+    firsts = tuple(place[0] for place in places)
+    if len(ranks) == 1 or opened is None or lookouts is None:
+        return Place(OwnWords(), 0, (rank,), firsts, {})
+    return Place(SharedWords(opened), ranks.index(rank), ranks, firsts, lookouts)
+
+
+def _fields(offer: _Offer) -> tuple[object, ...]:
+    return (offer.boot, offer.directory, offer.secret, offer.pid, offer.start)
+
+
+def _places(offers: Sequence[_Offer], could: Sequence[bool]) -> list[tuple[int, ...]]:
+    """All places, the same on every rank: those where everybody could, and single ranks."""
+    groups: dict[tuple[str, str], list[int]] = {}
+    for rank, offer in enumerate(offers):
+        groups.setdefault((offer.boot, offer.directory), []).append(rank)
+    places: list[tuple[int, ...]] = []
+    for ranks in groups.values():
+        whole = len(ranks) > 1 and all(could[r] for r in ranks)
+        places += [tuple(ranks)] if whole else [(r,) for r in ranks]
+    return sorted(places)
+
+
+def _boot_id() -> str:
+    """Of the running kernel; empty where it does not say."""
+    with contextlib.suppress(OSError):
+        return BOOT_ID.read_text().strip()
+    return ""
+
+
+def _tried(rank: int, attempt: Callable[[], T]) -> T | None:
+    try:
+        return attempt()
+    except (OSError, UnsafeError, _NotSharedError) as problem:
+        log.info("rank %d meets nobody in shared memory before its updates: %s", rank, problem)
+        return None
+
+
+class _NotSharedError(Exception):
+    """Why ranks that say the same of themselves share no memory after all."""
+
+
+def _name(secret: bytes) -> str:
+    return f".meeting_{secret[:8].hex()}"
+
+
+def _make(directory: Path, secret: bytes, count: int, held: contextlib.ExitStack) -> Mapping:
+    """The file, until ``held`` lets go of it."""
+    size = size_of(count)
+    with open_directory(directory) as opened:
+        fd = os.open(_name(secret), os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=opened)
+        held.callback(_unlink, directory / _name(secret))
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            if file.write(secret.ljust(size, b"\0")) != size:  # never a hole: no page for it, no process
+                raise OSError("no room for ranks to meet")
+            return _mapped(fd, size)
+
+
+def _open(directory: Path, secret: bytes, count: int) -> Mapping:
+    size = size_of(count)
+    with open_directory(directory) as opened:
+        fd = os.open(_name(secret), os.O_RDWR | os.O_NONBLOCK | SAFE_OPEN, dir_fd=opened)
+        try:
+            facts = os.fstat(fd)
+            check_ours(facts, stat.S_ISREG, "a plain file")
+            if facts.st_size != size or os.pread(fd, len(secret), 0) != secret:
+                raise _NotSharedError(f"{directory / _name(secret)} is another file")
+            return _mapped(fd, size)
+        finally:
+            os.close(fd)
+
+
+def _mapped(fd: int, size: int) -> Mapping:
+    """Never given back: whoever closes the gate may still ring when the training thread has left for good."""
+    mapping = Mapping(fd, size, writable=True)
+    mapping.add_one(IDLE, IDLE + 64)  # some sandboxes have futexes, but not this
+    return mapping
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
+    """A lookout at the process that made an offer."""
+    deadline = time.monotonic() + SEEN_S
+    while True:
+        found = look(directory, rank, Seat.NEIGHBOUR)
+        if isinstance(found, SentinelReader):
+            if _is(found, offer):
+                return found
+            found.close()
+        if time.monotonic() > deadline:
+            why = found if isinstance(found, str) else "there is one of another process"
+            raise _NotSharedError(f"nobody would see that rank {rank} has ended: {why}")
+        time.sleep(0.005)
+
+
+def _is(found: SentinelReader, offer: _Offer) -> bool:
+    """Whether it is the sentinel of the process that made the offer, and not of one before it."""
+    with contextlib.suppress(BadSentinelError):
+        return (found.owner.pid, found.owner.start) == (offer.pid, offer.start) and found.state() is State.ALIVE
+    return False

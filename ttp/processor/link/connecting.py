@@ -1,0 +1,131 @@
+"""How a rank comes to a controller: starts one where it has to, opens the stream, and says why it cannot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.rank import machine as pm
+from ttp.errors import ConfigError, TtpError
+from ttp.launch.controller_process import ensure_controller, is_local
+from ttp.launch.ring import Ring, write_ring
+from ttp.processor.link.host_relay import Shortcut
+from ttp.processor.link.stream import Stream
+from ttp.wire import tls
+from ttp.wire.access import LOOPBACK
+from ttp.wire.channel import target
+
+log = logging.getLogger("ttp.processor")
+
+JOIN_PATIENCE_S = 60.0
+"""How long a rank waits for the controller before it lets the training begin unprotected."""
+
+
+class ControllerLink:
+    """The stream to the controller, whichever that is.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        run_dir: where processes of this host leave files for one another.
+        put: takes what happens to the stream; called on any thread.
+        joining: this rank has not been told whether it belongs to the job.
+        over: nobody wants the stream any more.
+        fail: takes what no other attempt will mend, while ``joining``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        env: RankEnv,
+        run_dir: Path,
+        *,
+        put: Callable[[pm.Event], None],
+        joining: Callable[[], bool],
+        over: Callable[[], bool],
+        fail: Callable[[TtpError], None],
+    ) -> None:
+        self._config, self._env, self._run_dir = config, env, run_dir
+        self._put, self._joining, self._over, self._fail = put, joining, over, fail
+        self._stream: Stream | None = None
+        self._shortcut = Shortcut(config, env, run_dir)
+
+    def send(self, report: m.Report) -> None:
+        """To the controller, if there is a stream."""
+        if self._stream is not None:
+            self._stream.send(report)
+
+    def finish(self, timeout_s: float) -> None:
+        """Send what is left, for that long at most, and hang up."""
+        if self._stream is not None:
+            self._stream.finish(timeout_s=timeout_s)
+        self._shortcut.close()
+
+    def connect(self, action: pm.Connect) -> None:
+        """Open a stream; takes as long as a controller takes to start."""
+        try:
+            if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
+                ensure_controller(
+                    self._env.master_addr,
+                    self._config.port,
+                    run_dir=self._run_dir,
+                    token=self._config.token,
+                    bind=self._config.bind,
+                    patience_s=JOIN_PATIENCE_S,
+                )
+            self._open(action.address, action.within_s)
+        except ConfigError as problem:
+            if self._joining():
+                self._fail(problem)
+            log.error("%s", problem)
+            self._put(pm.StreamDown(str(problem)))
+        except Exception as problem:
+            log.debug("cannot connect", exc_info=True)
+            self._put(pm.StreamDown(repr(problem)))
+
+    def note(self, ring: pm.NoteRing, incarnation: int) -> None:
+        """Leave word of the controllers on this host."""
+        home = target(self._env.master_addr, self._config.port or 0)
+        found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
+        write_ring(self._run_dir, found)
+
+    def _open(self, address: str, within_s: float | None) -> None:
+        """To the controller at ``address`` (host:port), or to the one of the environment."""
+        assert self._config.port is not None
+        host, _, port = address.rpartition(":") if address else (self._env.master_addr, "", str(self._config.port))
+        if self._stream is not None:
+            before, self._stream = self._stream, None
+            before.abort()
+        relay = self._shortcut.port()
+        self._stream = stream = Stream(
+            host.strip("[]") if relay is None else LOOPBACK,
+            int(port) if relay is None else relay,
+            self._config.token,
+            on_up=lambda: self._put(pm.StreamUp()),
+            on_order=lambda order: self._put(pm.OrderReceived(order)),
+            on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
+            within_s=within_s,
+            to="" if relay is None else target(host.strip("[]"), int(port)),
+        )
+        stream.start()
+
+    def _on_down(self, reason: str, relay: int | None) -> None:
+        if relay is not None:
+            self._shortcut.ended(relay, reason)
+        if not self._over():
+            log.log(logging.DEBUG if self._joining() else logging.WARNING, "stream to the controller ended: %s", reason)
+        if reason.startswith("UNAUTHENTICATED") and self._joining():
+            self._fail(ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}"))
+        self._complain_of_encryption(reason)
+        self._put(pm.StreamDown(reason))
+
+    def _complain_of_encryption(self, reason: str) -> None:
+        """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""
+        if not self._joining() or self._over() or not reason.startswith("UNAVAILABLE"):
+            return
+        problem = tls.diagnose(self._env.master_addr, self._config.port or 0, reason)
+        if problem is not None:
+            self._fail(ConfigError(problem))

@@ -1,0 +1,69 @@
+"""The first word of a rank to a controller."""
+
+from __future__ import annotations
+
+import os
+import socket
+import uuid
+
+from ttp._version import __version__
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.rank import machine as pm
+from ttp.core.stripes import WHOLE
+from ttp.launch.standby import own_address
+from ttp.processor.source import StateSource
+
+
+def hello(
+    config: Config,
+    env: RankEnv,
+    layout: Layout,
+    source: StateSource,
+    save_dir: str,
+    version: int,
+    copies_at: str,
+    pages_at: str,
+) -> m.Hello:
+    """Who this process is, and how it is to be saved."""
+    return m.Hello(
+        rank=Rank(env.rank),
+        protocol_major=m.PROTOCOL_MAJOR,
+        protocol_minor=m.PROTOCOL_MINOR,
+        ttp_version=__version__,
+        run_id=env.run_id,
+        launch=env.launch,
+        incarnation=0,
+        nonce=uuid.uuid4().hex,
+        world_size=env.world_size,
+        layout_digest=layout.digest,
+        host=config.host or socket.gethostname(),
+        pid=os.getpid(),
+        local_rank=env.local_rank,
+        save_dir=str(save_dir),
+        framework=source.framework,
+        version=Version(version),
+        phase=m.Phase.IDLE,
+        base_version=Version(version),
+        term_seen=0,
+        incident="",
+        released=False,
+        resume=False,
+        keep=config.keep,
+        address=own_address(config, env.master_addr),
+        fallback_dir=config.fallback_dir or "",
+        stripes=config.stripes if source.writes_parts else WHOLE,
+        copies_at=copies_at,
+        pages_at=pages_at,
+    )
+
+
+def manners(config: Config, env: RankEnv) -> pm.RankTimeouts:
+    """How patient it is."""
+    # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
+    return pm.RankTimeouts(
+        heartbeat_s=config.heartbeat_s,
+        rescue_s=config.rescue_patience_s,
+        start_controller_after=3 * env.local_rank,
+    )

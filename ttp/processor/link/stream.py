@@ -1,0 +1,114 @@
+"""One bidirectional stream to the controller, over threads that never hold a lock of ours while they wait."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+
+from ttp.core import messages as m
+from ttp.launch.relay import TO_KEY
+from ttp.processor.liveness import forks
+from ttp.wire import channel as wire
+from ttp.wire.convert import WireError, order_from_wire, report_to_wire
+from ttp.wire.v1 import controller_pb2 as pb
+
+log = logging.getLogger("ttp.processor")
+
+
+class Stream:
+    """A stream and its reader thread. ``on_down`` is called exactly once, after the last order.
+
+    Args:
+        address: host of the controller.
+        port: its port.
+        token: shared secret of the job; may be empty.
+        on_up: the controller has accepted the stream.
+        on_order: an order came in.
+        on_down: the stream ended, with the reason in words.
+        within_s: seconds that the controller has to accept the stream; None: as many as the network takes.
+        to: host:port of the controller where ``address`` is that of a relay; else empty.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        port: int,
+        token: str,
+        *,
+        on_up: Callable[[], None],
+        on_order: Callable[[m.Order], None],
+        on_down: Callable[[str], None],
+        within_s: float | None = None,
+        to: str = "",
+    ) -> None:
+        self._outbox: queue.SimpleQueue[pb.RankReport | None] = queue.SimpleQueue()
+        self._on_up, self._on_order, self._on_down = on_up, on_order, on_down
+        self._port, self._within_s = port, within_s
+        self._channel = wire.open_channel(address, port, wire.RELAY_OPTIONS if to else ())
+        said = (*wire.metadata(token), *(((TO_KEY, to),) if to else ()))
+        self._call = wire.stub(self._channel).Attach(self._reports(), metadata=said)
+        self._thread = threading.Thread(target=self._read, name="ttp-stream", daemon=True)
+
+    def start(self) -> None:
+        """Begin to listen; ``on_up`` or ``on_down`` follows."""
+        self._thread.start()
+
+    def send(self, report: m.Report) -> None:
+        """Queue a report; never blocks."""
+        self._outbox.put(report_to_wire(report))
+
+    def finish(self, timeout_s: float) -> None:
+        """Say no more, and wait until everything said has arrived."""
+        self._outbox.put(None)
+        self._thread.join(timeout_s)
+        self.abort()
+
+    def abort(self) -> None:
+        """Drop the stream."""
+        self._outbox.put(None)
+        self._call.cancel()
+        self._channel.close()
+
+    def _wait_accepted(self) -> None:
+        """The controller sends its metadata when it accepts the stream."""
+        if self._within_s is None:
+            self._call.initial_metadata()
+            return
+        timer = threading.Timer(self._within_s, self._call.cancel)
+        timer.daemon = True
+        timer.start()
+        try:
+            self._call.initial_metadata()
+        finally:
+            timer.cancel()
+
+    def _reports(self) -> Iterator[pb.RankReport]:
+        while True:
+            report = self._outbox.get()
+            if report is None:
+                return
+            yield report
+
+    def _read(self) -> None:
+        reason = "the controller ended the stream"
+        try:
+            self._wait_accepted()
+            forks.close_in_children(self._port)
+            self._on_up()
+            for message in self._call:
+                try:
+                    self._on_order(order_from_wire(message))
+                except WireError as problem:
+                    log.warning("an order that is not understood: %s", problem)
+        except grpc.RpcError as problem:
+            code = problem.code() if isinstance(problem, grpc.Call) else None
+            details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
+            reason = f"{code.name if code else 'UNKNOWN'}: {details}"
+        except Exception as problem:  # the rescue path may never end in a dead reader
+            reason = repr(problem)
+        self._outbox.put(None)
+        self._on_down(reason)

@@ -1,0 +1,135 @@
+"""What a rank shares with the others of its host, and keeps for ranks of other hosts: signs of life and pages."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.layout import Rank
+from ttp.processor.liveness import stacks
+from ttp.processor.liveness.peer_watcher import PeerWatcher
+from ttp.processor.liveness.sentinel import Sentinel
+from ttp.processor.local_state.mirror import KeptPages, PageMirror
+from ttp.processor.local_state.page_dir import PageDirectory
+from ttp.processor.local_state.page_sender import PageSender
+from ttp.processor.serial_worker import SerialWorker
+from ttp.processor.source import StateSource
+
+STORE_S = 2.0
+"""How long whoever sends a page waits until it is stored."""
+
+
+class HostServices:
+    """Pages, sentinel, neighbours, and what they need.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        run_dir: where processes of this host leave files for one another.
+        nonce: of this process.
+        died: told of a neighbour: rank, nonce, what happened. Called on any thread.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        env: RankEnv,
+        run_dir: Path,
+        *,
+        nonce: str,
+        died: Callable[[int, str, str], None],
+    ) -> None:
+        self._config, self._env, self._run_dir, self._nonce = config, env, run_dir, nonce
+        self._died = died
+        self._sender = PageSender(Rank(env.rank), config.token, env.run_id)
+        self.pages: PageDirectory | None = None
+        self._incarnation = 0
+        self._kept: KeptPages | None = None
+        self._keeper = SerialWorker("ttp-keeper")
+        self._one_caller = threading.Lock()
+        self._stack = contextlib.ExitStack()
+        self._closed = False
+
+    def show_stacks(self) -> None:
+        """Let others of this host ask where the threads of this process are."""
+        if self._config.stacks and stacks.install(self._run_dir):
+            self._stack.callback(stacks.uninstall, self._run_dir)
+
+    def joined(self, incarnation: int) -> None:
+        """The job has another set of ranks: pages of older ones are refused from now on."""
+        self._incarnation = incarnation
+
+    def begin(self, source: StateSource, incarnation: int) -> Path:
+        """Make this rank's page, show neighbours that this process lives, watch one of them.
+
+        Returns:
+            The directory of pages of this host.
+
+        Raises:
+            OSError: there is no place for pages.
+        """
+        rank = self._env.rank
+        self.pages = PageDirectory(self._run_dir, self._env, self._config.port or 0, host=self._config.host)
+        path = self.pages.path
+        source.on_welcome(Rank(rank), incarnation, path)
+        sentinel = Sentinel(path, rank, self._nonce, incarnation)
+        neighbours = PeerWatcher(path, rank, incarnation, self._died)
+        neighbours.start()
+        self._stack.callback(neighbours.close)
+        self._stack.callback(sentinel.close)
+        self._kept = KeptPages(path, rank, incarnation)
+        self._stack.callback(self._kept.close)
+        if self._config.mirror:
+            mirror = PageMirror(path, rank, incarnation, self._page_changed)
+            self._stack.callback(self._sender.close)
+            self._stack.callback(mirror.close)
+            source.watch_pages(mirror.changed)
+        return path
+
+    def store(self, order: m.Keep, said: Callable[[str], None] = lambda _: None) -> None:
+        """Put the page of a rank elsewhere into this host's memory; ``said`` gets why not. Any thread."""
+
+        def job() -> None:
+            said(self._kept.store(order) if self._kept is not None else "this rank has not joined yet")
+
+        with self._one_caller:
+            self._keeper.submit(job)
+
+    def keep(self, order: m.Keep) -> str:
+        """Like ``store``, for whoever sends the page itself; returns why it is not kept. Any thread."""
+        refused = [f"it was not stored within {STORE_S:g} s"]
+        self.store(order, refused.append)
+        self._keeper.wait_done(STORE_S)
+        return refused[-1]
+
+    def mirror_to(self, order: m.MirrorTo) -> None:
+        """Pages of this rank go there from now on."""
+        self._sender.named(order)
+
+    def wait_stored(self, timeout_s: float) -> bool:
+        """Until the pages that have come are in memory; false when it takes longer."""
+        return self._keeper.wait_done(timeout_s)
+
+    def _page_changed(self, version: int, final: bool, incarnation: int, data: bytes) -> None:
+        """On the mirror's thread, which gathers changes while one is on its way."""
+        if incarnation == self._incarnation and not self._closed:
+            self._sender.send(version, final, incarnation, data)
+
+    def stop(self) -> None:
+        """Nothing more is kept or mirrored."""
+        self._closed = True
+        self._keeper.close()
+
+    def leave(self) -> None:
+        """No sign of life any more."""
+        with contextlib.suppress(Exception):
+            self._stack.close()
+
+    def close(self) -> None:
+        """The page goes."""
+        if self.pages is not None:
+            self.pages.close()

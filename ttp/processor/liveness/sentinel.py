@@ -1,0 +1,150 @@
+"""A sentinel: a small file in shared memory that tells, within microseconds, that a rank's process has died.
+
+Each rank keeps one, ``alive_<rank>`` in the host's page directory::
+
+    0      magic, seats, rank, pid, start of the process, incarnation, nonce, digest of all that
+    512    one word per seat, 64 bytes apart: id of the owner's thread; "owner died"; 0 when it left in good order
+
+The words are held by a thread of the rank that does nothing else; see ``futex`` for what the kernel does
+when it ends. The kernel wakes one waiter per word. Each kind of watcher has a seat of its own, so a neighbour that
+waits for its interpreter lock does not keep the news from the launcher. Only the owner ever writes.
+
+The file becomes visible when all of it is in place, and is never changed but for the words. Files need no removal: they
+go with the directory, which the kernel's locks look after (``ttp.processor.local_state.page_dir``).
+
+Children: a forked one has no such thread and a pid of its own, so it neither prolongs the owner's life nor ends it. A
+process that replaces itself (``exec``) is dead as a rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import errno
+import logging
+import os
+import struct
+import threading
+from pathlib import Path
+
+import xxhash
+
+from ttp.processor.liveness.futex import WAITERS, Mapping, RobustList
+from ttp.processor.local_state.page_file import SAFE_OPEN, open_directory
+
+log = logging.getLogger("ttp.processor")
+
+MAGIC = b"TTPLIFE\x01"
+SEATS = 4
+FILE_BYTES = 4096
+NONCE_BYTES = 64
+HEADER = struct.Struct(f"<8sIIQQQ{NONCE_BYTES}s")  # magic, seats, rank, pid, start, incarnation, nonce
+DIGEST = struct.Struct("<Q")
+PREFIX = "alive_"
+_LEAVE_PATIENCE_S = 1.0
+
+
+class Seat(enum.IntEnum):
+    """Who waits where."""
+
+    NEIGHBOUR = 0
+    LAUNCHER = 1
+
+
+def sentinel_name(rank: int) -> str:
+    """The file name of a rank's sentinel."""
+    return f"{PREFIX}{rank}"
+
+
+def word_at(seat: int) -> int:
+    """Where a seat's word is."""
+    return 512 + seat * 64
+
+
+def process_start(pid: int) -> int:
+    """When a process started, in ticks since the host did: a recycled pid has another. 0 where /proc does not say."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[19])
+    return 0
+
+
+class Sentinel:
+    """Shows that this process lives, from now until ``close``. Does not block and never raises.
+
+    Args:
+        page_dir: the host's page directory, held by this process.
+        rank: of this process.
+        nonce: of this process, as the controller knows it; 64 bytes at most.
+        incarnation: of the job.
+    """
+
+    def __init__(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
+        self._pid = os.getpid()
+        self._placed, self._over = threading.Event(), threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, args=(page_dir, rank, nonce, incarnation), name="ttp-sentinel", daemon=True
+        )
+        self._thread.start()
+
+    def wait_placed(self, timeout_s: float) -> bool:
+        """Whether watchers can see it."""
+        return self._placed.wait(timeout_s)
+
+    def close(self) -> None:
+        """This process leaves in good order: watchers are told so. In a forked child: nothing."""
+        if os.getpid() == self._pid:
+            self._over.set()
+            self._thread.join(_LEAVE_PATIENCE_S)
+
+    def _run(self, page_dir: Path, rank: int, nonce: str, incarnation: int) -> None:
+        """The thread whose end is the signal: once placed, nothing but ``close`` may wake it."""
+        try:
+            header = pack_header(rank, self._pid, process_start(self._pid), incarnation, nonce)
+            with contextlib.ExitStack() as held:
+                with open_directory(page_dir) as directory:
+                    _place(directory, rank, header, held)
+                self._placed.set()
+                self._over.wait()
+        except Exception as problem:
+            log.debug("no sentinel in %s, the death of this rank will be seen later: %s", page_dir, problem)
+
+
+def _place(directory: int, rank: int, header: bytes, held: contextlib.ExitStack) -> None:
+    """Put a held sentinel in place, by the thread that is to hold it; ``held`` lets go of it, in good order."""
+    draft = f".{sentinel_name(rank)}.{threading.get_native_id()}"
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(draft, dir_fd=directory)  # of a process that died here
+    fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=directory)
+    try:
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            if file.write(header.ljust(FILE_BYTES, b"\0")) != FILE_BYTES:  # never a hole: no page for it, no process
+                raise OSError(errno.ENOSPC, "no room for a sentinel")
+            mapping = Mapping(fd, FILE_BYTES, writable=True)
+        held.callback(mapping.close)
+        for seat in range(SEATS):
+            mapping.set_word(word_at(seat), threading.get_native_id() | WAITERS)
+        held.enter_context(RobustList([mapping.address + word_at(seat) for seat in range(SEATS)]))
+        held.callback(_leave, mapping)
+        os.rename(draft, sentinel_name(rank), src_dir_fd=directory, dst_dir_fd=directory)
+    except BaseException:
+        os.unlink(draft, dir_fd=directory)
+        raise
+
+
+def _leave(mapping: Mapping) -> None:
+    for seat in range(SEATS):
+        mapping.set_word(word_at(seat), 0)
+        mapping.wake(word_at(seat))
+
+
+def pack_header(rank: int, pid: int, start: int, incarnation: int, nonce: str) -> bytes:
+    """The fixed part of a sentinel, with its digest.
+
+    Raises:
+        ValueError: the nonce is too long.
+    """
+    encoded = nonce.encode()
+    if len(encoded) > NONCE_BYTES:
+        raise ValueError(f"a nonce has {NONCE_BYTES} bytes at most, this one {len(encoded)}")
+    header = HEADER.pack(MAGIC, SEATS, rank, pid, start, incarnation, encoded)
+    return header + DIGEST.pack(xxhash.xxh3_64_intdigest(header))

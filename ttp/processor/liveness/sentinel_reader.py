@@ -1,0 +1,158 @@
+"""Watching one sentinel from another process, without believing a byte of it; see ``sentinel``."""
+
+from __future__ import annotations
+
+import enum
+import os
+import stat
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import xxhash
+
+from ttp.processor.liveness.futex import DIED, TID_MASK, WAITERS, Mapping
+from ttp.processor.liveness.sentinel import (
+    DIGEST,
+    FILE_BYTES,
+    HEADER,
+    MAGIC,
+    PREFIX,
+    SEATS,
+    Seat,
+    sentinel_name,
+    word_at,
+)
+from ttp.processor.local_state.page_file import SAFE_OPEN, UnsafeError, check_ours, open_directory
+
+REASON = "its process died (robust futex)"
+"""What a witness can say: how it died, only its parent knows."""
+
+
+class State(enum.Enum):
+    """What a sentinel shows."""
+
+    ALIVE = "alive"
+    DIED = "died"
+    LEFT = "left"
+
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """Whose sentinel it is.
+
+    Args:
+        rank: global rank.
+        pid: of its process.
+        start: of that process; see ``process_start``.
+        incarnation: of the job.
+        nonce: of the process, as the controller knows it.
+    """
+
+    rank: int
+    pid: int
+    start: int
+    incarnation: int
+    nonce: str
+
+
+class SentinelReader:
+    """A view of one sentinel. Made by ``look``; must be closed."""
+
+    def __init__(self, mapping: Mapping, owner: Owner, seat: Seat) -> None:
+        self.owner = owner
+        self._mapping, self._at = mapping, word_at(seat)
+
+    def state(self) -> State:
+        """How the owner is.
+
+        Raises:
+            BadSentinelError: the word makes no sense.
+        """
+        return _state(self._mapping.word(self._at))
+
+    def wait(self, timeout_s: float) -> State:
+        """Return when the owner died or left, or after ``timeout_s``; whatever comes first.
+
+        Raises:
+            BadSentinelError: the word makes no sense.
+            OSError: futexes are not to be had here.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            word = self._mapping.word(self._at)
+            state, left_s = _state(word), deadline_s - time.monotonic()
+            if state is not State.ALIVE:
+                self._mapping.wake(self._at)  # the kernel woke one of those who sit here
+                return state
+            if left_s <= 0:
+                return state
+            self._mapping.wait(self._at, word, left_s)
+
+    def close(self) -> None:
+        """Let go of it."""
+        self._mapping.close()
+
+
+class BadSentinelError(Exception):
+    """Why a file cannot be believed."""
+
+
+def look(page_dir: Path, rank: int, seat: Seat) -> SentinelReader | str:
+    """The sentinel of ``rank``, or in words why there is none. Never raises for what is on the disk."""
+    name = sentinel_name(rank)
+    try:
+        with open_directory(page_dir) as directory:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
+            try:
+                return SentinelReader(*_read(fd, rank), seat)
+            finally:
+                os.close(fd)
+    except FileNotFoundError:
+        return f"there is no sentinel {page_dir / name}"
+    except (OSError, UnsafeError, BadSentinelError) as problem:
+        return f"sentinel {page_dir / name} cannot be used: {problem}"
+
+
+def ranks_in(page_dir: Path) -> list[int]:
+    """Ranks that left a sentinel there, in order; none when the directory cannot be read."""
+    try:
+        names = os.listdir(page_dir)  # noqa: PTH208 - once a second: no object per page
+    except OSError:
+        return []
+    numbers = (name.removeprefix(PREFIX) for name in names if name.startswith(PREFIX))
+    return sorted({int(number) for number in numbers if number.isascii() and number.isdigit() and len(number) < 10})
+
+
+def _read(fd: int, rank: int) -> tuple[Mapping, Owner]:
+    facts = os.fstat(fd)
+    check_ours(facts, stat.S_ISREG, "a plain file")
+    if facts.st_size != FILE_BYTES:
+        raise BadSentinelError(f"it has {facts.st_size} bytes instead of {FILE_BYTES}")
+    header = os.pread(fd, HEADER.size + DIGEST.size, 0)
+    owner = _parse(header)
+    if owner.rank != rank:
+        raise BadSentinelError(f"it says that it belongs to rank {owner.rank}")
+    return Mapping(fd, FILE_BYTES, writable=False), owner
+
+
+def _parse(header: bytes) -> Owner:
+    magic, seats, rank, pid, start, incarnation, nonce = HEADER.unpack_from(header)
+    if magic != MAGIC or seats != SEATS:
+        raise BadSentinelError(f"it is not of this version of ttp (it begins with {magic!r})")
+    if DIGEST.unpack_from(header, HEADER.size) != (xxhash.xxh3_64_intdigest(header[: HEADER.size]),):
+        raise BadSentinelError("its digest is wrong")
+    try:
+        return Owner(rank, pid, start, incarnation, nonce.rstrip(b"\0").decode())
+    except UnicodeDecodeError:
+        raise BadSentinelError("its nonce is no text") from None
+
+
+def _state(word: int) -> State:
+    if word == 0:
+        return State.LEFT
+    if word == DIED:
+        return State.DIED
+    if word & WAITERS and word & TID_MASK and not word & ~(WAITERS | TID_MASK):
+        return State.ALIVE
+    raise BadSentinelError(f"its word is {word:#010x}")

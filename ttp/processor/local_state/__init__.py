@@ -1,0 +1,1 @@
+"""What only one rank has, as pages in shared memory that outlive their process."""

@@ -1,0 +1,119 @@
+"""Rank-local state in a checkpoint: one piece per host, collected from the pages by one rank of it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ttp.core.layout import Rank
+from ttp.core.messages import Piece
+from ttp.errors import CheckpointError
+from ttp.processor.local_state.mirror import read_page_or_kept
+from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.json_text import parse_json
+from ttp.store.piece_file import write_piece
+from ttp.store.plain_file import read_plain
+
+log = logging.getLogger("ttp.processor")
+
+LOCAL_KIND = "rank_local"
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """What could be read of the pages of a host.
+
+    Args:
+        data: the image of each rank that has one of the wanted version.
+        provisional: ranks that died before they had finished the version; theirs is the state before the update.
+        missing: why a rank has none.
+    """
+
+    data: dict[Rank, bytes]
+    provisional: tuple[Rank, ...]
+    missing: dict[Rank, str]
+
+
+def collect(page_dir: Path, ranks: Iterable[Rank], version: int, incarnation: int) -> Pages:
+    """Read the pages of these ranks, alive or dead, of this host or kept for another one."""
+    data: dict[Rank, bytes] = {}
+    provisional: list[Rank] = []
+    missing: dict[Rank, str] = {}
+    for rank in ranks:
+        page = read_page_or_kept(page_dir, rank, version, incarnation)
+        if isinstance(page, str):
+            missing[rank] = page
+            log.warning("the rank-local state of rank %s cannot be saved: %s", rank, page)
+            continue
+        data[rank] = page.data
+        if not page.final:
+            provisional.append(rank)
+    return Pages(data, tuple(provisional), missing)
+
+
+def write_local_piece(draft: Path, file: str, pages: Pages, writer: Rank) -> Piece:
+    """Write the pages to ``draft/file``, durably.
+
+    Raises:
+        OSError: the disk refused.
+    """
+    table = {
+        "ranks": sorted(pages.data),
+        "provisional": sorted(pages.provisional),
+        "missing": {str(rank): why for rank, why in sorted(pages.missing.items())},
+    }
+    data = encode({int(rank): image for rank, image in pages.data.items()})
+    return write_piece(draft, file, data, LOCAL_KIND, writer, json.dumps(table))
+
+
+def read_local_image(path: Path, pieces: Sequence[Piece], rank: int) -> bytes | None:
+    """The page of ``rank``, as its adapter wrote it, that the checkpoint at ``path`` keeps; None if nothing.
+
+    Raises:
+        CheckpointError: a piece cannot be read.
+    """
+    for piece in pieces:
+        if piece.kind != LOCAL_KIND or rank not in _listed(piece, "ranks", list, [rank]):
+            continue
+        try:
+            images = decode(read_plain(path / piece.file))
+        except (OSError, EncodingError) as problem:
+            raise CheckpointError(f"{path / piece.file} cannot be read: {problem}") from problem
+        if isinstance(images, dict) and isinstance(images.get(rank), bytes):
+            return bytes(images[rank])
+    return None
+
+
+def ranks_kept(pieces: Sequence[Piece]) -> list[int]:
+    """The ranks of which these pieces keep something."""
+    kept = [rank for p in pieces if p.kind == LOCAL_KIND for rank in _listed(p, "ranks", list, [])]
+    return sorted(rank for rank in kept if isinstance(rank, int))
+
+
+def not_kept(pieces: Sequence[Piece], world_size: int) -> tuple[Rank, ...]:
+    """The ranks of which these pieces keep nothing."""
+    known = set(ranks_kept(pieces))
+    return tuple(Rank(rank) for rank in range(world_size) if rank not in known)
+
+
+def why_lost(pieces: Sequence[Piece], rank: int) -> str:
+    """Why the checkpoint of these pieces keeps nothing of ``rank``."""
+    for piece in pieces:
+        missing = _listed(piece, "missing", dict, {}) if piece.kind == LOCAL_KIND else {}
+        if str(rank) in missing:
+            return str(missing[str(rank)])
+    return "no rank of its host was left to save it"
+
+
+def _listed(piece: Piece, name: str, kind: type, absent: Any) -> Any:
+    """What a piece's table says of its contents; ``absent`` when that is nothing, or no ``kind``."""
+    try:
+        table = parse_json(piece.table or "{}")
+    except ValueError:
+        return absent
+    found = table.get(name) if isinstance(table, dict) else None
+    return found if isinstance(found, kind) else absent

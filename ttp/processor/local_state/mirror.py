@@ -1,0 +1,162 @@
+"""Rank-local pages kept on another host, for those who want their random streams back when a whole host is lost.
+
+``PageMirror`` runs in the rank that a page belongs to: it reads the page back whenever it was written, and hands it
+over to be sent. It works beside the training; when it falls behind, what is too old to be asked for is left out.
+
+``KeptPages`` runs in a rank of another host and writes what arrives, as a page like any other but in a directory of its
+own: a page of a process of this host can never be overwritten, and is always believed first.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.core.messages import Keep
+from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
+
+log = logging.getLogger("ttp.processor")
+
+HandOver = Callable[[int, bool, int, bytes], None]
+"""Gets version, final, incarnation and the bytes of a page."""
+
+PAGE_BYTES_MAX = 8 << 20
+"""A larger page is not mirrored: it is sent with every step."""
+
+VERSIONS_KEPT = 2
+"""Two ranks of a job differ by at most one version."""
+
+
+class PageMirror:
+    """Hands the page of this rank over whenever it has changed, on a thread of its own.
+
+    Args:
+        page_dir: of the job on this host.
+        rank: this rank.
+        incarnation: launch of the job.
+        hand_over: may block; meanwhile changes gather.
+    """
+
+    def __init__(self, page_dir: Path, rank: int, incarnation: int, hand_over: HandOver) -> None:
+        self._page_dir, self._rank, self._incarnation = page_dir, rank, incarnation
+        self._hand_over = hand_over
+        self._changed: dict[int, bool] = {}
+        self._wake = threading.Event()
+        self._closed = False
+        self._complained = False
+        self._thread = threading.Thread(target=self._run, name="ttp-mirror", daemon=True)
+        self._thread.start()
+
+    def changed(self, version: int, final: bool) -> None:
+        """The page of ``version`` was written. Training thread: one store and one wake-up."""
+        self._changed[version] = final
+        self._wake.set()
+
+    def close(self) -> None:
+        """Hand nothing over any more."""
+        self._closed = True
+        self._wake.set()
+
+    def _run(self) -> None:
+        while not self._closed:
+            self._wake.wait()
+            self._wake.clear()
+            versions = sorted(self._changed)
+            for version in versions:
+                self._changed.pop(version)
+                if not self._closed and version > versions[-1] - VERSIONS_KEPT:
+                    self._mirror(version)
+
+    def _mirror(self, version: int) -> None:
+        try:
+            page = read_page(self._page_dir, self._rank, version, self._incarnation)
+            if isinstance(page, str):
+                log.debug("not mirrored: %s", page)  # it was written again already: that one follows
+            elif len(page.data) > PAGE_BYTES_MAX:
+                self._complain(f"it has {len(page.data)} bytes, more than {PAGE_BYTES_MAX}")
+            else:
+                self._hand_over(page.version, page.final, self._incarnation, page.data)
+        except Exception as problem:
+            self._complain(repr(problem))
+
+    def _complain(self, reason: str) -> None:
+        if not self._complained:
+            self._complained = True
+            log.warning("the rank-local state of rank %s is not mirrored to another host: %s", self._rank, reason)
+
+
+class KeptPages:
+    """Pages of ranks of other hosts, kept by this rank. Not for several threads at once.
+
+    Args:
+        page_dir: of the job on this host.
+        rank: this rank.
+        incarnation: launch of the job; pages of another one are refused.
+    """
+
+    def __init__(self, page_dir: Path, rank: int, incarnation: int) -> None:
+        self._directory = kept_directory(page_dir)
+        self._rank, self._incarnation = rank, incarnation
+        self._writers: dict[int, PageWriter] = {}
+        self._newest: dict[int, tuple[int, bool]] = {}
+
+    def store(self, keep: Keep) -> str:
+        """Write a page as that of the rank that it belongs to.
+
+        Returns:
+            Why it was refused; empty: it is stored. Never raises.
+        """
+        reason = self._objection(keep)
+        if not reason:
+            writer = self._writer(keep.of)
+            writer.write(keep.version, keep.final, [keep.data])
+            reason = writer.problem
+        if reason:
+            log.warning("the page of rank %s, version %s, is not kept: %s", keep.of, keep.version, reason)
+        else:
+            self._newest[keep.of] = max(self._newest.get(keep.of, (0, False)), (keep.version, keep.final))
+        return reason
+
+    def close(self) -> None:
+        """Let go. The pages stay for whoever saves; they go with the directory."""
+        for writer in self._writers.values():
+            writer.close(unlink=False)
+        self._writers.clear()
+
+    def _objection(self, keep: Keep) -> str:
+        version, final = self._newest.get(keep.of, (0, False))
+        if keep.incarnation != self._incarnation:
+            return f"it is of incarnation {keep.incarnation}, not {self._incarnation}"
+        if keep.of == self._rank or keep.rank != self._rank:
+            return f"rank {self._rank} was asked in the name of rank {keep.rank}"
+        if keep.version <= version - VERSIONS_KEPT or (keep.version == version and final and not keep.final):
+            return f"version {version} is here already"
+        if len(keep.data) > PAGE_BYTES_MAX:
+            return f"it has {len(keep.data)} bytes, more than {PAGE_BYTES_MAX}"
+        return ""
+
+    def _writer(self, of: int) -> PageWriter:
+        """Anew where another rank of this host has taken the page over, the file is gone or could not be written."""
+        writer = self._writers.get(of)
+        if writer is None or not writer.in_place():
+            if writer is not None:
+                writer.close(unlink=False)
+            writer = self._writers[of] = PageWriter(self._directory, of, incarnation=self._incarnation)
+        return writer
+
+
+def kept_directory(page_dir: Path) -> Path:
+    """Where the pages of ranks of other hosts lie."""
+    return page_dir / "kept"
+
+
+def read_page_or_kept(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
+    """Like ``read_page``; where this host has no page of the rank, what was kept for another one is read."""
+    page = read_page(page_dir, rank, version, incarnation)
+    kept = kept_directory(page_dir)
+    if isinstance(page, Page) or not (kept / page_name(rank)).exists():
+        return page
+    found = read_page(kept, rank, version, incarnation)
+    return found if isinstance(found, Page) else f"{page}; {found}"

@@ -1,0 +1,127 @@
+"""Where the rank-local pages of a job lie on this host, and who removes them.
+
+Every processor holds a shared lock on the directory; the kernel drops it when the process ends, however it ends. A
+directory that nobody holds belongs to nobody: the last one out removes it, and after a crash of all of them the next
+processor on this host does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import shutil
+from pathlib import Path
+
+from ttp.config import RankEnv
+from ttp.processor.liveness import forks
+
+SHARED_MEMORY = Path("/dev/shm")
+LOCK_FILE = ".lock"
+_ATTEMPTS = 5
+
+
+class PageDirectory:
+    """A directory of this user and job, claimed for as long as this object is open.
+
+    Args:
+        run_dir: of the job on this host; holds the pages where shared memory cannot.
+        env: who this process is.
+        port: of the job's controller. Address, port and run id name the job on all launchers of this host.
+        shared_memory: where directories in memory are made.
+        host: this host's name, where several share one memory (containers, network namespaces); empty: they do not.
+
+    Raises:
+        OSError: neither place can hold pages.
+    """
+
+    def __init__(
+        self, run_dir: Path, env: RankEnv, port: int, shared_memory: Path = SHARED_MEMORY, host: str = ""
+    ) -> None:
+        remove_abandoned(shared_memory)
+        key = hashlib.sha256(f"{env.master_addr}|{port}|{env.run_id}|{host}".encode()).hexdigest()[:12]
+        self._lock = -1
+        for path in (shared_memory / f"{_prefix()}{key}", _fallback(run_dir)):
+            if self._claim(path):
+                self.path = path
+                return
+        raise OSError(f"neither {shared_memory} nor {run_dir} can hold rank-local pages")
+
+    def close(self) -> None:
+        """Let go; the last one removes the directory."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+            _remove_if_abandoned(self.path)
+
+    def _claim(self, path: Path) -> bool:
+        for _ in range(_ATTEMPTS):
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                if path.is_symlink() or path.lstat().st_uid != os.getuid():
+                    return False  # somebody else prepared this name
+                lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+            except FileNotFoundError:
+                continue  # removed by somebody who found it abandoned
+            except OSError:
+                return False
+            fcntl.flock(lock, fcntl.LOCK_SH)
+            if _is_file(lock, path / LOCK_FILE):
+                self._lock = lock
+                forks.close_fd_in_children(lock)
+                return True
+            os.close(lock)
+        return False
+
+
+def remove_abandoned(shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Remove this user's page directories that no process holds any more. Returns them."""
+    return [path for path in _in_memory(shared_memory) if _remove_if_abandoned(path)]
+
+
+def page_directories(run_dir: Path, shared_memory: Path = SHARED_MEMORY) -> list[Path]:
+    """Where ranks of this user may have put pages: the directories of all jobs of this host, and that in ``run_dir``.
+
+    Whoever looks for a rank of another job than its own must recognise it by what the files say.
+    """
+    return [*_in_memory(shared_memory), _fallback(run_dir)]
+
+
+def _in_memory(shared_memory: Path) -> list[Path]:
+    with contextlib.suppress(OSError):
+        return [p for p in shared_memory.glob(f"{_prefix()}*") if p.is_dir() and not p.is_symlink()]
+    return []
+
+
+def _fallback(run_dir: Path) -> Path:
+    return run_dir / "pages"
+
+
+def _remove_if_abandoned(path: Path) -> bool:
+    try:
+        lock = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False  # just being made, or gone
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not _is_file(lock, path / LOCK_FILE):
+            return False
+        shutil.rmtree(path, ignore_errors=True)
+        return True
+    except OSError:
+        return False  # somebody lives here
+    finally:
+        os.close(lock)
+
+
+def _is_file(fd: int, path: Path) -> bool:
+    """Whether ``path`` still is the file that ``fd`` is open on."""
+    try:
+        return os.path.samestat(os.fstat(fd), path.stat())
+    except OSError:
+        return False
+
+
+def _prefix() -> str:
+    return f"ttp-{os.getuid()}-"

@@ -1,0 +1,78 @@
+"""How a page file is laid out, and which files and directories are safe to believe; see ``pages``.
+
+::
+
+    0      magic, number of slots, rank, pid, incarnation
+    512    slot records, 64 bytes apart: sequence word (odd: being written), offset, length and digest of a body
+    4096   bodies and kept parts, anywhere
+    body   prefix (version, incarnation, count of writes, rank, flags, small bytes), references to kept parts, bytes
+
+All words are little-endian. The digest of a body covers its prefix and its references; a reference carries the digest
+of what it refers to. So nothing that a reader acts on is without a digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+MAGIC = b"TTPPAGE\x01"
+SLOTS = 6
+HEADER_BYTES = 4096
+
+HEADER = struct.Struct("<8sIIQQ")  # magic, slots, rank, pid, incarnation
+SEQUENCE = struct.Struct("<Q")
+RECORD = struct.Struct("<QQQ")  # offset, length, digest of the body
+PREFIX = struct.Struct("<QQQIIQ")  # version, incarnation, count of writes, rank, final | kept parts << 1, small bytes
+REFERENCE = struct.Struct("<QQQ")  # offset, length, digest of a kept part
+
+SAFE_OPEN = os.O_NOFOLLOW | os.O_CLOEXEC
+"""Flags of every ``open``: a link that somebody left in shared memory is not followed."""
+
+
+class UnsafeError(Exception):
+    """Somebody else can have written this file or directory."""
+
+
+def page_name(rank: int) -> str:
+    """The file name of a rank's page."""
+    return f"rank_{rank}.page"
+
+
+def record_at(slot: int) -> int:
+    """Where the record of a slot is."""
+    return 512 + slot * 64
+
+
+@contextlib.contextmanager
+def open_directory(path: Path) -> Iterator[int]:
+    """A descriptor of a directory that nobody else can write to; names are then looked up in it, not by path.
+
+    Raises:
+        OSError: it is missing, a link, no directory.
+        UnsafeError: another user owns it or may write to it.
+    """
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | SAFE_OPEN)
+    try:
+        check_ours(os.fstat(fd), stat.S_ISDIR, "a directory")
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def check_ours(facts: os.stat_result, is_kind: Callable[[int], bool], kind: str) -> None:
+    """Refuse what another user may have put there: shared memory is open to everybody on the host.
+
+    Raises:
+        UnsafeError: it is of another kind, belongs to another user, or others may write to it.
+    """
+    if not is_kind(facts.st_mode):
+        raise UnsafeError(f"it is not {kind}")
+    if facts.st_uid != os.geteuid():
+        raise UnsafeError(f"{kind} of user {facts.st_uid}, not of {os.geteuid()}")
+    if facts.st_mode & 0o022:
+        raise UnsafeError(f"{kind} that others may write to (mode {stat.S_IMODE(facts.st_mode):04o})")

@@ -1,0 +1,225 @@
+"""Reading another rank's page, dead or alive, without believing a byte of it; see ``pages``."""
+
+from __future__ import annotations
+
+import os
+import stat
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ttp.processor.local_state.page_file import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PREFIX,
+    RECORD,
+    REFERENCE,
+    SAFE_OPEN,
+    SEQUENCE,
+    SLOTS,
+    UnsafeError,
+    check_ours,
+    open_directory,
+    page_name,
+    record_at,
+)
+
+_ATTEMPTS = 5
+"""A living writer passes by in microseconds; a dead one never does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Rank-local state as read back, whole.
+
+    Args:
+        version: finished updates that it belongs to.
+        final: written after that update; otherwise before it.
+        data: the parts that were given to ``PageWriter.write``, joined.
+    """
+
+    version: int
+    final: bool
+    data: bytes
+
+
+def read_page(page_dir: Path, rank: int, version: int, incarnation: int) -> Page | str:
+    """Read what ``rank`` stored for ``version``, whether it lives or not.
+
+    Returns:
+        The newest whole page of that version, or in words why there is none: no file, a file that is not ours to
+        believe, torn, another version, another incarnation, garbled. Never raises for what is on the disk.
+    """
+    name = page_name(rank)
+    try:
+        with open_directory(page_dir) as directory:
+            fd = os.open(name, os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
+            try:
+                return _Reader(fd, rank, incarnation).read(version)
+            finally:
+                os.close(fd)
+    except FileNotFoundError:
+        return f"there is no page {page_dir / name}"
+    except (OSError, MemoryError, UnsafeError, _BadPageError) as problem:
+        return f"page {page_dir / name} cannot be used: {problem}"
+
+
+def newest_pages(page_dir: Path, rank: int, pid: int, count: int) -> tuple[int, list[Page]]:
+    """Read what the process ``pid`` stored as ``rank``, whichever versions these are.
+
+    Returns:
+        The incarnation that it belonged to, and its newest ``count`` versions that are whole, the oldest first; none
+        when there is no page of that process. Never raises for what is on the disk.
+    """
+    try:
+        with open_directory(page_dir) as directory:
+            fd = os.open(page_name(rank), os.O_RDONLY | os.O_NONBLOCK | SAFE_OPEN, dir_fd=directory)
+            try:
+                _, _, _, owner, incarnation = HEADER.unpack_from(
+                    os.pread(fd, HEADER_BYTES, 0).ljust(HEADER.size, b"\0")
+                )
+                reader = _Reader(fd, rank, incarnation)
+                return incarnation, reader.read_newest(count) if owner == pid else []
+            finally:
+                os.close(fd)
+    except (OSError, MemoryError, UnsafeError, _BadPageError):
+        return 0, []
+
+
+class _BadPageError(Exception):
+    """Why a slot or a file cannot be believed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Body:
+    slot: int
+    sequence: int
+    version: int
+    incarnation: int
+    writes: int
+    final: bool
+    references: tuple[tuple[int, int, int], ...]
+    small: bytes
+
+
+@dataclass(slots=True)
+class _Reader:
+    fd: int
+    rank: int
+    incarnation: int
+    size: int = 0
+    reasons: list[str] = field(default_factory=list)
+
+    def read(self, version: int) -> Page | str:
+        self._check_header()
+        for _ in range(_ATTEMPTS):
+            self.reasons.clear()
+            self.size = os.fstat(self.fd).st_size  # a living writer may make it grow
+            page = self._newest_whole(version)
+            if page is not None:
+                return page
+        return f"the page of rank {self.rank} does not hold version {version}: " + "; ".join(self.reasons)
+
+    def read_newest(self, count: int) -> list[Page]:
+        self._check_header()
+        self.size = os.fstat(self.fd).st_size
+        versions = sorted({body.version for body in map(self._try_body, range(SLOTS)) if body is not None})
+        found = (self._newest_whole(version) for version in versions)
+        return [page for page in found if page is not None][-count:]
+
+    def _check_header(self) -> None:
+        check_ours(os.fstat(self.fd), stat.S_ISREG, "a plain file")
+        header = os.pread(self.fd, HEADER_BYTES, 0)
+        if len(header) < HEADER_BYTES:
+            raise _BadPageError(f"it is cut short ({len(header)} bytes)")
+        magic, slots, owner, _pid, _incarnation = HEADER.unpack_from(header)
+        if magic != MAGIC or slots != SLOTS:
+            raise _BadPageError(f"it is not a page of this version of ttp (it begins with {magic!r})")
+        if owner != self.rank:
+            raise _BadPageError(f"it says that it belongs to rank {owner}")
+
+    def _newest_whole(self, version: int) -> Page | None:
+        bodies = [body for body in map(self._try_body, range(SLOTS)) if body is not None]
+        others = sorted({body.version for body in bodies if body.version != version})
+        if others or not bodies:
+            self.reasons.append("versions held: " + (", ".join(map(str, others)) or "none"))
+        for body in sorted(bodies, key=lambda b: -b.writes):
+            if body.version == version:
+                try:
+                    return self._complete(body)
+                except _BadPageError as problem:
+                    self.reasons.append(f"slot {body.slot} {problem}")
+        return None
+
+    def _try_body(self, slot: int) -> _Body | None:
+        try:
+            body = self._read_body(slot)
+        except _BadPageError as problem:
+            self.reasons.append(f"slot {slot} {problem}")
+            return None
+        if body is not None and body.incarnation != self.incarnation:
+            self.reasons.append(f"slot {slot} is of incarnation {body.incarnation}, not {self.incarnation}")
+            return None
+        return body
+
+    def _read_body(self, slot: int) -> _Body | None:
+        """What a slot holds; nothing when it was never written."""
+        raw = os.pread(self.fd, SEQUENCE.size + RECORD.size, record_at(slot))
+        if len(raw) < SEQUENCE.size + RECORD.size:
+            raise _BadPageError("is cut short")
+        (sequence,) = SEQUENCE.unpack_from(raw)
+        if sequence % 2:
+            raise _BadPageError("is torn: its writer died in it or is still writing")
+        if sequence == 0:
+            return None
+        offset, length, digest = RECORD.unpack_from(raw, SEQUENCE.size)
+        data = self._read_span(offset, length, digest)
+        self._check_unchanged(slot, sequence)
+        return self._parse(slot, sequence, data)
+
+    def _parse(self, slot: int, sequence: int, data: bytes) -> _Body:
+        if len(data) < PREFIX.size:
+            raise _BadPageError("is garbled: too short")
+        version, incarnation, writes, owner, flags, small = PREFIX.unpack_from(data)
+        table_end = PREFIX.size + (flags >> 1) * REFERENCE.size
+        if owner != self.rank or table_end + small != len(data):
+            raise _BadPageError("is garbled: its rank or its lengths do not fit")
+        references = tuple(REFERENCE.iter_unpack(data[PREFIX.size : table_end]))
+        final = bool(flags & 1)
+        return _Body(slot, sequence, version, incarnation, writes, final, references, data[table_end:])
+
+    def _complete(self, body: _Body) -> Page:
+        if sum(length for _, length, _ in body.references) > self.size:
+            raise _BadPageError("is garbled: it refers to more bytes than there are")
+        parts = [body.small]
+        for offset, length, digest in body.references:
+            parts.append(self._read_span(offset, length, digest))
+        self._check_unchanged(body.slot, body.sequence)
+        return Page(body.version, body.final, b"".join(parts))
+
+    def _read_span(self, offset: int, length: int, digest: int) -> bytes:
+        if offset < HEADER_BYTES or offset + length > self.size:
+            raise _BadPageError("is garbled: it points outside of the file")
+        data = _read_fully(self.fd, offset, length)
+        if xxhash.xxh3_64_intdigest(data) != digest:
+            raise _BadPageError("is torn or garbled: its digest does not match")
+        return data
+
+    def _check_unchanged(self, slot: int, sequence: int) -> None:
+        if os.pread(self.fd, SEQUENCE.size, record_at(slot)) != SEQUENCE.pack(sequence):
+            raise _BadPageError("was written to while it was read")
+
+
+def _read_fully(fd: int, offset: int, length: int) -> bytes:
+    """``pread`` stops at 2 GiB; a file may also have been cut since its size was asked for."""
+    parts: list[bytes] = []
+    at, end = offset, offset + length
+    while at < end:
+        part = os.pread(fd, end - at, at)
+        if not part:
+            raise _BadPageError("is cut short")
+        parts.append(part)
+        at += len(part)
+    return parts[0] if len(parts) == 1 else b"".join(parts)

@@ -1,0 +1,342 @@
+"""Rank-local state that outlives its process: one page file per rank, in shared memory of the host.
+
+What only one rank has (its random streams, its BatchNorm statistics, its data cursor) dies with it unless somebody
+else can read it. So each rank keeps it, tagged with the version it belongs to, in a file that a neighbour can read.
+
+Theory of operation
+-------------------
+The writer maps the file and never makes a system call to write. The reader uses ``pread`` and trusts nothing.
+
+* Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each,
+  written in turn. The second one is what makes a kill harmless: a page is written *provisionally* before the gradients
+  of its version leave the rank and *finally* after the update. A rank killed while it writes the final page must not
+  take the provisional one with it, because its peers will reach that version.
+* A slot is a sequence word (odd while it is written) and a digest over everything that a reader believes: version,
+  incarnation, rank, lengths and bytes. After a death all stores of the dead process are visible, so on any machine the
+  digest alone tells a torn page from a whole one; the sequence word makes the usual case cheap.
+* Large parts that seldom change (a causal mask, a table of frequencies) are *kept*: a slot only refers to them, they
+  are copied and hashed again when their stamp changes, and never over a copy that another slot refers to.
+* What a caller gives as kept is one list for as long as nothing in it has changed: the same list again costs nothing.
+* Space is allocated (``posix_fallocate``) before it is mapped: a full ``/dev/shm`` is an error at growth, which
+  disables the page with one warning, and never a SIGBUS in training.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import xxhash
+
+from ttp.processor.local_state.page_file import (
+    HEADER,
+    HEADER_BYTES,
+    MAGIC,
+    PREFIX,
+    RECORD,
+    REFERENCE,
+    SAFE_OPEN,
+    SEQUENCE,
+    SLOTS,
+    UnsafeError,
+    open_directory,
+    page_name,
+    record_at,
+)
+from ttp.processor.local_state.page_reader import Page, read_page
+
+__all__ = ["Buffer", "Kept", "Page", "PageWriter", "page_name", "read_page"]
+
+log = logging.getLogger("ttp.processor.local_state.pages")
+
+_PREFIX_SIZE = PREFIX.size
+_store_prefix, _store_record, _store_sequence = PREFIX.pack_into, RECORD.pack_into, SEQUENCE.pack_into
+
+Buffer = bytes | bytearray | memoryview
+"""Contiguous bytes; a memoryview has one dimension and format ``B``."""
+
+Kept = tuple[Hashable, Buffer]
+"""A large part and its stamp: equal stamps promise equal bytes; ``None`` promises nothing."""
+
+
+@dataclass(slots=True, eq=False)
+class _Region:
+    """A stretch of the file. ``users`` counts the slots that refer to it."""
+
+    offset: int
+    capacity: int
+    stamp: Hashable = None
+    digest: int = 0
+    users: int = 0
+
+
+class _Slot:
+    """One of the two places of a version; ``other`` is the other one."""
+
+    __slots__ = ("body", "data", "length", "other", "record_at", "refs", "region", "sequence")
+
+    def __init__(self, record: int, arena: _Arena, capacity: int) -> None:
+        self.record_at, self.region = record, arena.allocate(capacity + _PREFIX_SIZE)
+        self.sequence, self.refs, self.other = 0, list[_Region](), self
+        self.fit(arena, 0)
+
+    def fit(self, arena: _Arena, length: int) -> None:
+        """What comes next has so many bytes behind its prefix."""
+        if _PREFIX_SIZE + length > self.region.capacity:
+            arena.free(self.region)
+            self.region = arena.allocate(_PREFIX_SIZE + length)
+        start = self.region.offset
+        self.length = length
+        self.body = arena.view[start : start + _PREFIX_SIZE + length]
+        self.data = self.body[_PREFIX_SIZE:]
+
+
+@dataclass(slots=True)
+class _KeptPart:
+    """A kept part and its copies: at most one for each slot, and one to spare."""
+
+    length: int
+    regions: list[_Region] = field(default_factory=list)
+
+    def holding(self, stamp: Hashable) -> _Region | None:
+        if stamp is None:
+            return None
+        return next((region for region in self.regions if region.stamp == stamp), None)
+
+
+class _Arena:
+    """The mapped file and who has which stretch of it. Freed stretches are used again by size class."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.size = 0
+        self._end = HEADER_BYTES
+        self._free: dict[int, list[int]] = {}
+        self._extend(HEADER_BYTES)
+
+    def _extend(self, size: int) -> None:
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        os.posix_fallocate(self.fd, self.size, size - self.size)
+        self.map = mmap.mmap(self.fd, size)  # the older mapping goes when its last view does
+        self.view = memoryview(self.map)
+        self.size = size
+
+    def allocate(self, length: int) -> _Region:
+        capacity = _size_class(length)
+        free = self._free.get(capacity)
+        if free:
+            return _Region(free.pop(), capacity)
+        if self._end + capacity > self.size:
+            self._extend(max(self._end + capacity, self.size + self.size // 4))
+        region = _Region(self._end, capacity)
+        self._end += capacity
+        return region
+
+    def free(self, region: _Region) -> None:
+        self._free.setdefault(region.capacity, []).append(region.offset)
+
+
+def _size_class(length: int) -> int:
+    """Four classes per power of two: at most a quarter is wasted, and changing lengths find freed space again."""
+    quarter = max(64, 1 << max(0, length - 1).bit_length()) // 8
+    return max(64, -(-length // quarter) * quarter)
+
+
+class PageWriter:
+    """Writes the page of one rank. Nothing here ever raises into training.
+
+    Not for several threads at once. ``write`` costs a few microseconds and the copy and digest of the bytes.
+
+    Args:
+        page_dir: directory of the job on this host; made with mode 0700 when it is missing.
+        rank: whose page this is.
+        capacity: bytes to set aside for each of the six slots; grows by itself.
+        incarnation: launch of the job; readers refuse pages of another one.
+    """
+
+    def __init__(self, page_dir: Path, rank: int, capacity: int = 16384, incarnation: int = 0) -> None:
+        self.path = page_dir / page_name(rank)
+        self.problem = ""
+        """Why this page is not written; empty while it is."""
+        self._rank = rank
+        self._incarnation = incarnation
+        self._pid = os.getpid()
+        self._writes = 0
+        self._older: list[_Slot] = []  # of the two slots of a version, the one that is written next
+        self._kept: list[_KeptPart] = []
+        self._orphans: list[_Region] = []  # of kept parts that changed their length
+        self._placed: Sequence[Kept] | None = None  # what was given as kept last, and where it lies in the file
+        self._regions: list[_Region] = []
+        self._table = b""
+        self._arena: _Arena | None = None
+        try:
+            self._open(capacity)
+        except (OSError, ValueError, UnsafeError) as problem:
+            self._disable(problem)
+
+    def _open(self, capacity: int) -> None:
+        """Make the file under another name and rename it: a reader never sees half a header."""
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        draft = f".{self.path.name}.{self._pid}"
+        with open_directory(self.path.parent) as directory:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=directory)
+            fd = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL | SAFE_OPEN, 0o600, dir_fd=directory)
+            try:
+                arena = _Arena(fd)
+                slots = [_Slot(record_at(index), arena, capacity) for index in range(SLOTS)]
+                for one, two in zip(slots[::2], slots[1::2], strict=True):
+                    one.other, two.other = two, one
+                self._older = slots[1::2]
+                self._arena = arena
+                self._write_header()
+                os.rename(draft, self.path.name, src_dir_fd=directory, dst_dir_fd=directory)
+            except BaseException:
+                self._arena = None
+                os.close(fd)
+                os.unlink(draft, dir_fd=directory)
+                raise
+
+    def _write_header(self) -> None:
+        assert self._arena is not None
+        HEADER.pack_into(self._arena.map, 0, MAGIC, SLOTS, self._rank, self._pid, self._incarnation)
+
+    def set_incarnation(self, incarnation: int) -> None:
+        """Pages written from now on belong to ``incarnation``; those already there keep theirs."""
+        self._incarnation = incarnation
+        if self._arena is not None:
+            self._write_header()
+
+    def write(self, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept] = ()) -> bool:
+        """Store the state of ``version``; the bytes read back are all ``parts`` and then all ``kept``, joined.
+
+        Args:
+            version: the version that the state belongs to.
+            final: false before the update, when the rank may still die without having made it.
+            parts: copied every time.
+            kept: copied when their stamp is not that of a copy already in the file. The very list that was given last
+                time says that nothing has changed; so give another one where a stamp is another, or promises nothing.
+
+        Returns:
+            Whether it was written. False also means that this page is disabled, see ``problem``.
+        """
+        arena = self._arena
+        if arena is None:
+            return False
+        try:
+            slot = self._older[version % 3]
+            slot.sequence = sequence = slot.sequence + 2
+            _store_sequence(arena.map, slot.record_at, sequence - 1)  # odd: being written
+            table = self._place(arena, slot, kept) if kept or slot.refs else b""
+            data = parts[0] if len(parts) == 1 and not table else b"".join((table, *parts))
+            length = len(data)
+            if length != slot.length:
+                slot.fit(arena, length)
+            target, start = arena.map, slot.region.offset
+            self._writes = writes = self._writes + 1
+            flags, small = final | len(kept) << 1, length - len(table)
+            _store_prefix(target, start, version, self._incarnation, writes, self._rank, flags, small)
+            slot.data[:] = data
+            # Of what is stored, not of what was given: a part may be live memory that changes while it is copied.
+            digest = xxhash.xxh3_64_intdigest(slot.body)
+            _store_record(target, slot.record_at + 8, start, _PREFIX_SIZE + length, digest)
+            _store_sequence(target, slot.record_at, sequence)
+            self._older[version % 3] = slot.other
+        except Exception as problem:  # whatever it is, training goes on
+            self._disable(problem)
+            return False
+        return True
+
+    def record_of(self, version: int) -> int:
+        """Where in the file the record of the slot is that ``version`` was written to last."""
+        return self._older[version % 3].other.record_at
+
+    def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
+        """Make every kept part be in the file; returns the slot's table of references to them."""
+        if kept is self._placed and slot.refs is self._regions:
+            return self._table
+        for region in slot.refs:
+            region.users -= 1
+        slot.refs = []
+        if kept is not self._placed:
+            self._placed = None  # not what lies in the file until all of it does
+            self._match_lengths(arena, kept)
+            parts = zip(self._kept, kept, strict=True)
+            self._regions = [part.holding(stamp) or _copy(arena, part, stamp, data) for part, (stamp, data) in parts]
+            self._table = b"".join(
+                REFERENCE.pack(region.offset, part.length, region.digest)
+                for part, region in zip(self._kept, self._regions, strict=True)
+            )
+            self._placed = kept
+        for region in self._regions:
+            region.users += 1
+        slot.refs = self._regions
+        return self._table
+
+    def _match_lengths(self, arena: _Arena, kept: Sequence[Kept]) -> None:
+        for index, (_, data) in enumerate(kept):
+            if index == len(self._kept):
+                self._kept.append(_KeptPart(len(data)))
+            elif self._kept[index].length != len(data):
+                self._orphans += self._kept[index].regions
+                self._kept[index] = _KeptPart(len(data))
+        for part in self._kept[len(kept) :]:
+            self._orphans += part.regions
+        del self._kept[len(kept) :]
+        if self._orphans:
+            for region in self._orphans:
+                if region.users == 0:
+                    arena.free(region)
+            self._orphans = [region for region in self._orphans if region.users]
+
+    def _disable(self, problem: Exception) -> None:
+        self.problem = f"{self.path}: {problem}"
+        self._release()
+        log.warning(
+            "the rank-local state of rank %d will not survive its process (%s); "
+            "free some shared memory or set TTP_RUN_DIR to a directory of your own, then restart the job",
+            self._rank,
+            self.problem,
+        )
+
+    def _release(self) -> None:
+        arena, self._arena = self._arena, None
+        self._older = []  # with it goes the memory
+        if arena is not None:
+            os.close(arena.fd)
+
+    def in_place(self) -> bool:
+        """Whether readers that look for this rank find the file that is written here."""
+        arena = self._arena
+        with contextlib.suppress(OSError):
+            return arena is not None and os.path.samestat(os.fstat(arena.fd), os.lstat(self.path))
+        return False
+
+    def close(self, unlink: bool) -> None:
+        """Stop writing. With ``unlink`` the file goes too, if it is still the one made here."""
+        arena = self._arena
+        if arena is None:
+            return
+        with contextlib.suppress(OSError):
+            if unlink and self._pid == os.getpid() and self.in_place():
+                self.path.unlink()
+        self._release()
+
+
+def _copy(arena: _Arena, part: _KeptPart, stamp: Hashable, data: Buffer) -> _Region:
+    """Put a kept part where no slot refers to."""
+    region = next((r for r in part.regions if r.users == 0), None)
+    if region is None:
+        region = arena.allocate(part.length)
+        part.regions.append(region)
+    region.stamp = None  # not a copy of anything until it is whole
+    end = region.offset + part.length
+    arena.map[region.offset : end] = data
+    region.digest = xxhash.xxh3_64_intdigest(arena.view[region.offset : end])
+    region.stamp = stamp
+    return region

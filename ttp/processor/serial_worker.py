@@ -1,0 +1,71 @@
+"""A thread that works off jobs one after the other, and that can be left behind when one of them hangs.
+
+Unlike a ``ThreadPoolExecutor`` it is a daemon: a write that hangs in the kernel keeps no interpreter from ending.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("ttp.processor")
+
+
+class SerialWorker:
+    """See the module. Jobs may not raise; one that does is logged.
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._busy = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def submit(self, job: Callable[[], None]) -> None:
+        """Do ``job`` after those before it.
+
+        Raises:
+            RuntimeError: no thread can be started now. Nothing is done later, then; the next job tries again.
+        """
+        if self._thread is None:
+            thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread
+        self._jobs.put(job)
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Wait for the jobs that are there already; false when they take longer."""
+        if self._thread is None:
+            return True
+        done = threading.Event()
+        self._jobs.put(done.set)
+        return done.wait(timeout_s)
+
+    @property
+    def busy(self) -> bool:
+        """A job is running now."""
+        return self._busy.is_set()
+
+    def leave_behind(self) -> None:
+        """Whatever runs goes on by itself; jobs from now on have a thread of their own."""
+        self._jobs.put(None)
+        self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
+
+    def close(self) -> None:
+        """No more jobs; the thread ends after those it has."""
+        self._jobs.put(None)
+
+
+def _run(jobs: queue.SimpleQueue[Callable[[], None] | None], busy: threading.Event) -> None:
+    while (job := jobs.get()) is not None:
+        busy.set()
+        try:
+            job()
+        except BaseException:
+            log.exception("a job of the processor failed")
+        busy.clear()

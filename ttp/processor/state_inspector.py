@@ -1,0 +1,211 @@
+"""What a rank answers when it is asked to freeze: all of it of one moment, whatever its threads do meanwhile.
+
+A device may be behind its frozen host: it works off its queue, or hangs behind a collective whose peers are dead, and
+nobody can tell these apart. So it is waited for only as long as it moves. Then the version that it has finished is
+said, and said again, as another one, when the device goes on after all. A plan that was made of the first answer is
+made again then; a save that has begun by then looks at the state after each piece, and fails.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ttp.core import messages as m
+from ttp.core.layout import Version
+from ttp.core.rank import machine as pm
+from ttp.processor.gate.gate import Gate, GateState
+from ttp.processor.serial_worker import SerialWorker
+from ttp.processor.source import StateSource
+
+T = TypeVar("T")
+
+log = logging.getLogger("ttp.processor")
+
+DEVICE_PATIENCE_S = 5.0
+"""How long a device may stand still after the gate is closed where nothing is known to be broken."""
+
+STILL_S = 0.02
+"""How long it may where something is: behind a collective that hangs nothing ever moves. What is said then of one that
+was only slow is put right as soon as it goes on."""
+
+FOLLOW_S = 0.005
+"""Between two looks whether it does."""
+
+COMES_S = 1.0
+"""How long a training thread that waits for its peers before the gate may take to come to it once it is closed."""
+
+LOOK_S = 0.2
+"""A rank whose state takes longer to look at acknowledges a freeze first."""
+
+Seen = tuple[tuple[m.ShardDigest, ...], tuple[str, ...]]
+"""Digests of the shards, and tensors with NaN or Inf."""
+NOTHING_SEEN: Seen = ((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What was seen of the state, and during which closure of the gate."""
+
+    closure: int
+    quiet: pm.Quiet
+
+
+class StateInspector:
+    """Looks at the state behind a closed gate, on a thread of its own.
+
+    Args:
+        source: the adapter, which knows the state.
+        gate: of the training thread.
+        held: second copies of others that are here.
+        say: takes what was seen; may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        source: StateSource,
+        gate: Gate,
+        held: Callable[[], tuple[m.KeptCopy, ...]],
+        say: Callable[[Snapshot], None],
+    ) -> None:
+        self._source, self._gate, self._held, self._put = source, gate, held, say
+        self._lane = SerialWorker("ttp-looker")
+        self._looks_during = 0  # which closure of the gate
+        self._took_s = 0.0
+        self._came = threading.Event()  # to the gate, since it was closed
+        self._patience_s = DEVICE_PATIENCE_S
+        self._enough = threading.Event()  # for the thread that follows a device
+        self._seen: tuple[tuple[Version, m.Phase], Seen] | None = None
+        self._said: tuple[GateState, Version, m.Phase] | None = None
+
+    def freeze(self, *, hurry: bool = False) -> None:
+        """Close the gate and say what is there. ``hurry``: a device that stands still is not waited for."""
+        self._patience_s = STILL_S if hurry else DEVICE_PATIENCE_S
+        self._came.clear()
+        self._say(self._gate.close())
+
+    def thaw(self) -> None:
+        """Open the gate; the state will be another one."""
+        self._seen = None
+        self._enough.set()
+        self._gate.open()
+        self._came.set()
+
+    def on_quiet(self, asked: bool) -> None:
+        """The training thread has come to the gate, which may be what a controller waits for."""
+        self._came.set()
+        if asked:
+            self._say(self._gate.state())
+
+    def wait_done(self, timeout_s: float) -> bool:
+        """Until all has been looked at; false when it takes longer."""
+        return self._lane.wait_done(timeout_s)
+
+    def standing(self, state: GateState) -> tuple[Version, m.Phase]:
+        """Version and phase in a state of the gate: those that were said of it, as a device may be behind its host."""
+        said = self._said
+        return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
+
+    def look_again(self) -> None:
+        """The state has moved: say how it is now. Returns when that was said."""
+        self._submit(self._gate.state())
+        self._lane.wait_done(2 * DEVICE_PATIENCE_S)
+
+    def close(self) -> None:
+        """No more looks."""
+        self._enough.set()
+        self._lane.close()
+
+    def _say(self, state: GateState) -> None:
+        updating = state.phase is m.Phase.UPDATING
+        if updating or self._source.on_device or self._took_s > LOOK_S:
+            # The freeze is acknowledged, the answer follows.
+            self._put(Snapshot(state.closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+        if not updating:
+            self._submit(state)
+
+    def _submit(self, state: GateState) -> None:
+        """A look that still hangs, as a device does not answer, is left behind when the gate has been open since."""
+        if self._lane.busy and state.closure != self._looks_during:
+            self._lane.leave_behind()
+        self._looks_during = state.closure
+        self._lane.submit(lambda: self._look(state))
+
+    def _look(self, state: GateState) -> None:
+        """The host is quiet; say what there is, on the device too.
+
+        All of it is of the moment of ``state``, or nothing is said: whoever comes to the gate with its gradient while
+        somebody looks must not be taken for one that hangs elsewhere.
+        """
+        if state.near and not state.parked:
+            self._came.wait(COMES_S)
+        if self._moved_on(state):
+            return
+        began = time.monotonic()
+        version = self._device_version(state)
+        phase = m.Phase.TORN if version is None else state.phase
+        digests, bad = self._inspected(version, phase)
+        behind = version is not None and version < state.version
+        quiet = pm.Quiet(
+            version=state.version if version is None else version,
+            phase=phase,
+            parked=state.parked,
+            settled=self._asked(self._source.settled, False),
+            has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
+            has_preimage=self._asked(lambda: self._source.has_preimage, False),
+            digests=digests,
+            bad=bad,
+            kept=self._held(),
+        )
+        self._took_s = time.monotonic() - began
+        if not self._moved_on(state):
+            self._said = state, quiet.version, phase
+            self._put(Snapshot(state.closure, quiet))
+            if version != state.version:
+                self._follow(state, version)
+
+    def _follow(self, state: GateState, said: Version | None) -> None:
+        """The device is behind its host, and may be slow only: when it goes on, what was said is put right."""
+        self._enough.set()
+        self._enough = enough = threading.Event()
+
+        def run() -> None:
+            while not enough.wait(FOLLOW_S) and self._gate.state() == state:
+                if self._asked(lambda: self._source.device_version(state.version, 0.0), said) != said:
+                    self._submit(state)
+                    return
+
+        threading.Thread(target=run, name="ttp-follower", daemon=True).start()
+
+    def _moved_on(self, state: GateState) -> bool:
+        """Whether ``state`` is of the past; if so the new one is said instead, unless nobody asks any more."""
+        now = self._gate.state()
+        if now != state and now.closure == state.closure:
+            self._say(now)
+        return now != state
+
+    def _device_version(self, state: GateState) -> Version | None:
+        if not self._source.on_device or state.phase is m.Phase.TORN:
+            return state.version
+        return self._asked(lambda: self._source.device_version(state.version, self._patience_s), None)
+
+    def _inspected(self, version: Version | None, phase: m.Phase) -> Seen:
+        """Once for each version: under a closed gate nothing changes."""
+        if version is None or phase is m.Phase.TORN:
+            return NOTHING_SEEN
+        if self._seen is None or self._seen[0] != (version, phase):
+            self._seen = (version, phase), self._asked(lambda: self._source.inspect(version), NOTHING_SEEN)
+        return self._seen[1]
+
+    @staticmethod
+    def _asked(question: Callable[[], T], otherwise: T) -> T:
+        """What the adapter says; an adapter that stumbles hurts nobody."""
+        try:
+            return question()
+        except Exception:
+            log.exception("the adapter cannot tell how the state is")
+            return otherwise
