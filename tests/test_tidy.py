@@ -147,10 +147,10 @@ def test_the_wheel_holds_the_package_and_nothing_else(tmp_path: Path) -> None:
 def test_the_index_of_decisions_lists_each_record_once() -> None:
     folder = ROOT / "docs" / "decisions"
     index = (folder / "README.md").read_text()
-    listed = re.findall(r"^([0-9]+)\. \[(.+)\]\((.+)\)$", index, re.MULTILINE)
-    for number, title, file in listed:
+    listed = re.findall(r"^\| \[([0-9]+)\]\((.+)\) \| (.+) \|$", index, re.MULTILINE)
+    for number, file, title in listed:
         assert file.startswith(f"{int(number):04}-"), file
         head = (folder / file).read_text().splitlines()[0]
         assert head == f"# {number}. {title}", (file, head, title)
     records = sorted(path.name for path in folder.glob("0*.md"))
-    assert sorted(file for *_, file in listed) == records, "docs/decisions/README.md lists other records than there are"
+    assert sorted(file for _, file, _ in listed) == records, "docs/decisions/README.md lists other records than there are"

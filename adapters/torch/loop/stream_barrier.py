@@ -7,7 +7,7 @@ gradients, on whichever host, and nobody waits for that but the device.
 
 Whoever is frozen while its device stands there is at the version before and holds the gradient of the next: ``held``.
 To make that update without the others (redo) is to write the word: what has to run then is queued already, and the wait
-of the next update holds the device again. Decision 35 says what makes this sound, and what has never been run.
+of the next update holds the device again. Decision 33 says why this is sound, and what has never been run.
 """
 
 from __future__ import annotations
