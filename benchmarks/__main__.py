@@ -7,6 +7,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import psutil
@@ -29,7 +30,7 @@ from benchmarks import (
 )
 from benchmarks.result import Result
 
-GROUPS = {
+GROUPS: dict[str, Callable[[bool], Iterable[Result]]] = {
     "core": core.run,
     "steady": steady.run,
     "buddy": buddy.run,
@@ -66,7 +67,9 @@ def main() -> int:
     results: list[Result] = []
     for name in args.names or [name for name in GROUPS if name not in lacking]:
         with console.status(f"measuring {name} ..."):
-            results += GROUPS[name](args.quick)
+            for result in GROUPS[name](args.quick):
+                results.append(result)
+                console.log(f"{result.what}: {result.shown}")
     for name, reason in () if args.names else lacking.items():
         console.print(f"left out: {name}, {reason}")
     console.print(machine())

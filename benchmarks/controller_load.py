@@ -29,13 +29,11 @@ BUDGETS_MS = {(1_000, False): 50.0, (10_000, True): 300.0, (1_000, True): 50.0}
 """Wall time from the first evidence to the plan, by ranks and whether they have relays."""
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> Iterator[Result]:
     """Jobs of several sizes, through relays and without."""
     cases = [(16, True), (8, False)] if quick else [(1_000, True), (1_000, False), (10_000, True), (10_000, False)]
-    results: list[Result] = []
     for world, relayed in cases:
-        results += measure(world, relayed=relayed, seconds=1 if quick else 10)
-    return results
+        yield from measure(world, relayed=relayed, seconds=1 if quick else 10)
 
 
 def measure(world: int, *, relayed: bool, seconds: int) -> list[Result]:

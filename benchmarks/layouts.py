@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 
 from benchmarks.result import Result
 from benchmarks.world import controller, scratch, train
@@ -24,10 +25,11 @@ STEP_MS = 50.0
 BUDGET, BUDGET_DDP = 1.01, 1.005
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> Iterator[Result]:
     """Each layout in a job of its own, with a real controller."""
     blocks, steps = (1, 3) if quick else (15, 40)
-    return [_measure(layout, LAYOUTS[layout], blocks, steps) for layout in (QUICK if quick else LAYOUTS)]
+    for layout in QUICK if quick else LAYOUTS:
+        yield _measure(layout, LAYOUTS[layout], blocks, steps)
 
 
 def _measure(layout: str, title: str, blocks: int, steps: int) -> Result:

@@ -88,19 +88,21 @@ JOBS = {
 """All of them have BatchNorm, dropout and a scheduler, in DistributedDataParallel."""
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> Iterator[Result]:
     """One real rank with a real controller for each job; ttp's hooks are on and off by turns."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        return [result for job in JOBS.values() for result in _protected(job, quick)]
+        for job in JOBS.values():
+            yield from _protected(job, quick)
     finally:
         dist.destroy_process_group()
 
 
 def _protected(job: Job, quick: bool) -> list[Result]:
+    blocks = 60 if job.budget is not None else 10
     with scratch() as directory, protected(directory) as save_dir:
-        return measure(job, save_dir, *((2, 3) if quick else (60, BLOCK_STEPS)))
+        return measure(job, save_dir, *((2, 3) if quick else (blocks, BLOCK_STEPS)))
 
 
 def measure(job: Job, save_dir: str, blocks: int, steps: int) -> list[Result]:

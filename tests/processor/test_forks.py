@@ -59,7 +59,7 @@ def test_the_controller_sees_the_death_while_the_child_lives(tmp_path: Path) -> 
 
 SOCKETS = """
 import os, socket
-from ttp.processor import forks
+from ttp.processor.liveness import forks
 
 server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]
@@ -89,7 +89,7 @@ def test_the_child_loses_the_sockets_to_the_controller_and_no_others(listen: boo
 
 REUSED = """
 import os, socket
-from ttp.processor import forks
+from ttp.processor.liveness import forks
 
 server = socket.create_server(("127.0.0.1", 0))
 stream = socket.create_connection(server.getsockname())

@@ -19,7 +19,7 @@ FREE = int(signal.SIGRTMIN) + stacks.FIRST_OFFSET if hasattr(signal, "SIGRTMIN")
 PREFACE = """
 import ctypes, os, signal, sys, threading, time
 from pathlib import Path
-from ttp.processor import stacks
+from ttp.processor.liveness import stacks
 run_dir = Path(sys.argv[1])
 def ready():
     print("ready", flush=True)
