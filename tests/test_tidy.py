@@ -153,4 +153,4 @@ def test_the_index_of_decisions_lists_each_record_once() -> None:
         head = (folder / file).read_text().splitlines()[0]
         assert head == f"# {number}. {title}", (file, head, title)
     records = sorted(path.name for path in folder.glob("0*.md"))
-    assert sorted(file for _, file, _ in listed) == records, "docs/decisions/README.md lists other records than there are"
+    assert sorted(file for _, file, _ in listed) == records, "docs/decisions/README.md lists other records than exist"
