@@ -31,7 +31,7 @@ def unbroken() -> Any:
 def test_the_adapter_of_the_walk_loses_no_step_and_no_bit(tmp_path: Path) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     flags = ["--nproc-per-node", "2", "--max-restarts", "1"]
-    script = [str(FOLDER / "train.py"), "--save-dir", str(tmp_path), "--steps", str(STEPS), "--kill", "20"]
+    script = [str(FOLDER / "train_numpy.py"), "--save-dir", str(tmp_path), "--steps", str(STEPS), "--kill", "20"]
     command = [sys.executable, "-m", "ttp", "run", *flags, *script]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr

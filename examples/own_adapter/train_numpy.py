@@ -1,4 +1,4 @@
-"""A training with the adapter beside this file: ``ttp run --nproc-per-node 2 --max-restarts 1 train.py --kill 30``."""
+"""Trains with the adapter beside this file, on two ranks: see ``CONTRIBUTING.md``, "Add an adapter in an hour"."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def train(save_dir: Path, steps: int, kill_at: int | None) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description="Train with an adapter of our own")
     parser.add_argument("--save-dir", type=Path, default=Path("checkpoints"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--kill", type=int, help="rank 1 kills itself at this step")
