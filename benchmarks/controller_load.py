@@ -13,8 +13,6 @@ import psutil
 
 from benchmarks.result import Result
 from benchmarks.world import controller, scratch
-from ttp.core import messages as m
-from ttp.wire.convert import enum_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
@@ -105,8 +103,7 @@ def lose(service: ControllerStub, world: int) -> float:
 
     threading.Thread(target=listen, daemon=True).start()
     time.sleep(0.3)
-    kind = enum_to_wire(m.FaultKind.EXITED)
-    service.ReportFault(pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=kind))  # type: ignore[arg-type]
+    service.ReportFault(pb.ReportFaultRequest(ranks=[world - 1], reason="killed", kind=pb.FAULT_KIND_EXITED))
     if not planned.wait(PLAN_S):
         raise TimeoutError(f"no plan within {PLAN_S} s; seen: {sorted(seen)}")
     return (seen["plan"] - seen["evidence"]) * 1e3

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import collections
 from collections.abc import Callable
 from typing import Protocol
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
-from ttp.core.layout import Rank
 
 ORDERS_MAX = 10_000
 """Orders that wait for a stream to be read. A rank has a handful of them; more means that nobody reads."""
-PAGES_MAX = 4
-"""Pages of one rank that wait: a reader that is slow keeps the newest ones."""
 
 
 class Peer(Protocol):
@@ -46,8 +42,7 @@ class Connection:
         self.closing = False
         """What comes in is not looked at any more."""
         self._cancel = cancel
-        self._queue: asyncio.Queue[m.Order | Rank | None] = asyncio.Queue()
-        self._pages: dict[Rank, collections.deque[m.Keep]] = {}
+        self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
 
     def put(self, order: m.Order) -> bool:
         """Queue an order; a refusal is the last one. False: nobody reads them, and the stream is ended."""
@@ -57,10 +52,7 @@ class Connection:
             self.closing = True
             self._cancel()
             return False
-        if isinstance(order, m.Keep):
-            self._put_page(order)
-        else:
-            self._queue.put_nowait(order)
+        self._queue.put_nowait(order)
         if isinstance(order, m.Refused):
             self.end()
         return True
@@ -72,12 +64,4 @@ class Connection:
 
     async def next(self) -> m.Order | None:
         """The next order; ``None`` after the last."""
-        item = await self._queue.get()
-        return self._pages[Rank(item)].popleft() if isinstance(item, int) else item
-
-    def _put_page(self, page: m.Keep) -> None:
-        """In the queue stands whose page it is, once for every page that waits."""
-        pages = self._pages.setdefault(page.of, collections.deque(maxlen=PAGES_MAX))
-        if len(pages) < PAGES_MAX:
-            self._queue.put_nowait(page.of)
-        pages.append(page)
+        return await self._queue.get()

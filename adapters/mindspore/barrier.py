@@ -281,7 +281,7 @@ class _Heard(rpc.BarrierServicer):
             raise ConfigError(f"no port can be had at {bind} for the barrier before each update: {problem}") from None
         self._server.start()
 
-    def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:  # noqa: N802
+    def Come(self, request_iterator: Iterator[pb.Arrival], context: Any) -> pb.BarrierOver:
         """See the proto."""
         first = next(request_iterator, pb.Arrival())
         source = self.sources.get(first.rank)

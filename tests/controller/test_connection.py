@@ -18,11 +18,7 @@ from ttp.controller.driver import Driver, Happening, Watch
 from ttp.controller.journal import Journal
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
-from ttp.core.layout import Rank, Version
-
-
-def page(version: int, of: int = 1) -> m.Keep:
-    return m.Keep(Rank(0), 1, Rank(of), Version(version), True, 1, b"x")
+from ttp.core.layout import Rank
 
 
 def everything(connection: Connection) -> list[m.Order | None]:
@@ -40,8 +36,8 @@ def everything(connection: Connection) -> list[m.Order | None]:
 def test_orders_come_out_in_order_and_a_refusal_is_the_last() -> None:
     stream = Connection(ce.ConnectionId(1), lambda: None)
     welcome, refused = m.Welcome(Rank(0), 1, 1, "x"), m.Refused(Rank(0), m.RefusalCode.BUSY, "x")
-    assert stream.put(welcome) and stream.put(page(1)) and stream.put(refused) and stream.put(welcome)
-    assert everything(stream) == [welcome, page(1), refused, None]
+    assert stream.put(welcome) and stream.put(refused) and stream.put(welcome)
+    assert everything(stream) == [welcome, refused, None]
 
 
 def test_a_stream_that_nobody_reads_is_ended() -> None:
@@ -54,16 +50,6 @@ def test_a_stream_that_nobody_reads_is_ended() -> None:
     assert ended == [True] and stream.closing
     stream.put(welcome)
     assert ended == [True]
-
-
-def test_of_pages_that_nobody_reads_the_newest_are_kept() -> None:
-    stream = Connection(ce.ConnectionId(1), lambda: pytest.fail("pages are no reason to end a stream"))
-    for version in range(3 * subject.ORDERS_MAX):
-        stream.put(page(version))
-    stream.put(page(7, of=2))
-    stream.end()
-    newest = range(3 * subject.ORDERS_MAX - subject.PAGES_MAX, 3 * subject.ORDERS_MAX)
-    assert everything(stream) == [*(page(version) for version in newest), page(7, of=2), None]
 
 
 def happening(facts: str = "{}") -> Happening:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import random
 import sys
@@ -34,7 +35,7 @@ from ttp.store.manifest import Manifest
 log = logging.getLogger("ttp.adapters.torch")
 
 
-class Restoring:
+class Restoring(abc.ABC):
     """Restores what ``TorchAdapter`` was given; see there for the attributes."""
 
     _model: nn.Module
@@ -47,9 +48,9 @@ class Restoring:
     _tail: Tail | None
     _resumed: bool
 
+    @abc.abstractmethod
     def sharding(self, world_size: int) -> Sharding:
         """How the state is spread over the ranks."""
-        raise NotImplementedError
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
         """Agree through the default process group where there is one; alone otherwise."""

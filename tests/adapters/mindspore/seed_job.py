@@ -48,6 +48,7 @@ def watched(killers: list[Killer]) -> None:
             where = f"step {position.step} epoch {found.cur_epoch_num}"
             print(f"rank {os.environ['RANK_ID']} {where} {loss} {state[:16]}", flush=True)
 
+    # the program makes its Protection itself, so that it is watched through the class
     Protection.on_train_step_begin, Protection.on_train_step_end = on_begin, on_end  # type: ignore[method-assign]
 
 

@@ -6,7 +6,7 @@ It knows nothing of ttp: ``nn.OptTFTWrapper`` and ``train.TFTRegister`` are put 
 """
 
 # mypy: ignore-errors
-# ruff: noqa: RET504
+# ruff: noqa: RET504 - a result has a name before it is returned: so the documentation has it
 import argparse
 import math
 import os
