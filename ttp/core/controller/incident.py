@@ -20,7 +20,7 @@ class Stage(enum.Enum):
 
     FREEZING = "freezing"
     SAVING = "saving"
-    MENDING = "mending"
+    PROGRAM = "mending"  # as journals have it
     COMMITTING = "committing"
     SAVED = "saved"
     RELEASED = "released"

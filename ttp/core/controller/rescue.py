@@ -1,7 +1,7 @@
 """Takes an incident from its first evidence to the release or the thaw: freezing, deciding, ending.
 
-What happens between the plan and the checkpoint is in ``saving``, or in ``ttp.core.mending`` where it is for
-the program's own handlers to save; the stages are explained in ``ttp.core.controller.machine``.
+What happens between the plan and the checkpoint is in ``saving``, or behind ``program_recovery`` where it is for the
+program itself to save; the stages are explained in ``ttp.core.controller.machine``.
 """
 
 from __future__ import annotations
@@ -15,13 +15,11 @@ from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, RescueContext
 from ttp.core.controller.saving import Saving
 from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.mending import Mending
 from ttp.core.replication import keepers
-from ttp.core.rounds import Ending, Outcome
-from ttp.core.ward import Judge
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 OUTSIDER = Rank(-1)
@@ -44,6 +42,7 @@ class Rescue:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         mirrors: who keeps the pages of lost hosts.
+        make_program: leads jobs that save and repair themselves.
     """
 
     def __init__(
@@ -53,6 +52,7 @@ class Rescue:
         patience: ControllerTimeouts,
         new_id: Callable[[int], str],
         mirrors: Mirrors,
+        make_program: MakeRecovery,
     ) -> None:
         self.incident: Incident | None = None
         self.last: Incident | None = None
@@ -65,7 +65,9 @@ class Rescue:
         self._outbox = outbox
         self._patience = patience
         self._new_id = new_id
-        self.mending = Mending(job, outbox, Judge(self._decide, self._on_disk, patience.rescue_s), self._blame)
+        self.program = make_program(
+            RescueContext(job, outbox, self._decide, self._on_disk, self._blame, patience.rescue_s)
+        )
 
     # ------------------------------------------------------------------------------------------------------- evidence
 
@@ -151,7 +153,7 @@ class Rescue:
             self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
         self._freeze(incident, hello.rank, incident.cause, now)
         self.saving.resend(incident, hello.rank)
-        self.mending.came_back(hello.rank, frozen=hello.incident == incident.id)
+        self.program.came_back(hello.rank, frozen=hello.incident == incident.id)
 
     def _after_incident(self, hello: m.Hello, now: float) -> None:
         """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
@@ -165,7 +167,7 @@ class Rescue:
 
     def lost(self, rank: Rank) -> None:
         """The rank cannot be spoken to any more."""
-        self.mending.lost(rank)
+        self.program.lost(rank)
         if self.incident is not None:
             self.incident.forget(rank)
             self.incident.waiting.discard(rank)
@@ -235,7 +237,7 @@ class Rescue:
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
         if plan is None or not clean or answer.version <= plan.version:
             return False
-        if incident.stage in (Stage.FREEZING, Stage.MENDING):
+        if incident.stage in (Stage.FREEZING, Stage.PROGRAM):
             return False
         verdict = self._decide(incident)
         return isinstance(verdict, Plan) and verdict.version > plan.version
@@ -258,8 +260,8 @@ class Rescue:
         if incident.look_again_at:
             yield incident.look_again_at
         yield from (until for until in incident.pauses.values() if until != OVER)
-        if incident.stage is Stage.MENDING:
-            yield from self.mending.deadlines()
+        if incident.stage is Stage.PROGRAM:
+            yield from self.program.deadlines()
         if incident.waiting:
             yield incident.expire_check_at
 
@@ -300,7 +302,7 @@ class Rescue:
         steps: dict[Stage, Callable[[Incident, float], None]] = {
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
-            Stage.MENDING: self._mend,
+            Stage.PROGRAM: self._follow_program,
             Stage.COMMITTING: lambda incident, _: self.saving.check_committer(incident),
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
@@ -317,10 +319,10 @@ class Rescue:
         if incident.recovered and job.complete and not (incident.faulty or job.broken or job.in_doubt):
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
-        if incident.waiting and (self.mending.leads or not incident.newest_is_known()):
+        if incident.waiting and (self.program.leads or not incident.newest_is_known()):
             return
-        if self.mending.leads:
-            self._maybe_mend(incident, now)
+        if self.program.leads:
+            self._maybe_begin_program(incident, now)
             return
         if now < incident.look_again_at:
             return
@@ -336,19 +338,19 @@ class Rescue:
             else:
                 self._give_up(incident, verdict.reason, now)
 
-    def _maybe_mend(self, incident: Incident, now: float) -> None:
-        """It is for the program's own handlers to do something, once everybody stands where it will stand."""
-        layout = self.mending.layout
+    def _maybe_begin_program(self, incident: Incident, now: float) -> None:
+        """It is for the program to do something, once everybody stands where it will stand."""
+        layout = self.program.layout
         if layout is not None and layout is not incident.layout:
             incident.use(layout)
-        short = isinstance(self._decide(incident), NoPlan) and not self.mending.ails_any
+        short = isinstance(self._decide(incident), NoPlan) and not self.program.may_repair
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
             return
-        incident.stage = Stage.MENDING
-        self.mending.begin(incident)
+        incident.stage = Stage.PROGRAM
+        self.program.begin(incident)
 
-    def _mend(self, incident: Incident, now: float) -> None:
-        ending = self.mending.advance()
+    def _follow_program(self, incident: Incident, now: float) -> None:
+        ending = self.program.advance()
         if ending is None:
             return
         self._outbox.record("mended", outcome=ending.outcome.value, version=ending.version, text=ending.text)
@@ -362,9 +364,9 @@ class Rescue:
                 incident.stage, incident.saved, incident.outcome = Stage.SAVED, version, text
                 incident.path = "where the save handlers wrote it"
                 self.saving.last_commit = (version, incident.path)
-                if self.mending.halted:
+                if self.program.halted:
                     self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
-            case Ending(_, _, text) if self.mending.halted:
+            case Ending(_, _, text) if self.program.halted:
                 incident.outcome = f"not saved: {text}"
                 self._release(incident, EXIT_NOT_SAVED, text, now)
             case Ending(_, _, text):
@@ -419,7 +421,7 @@ class Rescue:
         return Answer(
             rank=frozen.rank,
             version=frozen.version,
-            torn=frozen.phase is m.Phase.TORN or redoing or self.mending.spoilt(frozen.rank),
+            torn=frozen.phase is m.Phase.TORN or redoing or self.program.invalid(frozen.rank),
             has_gradient=frozen.has_gradient and with_offers,
             has_preimage=frozen.has_preimage and with_offers and not redoing,
             stuck=frozen.stuck or bool(member.broken),
@@ -504,7 +506,7 @@ class Rescue:
         incident.outcome = incident.outcome or reason
         self._outbox.record("thawed", reason=reason, false_alarm=false_alarm)
         self.close()
-        self.mending.over(resumed=True)
+        self.program.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
         """Nothing can be saved here and now; perhaps elsewhere, or later."""
@@ -549,7 +551,7 @@ class Rescue:
         return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
-        self.mending.over(resumed=False)
+        self.program.over(resumed=False)
         self.verdict.progress |= self.saving.last_commit is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
