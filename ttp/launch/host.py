@@ -18,7 +18,7 @@ from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
 from ttp.launch.fault_report import FaultReporter
-from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
+from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places
@@ -134,7 +134,7 @@ class Host:
         Survivors that are armed but get no lease are asked with SIGTERM, which a processor understands as "save now".
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, FIRST_LEASE_S))
-        if verdict is Verdict.STOP and self._armed(workers):
+        if verdict is HoldDecision.STOP and self._armed(workers):
             logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
             self.stop(workers, signal.SIGTERM, GRACE_S)
 
@@ -152,7 +152,7 @@ class Host:
             return
         self._send(_alive(workers), how, workers)
         verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, grace_s))
-        if verdict in (Verdict.STOP, Verdict.OUT_OF_PATIENCE):
+        if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
             self._send(self._armed(workers), signal.SIGKILL, workers)
 
     def expect_stop(self, workers: Workers) -> None:
@@ -213,27 +213,27 @@ class Host:
         if self._reporter is not None and not self._watch.expects(pid):
             self._reporter.exited(rank, pid, REASON)
 
-    def _wait(self, workers: Workers, hold: Hold) -> Verdict:
+    def _wait(self, workers: Workers, hold: Hold) -> HoldDecision:
         waiting = False
         while True:
             verdict = hold.look(time.monotonic(), self._scene(workers))
-            if verdict is Verdict.KILL_HUNG:
+            if verdict is HoldDecision.KILL_HUNG:
                 logger.warning("killing %s: hung while the others saved and left", _names(workers, hold.hung))
                 self._send(hold.hung, signal.SIGKILL, workers)
-            elif verdict is not Verdict.WAIT:
+            elif verdict is not HoldDecision.WAIT:
                 break
             elif not waiting:
                 waiting = True
                 logger.info("waiting up to %.0f s for ranks that save", self._config.rescue_patience_s)
             time.sleep(LOOK_S)
-        if verdict is Verdict.OUT_OF_PATIENCE:
+        if verdict is HoldDecision.OUT_OF_PATIENCE:
             patience_s = self._config.rescue_patience_s
             logger.error("%s still saving after TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
         return verdict
 
-    def _scene(self, workers: Workers) -> Scene:
+    def _scene(self, workers: Workers) -> WorkersNow:
         exits = {worker.pid: worker.poll() for worker in workers.values()}
-        return Scene(
+        return WorkersNow(
             alive=frozenset(pid for pid, code in exits.items() if code is None),
             exits={pid: code for pid, code in exits.items() if code is not None},
             armed=frozenset(self._leases.armed()),
