@@ -32,7 +32,7 @@ class Judgement:
         version: what the job went on from; None: it was not restarted.
         lost_steps: steps that ranks which could still be read had finished, and that are not in the checkpoint.
         detect_ms: milliseconds from the first fault to the open incident; None: there was none.
-        commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None: none was saved.
+        commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None: no commit.
         back_ms: milliseconds from the first fault until the job trained again.
         diverged: rank-local state was lost for good: the bits of later steps cannot be compared.
     """

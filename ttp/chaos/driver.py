@@ -299,7 +299,7 @@ class Driver:
         return len(answered) >= len(record.injected("save"))
 
     def _has_standbys(self) -> bool:
-        """Whether the standby controllers are up, as in a job that has run for a while; waits ``STANDBYS_S`` at most."""
+        """Whether the standby controllers are up, as in a job that has run a while; waits at most ``STANDBYS_S``."""
         wanted = min(Config.from_env(dict(self.script.env)).standbys, self.script.hosts - 1)
         assert self._held_since is not None
         return len(self._standbys) >= wanted or time.monotonic() > self._held_since + STANDBYS_S

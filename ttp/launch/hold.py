@@ -55,7 +55,7 @@ class WorkersNow:
 
 
 class Hold:
-    """One wait for survivors, from the moment the launcher wanted to stop them.
+    """One wait for surviving workers, which begins when the launcher wanted to stop them.
 
     Args:
         now: seconds on any clock that does not go back; the clock of the leases.
@@ -71,10 +71,10 @@ class Hold:
         self._held: set[Pid] = set()
         self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
-        """With ``KILL_HUNG``: whom. They are not mentioned again: a process in the kernel may take long to die."""
+        """With ``KILL_HUNG``: the pids to kill. Each is named once: a process in the kernel may take long to die."""
 
     def look(self, now: float, scene: WorkersNow) -> HoldDecision:
-        """Decide with what is seen now. Ask again after ``WAIT`` and ``KILL_HUNG``."""
+        """Decide at time ``now`` by what is seen. Call again after ``WAIT`` and ``KILL_HUNG``."""
         alive = scene.alive - self._given_up
         holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
         if holding:
@@ -101,6 +101,6 @@ class Hold:
         return HoldDecision.WAIT if quiet_s < self._first_lease_s else HoldDecision.STOP
 
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
-        """A single 70 is no proof: a fenced rank leaves with it while its peers have yet to save."""
+        """Whether peers were released. A 70 of a rank without a lease is no proof: fenced ranks exit with it, too."""
         saved = any(code == EXIT_SAVED for code in exits.values())
         return saved or any(exits.get(pid) == EXIT_NOT_SAVED for pid in self._held)
