@@ -181,7 +181,7 @@ def _families(optimizer: Any) -> set[str]:
 def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
-    """Register an adapter and join the job: the end of every ``wrap_optimizer`` and ``protect``, which see for errors."""
+    """Register an adapter and join the job. ``wrap_optimizer`` and ``protect`` call it; errors as of the former."""
     from ttp.launch import nccl
     from ttp.store.writable import check_places
 
