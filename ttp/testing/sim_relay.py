@@ -143,8 +143,8 @@ class Uplink:
     def on_down(self, stream: Stream | None) -> None:
         """The controller, or the way to it, is gone."""
         if self._relay.alive:
-            for _, stream in self._ranks.values():
-                stream.end()
+            for _, attached in self._ranks.values():
+                attached.end()
 
 
 class _Port:
