@@ -817,3 +817,16 @@ def test_what_nobody_asked_for_does_nothing(report: m.Report) -> None:
     assert talk.event(stranger) == ""
     assert talk.machine.incident is None
     assert hello(0, talk.layout).rank == 0
+
+
+def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
+    """They wait in the queue of one controller; who has not been read is not silent."""
+    ranks = 2_000
+    talk = Wide(Layout.data_parallel(ranks))
+    talk.accuse(ranks - 1, m.FaultKind.EXITED)
+    assert talk.after(PATIENCE.answer_s + 0.0005 * ranks) == ""
+    talk.frozen(0, 7)
+    assert "[plan]" in talk.frozen_all()
+    late = Wide(Layout.data_parallel(ranks))
+    late.accuse(ranks - 1, m.FaultKind.EXITED)
+    assert "[evidence]" in late.after(PATIENCE.answer_s + 0.0015 * ranks), "but not for ever"
