@@ -54,6 +54,20 @@ def test_the_core_imports_data_modules_and_itself_only(name: str) -> None:
         assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
 
 
+@pytest.mark.parametrize("name", [n for n in OWN if n.startswith("ttp.mindio.protocol")])
+def test_what_extends_the_core_is_as_pure(name: str) -> None:
+    for target in imported(MODULES[name]):
+        inside = target.startswith(("ttp.core", "ttp.mindio.protocol")) or target == "ttp.errors"
+        assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
+
+
+def test_the_core_does_not_know_who_extends_it() -> None:
+    for name, path in OWN.items():
+        if name.startswith("ttp.core"):
+            found = re.search(r"(?i)mindio|handler|manager", path.read_text())
+            assert found is None, f"{name} speaks of {found[0]}"
+
+
 def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:
     for name, path in OWN.items():
         if name.startswith(("ttp.adapters", "ttp.launch", "ttp.mindspore_files", "ttp.store.arrays", "ttp.chaos.job")):

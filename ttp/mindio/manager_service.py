@@ -55,7 +55,8 @@ class ManagerService(rpc.ManagerServicer):
         if self._calls is not None or self._driver.closed:
             await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another manager is attached to this controller")
             return
-        self._calls = queue = asyncio.Queue()
+        queue: asyncio.Queue[ManagerCall | None] = asyncio.Queue()
+        self._calls = queue
         self._driver.feed(ManagerCame(wait_s))
         try:
             await context.send_initial_metadata(())

@@ -30,11 +30,12 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """What came of a recovery: the version that training goes on from or that was saved, and a sentence."""
+    """What came of a recovery: the version that training goes on from or that was saved, why, and where it is."""
 
     outcome: Outcome
     version: Version
     text: str
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

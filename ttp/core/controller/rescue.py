@@ -367,10 +367,9 @@ class Rescue:
                 for kind, subject in [(kind, s) for kind, found in incident.evidence.items() for s in found]:
                     self._retract(incident, subject, kind)
                 self._thaw(incident, text, mended=mended)
-            case Ending(Outcome.SAVED, version, text):
+            case Ending(Outcome.SAVED, version, text, path):
                 incident.stage, incident.saved, incident.outcome = Stage.SAVED, version, text
-                incident.path = "where the save handlers wrote it"
-                self.saving.last_commit = (version, incident.path)
+                incident.path, self.saving.last_commit = path, (version, path)
                 if self.program.halted:
                     self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
             case Ending(_, _, text) if self.program.halted:

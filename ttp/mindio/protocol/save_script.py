@@ -24,6 +24,9 @@ from ttp.mindio.protocol.rounds import Part, Round, Script
 FAILURES_MAX = 3
 """Attempts that may fail with nobody lost: storage that refuses everybody refuses the next as well."""
 
+PLACE = "where the save handlers wrote it"
+"""Nobody else knows."""
+
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 
@@ -41,7 +44,7 @@ def dump(state: RepairState, incident: Incident) -> Script:
             return _not_saved(plan.reason)
         if plan.version <= state.on_disk():
             text = f"version {state.on_disk()} is on disk already" if state.on_disk() else "no update had finished"
-            return Ending(Outcome.SAVED, state.on_disk(), text)
+            return Ending(Outcome.SAVED, state.on_disk(), text, PLACE)
         behind = [a.rank for a in plan.assignments if a.how is How.REDO]
         if behind:
             yield from _catch_up(state, incident, plan.version, behind)
@@ -100,7 +103,7 @@ def _name(state: RepairState, version: Version, lists: Lists) -> Script:
         result = yield state.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
         if result.ok:
             state.saved = version
-            return Ending(Outcome.SAVED, version, f"saved version {version}")
+            return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
             return _not_saved(f"version {version} is written and has no name: {result.words}")
     return _not_saved(f"version {version} is written and has no name: all who wrote it are lost")
