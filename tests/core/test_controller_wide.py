@@ -647,7 +647,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for() -> None:
     talk = Talk(grid(2, 1))
     talk.fault(0)
     talk.frozen(0, 8)
-    assert talk.frozen(1, 7, stuck=True) == "[answer]"
+    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
     talk.after(1)
     assert "Save" in talk.frozen(1, 7, has_gradient=True)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
@@ -659,7 +659,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for_before_a_finished_step_is_
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen(0, 8)
     talk.frozen(2, 7, stuck=True)
-    assert talk.frozen(1, 7, stuck=True) == "[answer]"
+    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
     assert talk.frozen(1, 7, has_gradient=True) == "[answer]", "looked at by and by: there may be thousands"
     assert "Save" in talk.after(0.02)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}

@@ -54,6 +54,7 @@ EVENTS = (
     "stack",
     "standby",
     "thawed",
+    "waits",
     "witness_asked",
 )
 """What the controller tells whoever watches it; see ``WatchEvents``."""
