@@ -63,7 +63,7 @@ def main() -> int:
     lacking = {name: reason for name, needs in NEEDS.items() if (reason := needs())}
     for name in set(args.names) & set(lacking):
         parser.error(f"{name} cannot be measured here: {lacking[name]}")
-    console = Console()
+    console = Console(file=os.fdopen(os.dup(1), "w", buffering=1))  # a line at a time, into a file too
     results: list[Result] = []
     for name in args.names or [name for name in GROUPS if name not in lacking]:
         with console.status(f"measuring {name} ..."):

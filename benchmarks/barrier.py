@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
+from collections.abc import Iterator
 
 from benchmarks.result import Result
 from benchmarks.world import free_port, scratch, train
@@ -13,14 +14,10 @@ BUDGET_US = 50.0
 """For four ranks of one host that have a core each, or wait anyway."""
 
 
-def run(quick: bool) -> list[Result]:
+def run(quick: bool) -> Iterator[Result]:
     """Blocks of meetings; the time of one is that of the block over their number."""
-    blocks, meetings = (3, 200) if quick else (15, 5000)
-    return [
-        result
-        for where, title, budget in (("one", "one host", BUDGET_US), ("many", "a host each, gloo on loopback", None))
-        for result in _measure(where, title, budget, blocks, meetings)
-    ]
+    yield from _measure("one", "one host", BUDGET_US, 3 if quick else 15, 200 if quick else 5000)
+    yield from _measure("many", "a host each, gloo on loopback", None, 3 if quick else 5, 200)
 
 
 def _measure(where: str, title: str, budget: float | None, blocks: int, meetings: int) -> list[Result]:

@@ -27,7 +27,7 @@ BUDGET, BUDGET_DDP = 1.01, 1.005
 
 def run(quick: bool) -> Iterator[Result]:
     """Each layout in a job of its own, with a real controller."""
-    blocks, steps = (1, 3) if quick else (15, 40)
+    blocks, steps = (1, 3) if quick else (10, 25)
     for layout in QUICK if quick else LAYOUTS:
         yield _measure(layout, LAYOUTS[layout], blocks, steps)
 

@@ -22,7 +22,7 @@ from ttp.controller.log_output import written_aside
 from ttp.controller.service import start_server, stop_server
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
-from ttp.launch.controller_process import port_owner
+from ttp.launch.presence import port_owner
 from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")

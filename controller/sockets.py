@@ -7,6 +7,7 @@ it whatever its processes do. gRPC keeps its sockets to itself, so they are foun
 from __future__ import annotations
 
 import contextlib
+import functools
 import ipaddress
 import os
 import socket
@@ -30,7 +31,8 @@ class Sockets:
     """Those of this process; where they were found is remembered."""
 
     def __init__(self) -> None:
-        self._fds: dict[Peer, int] = {}
+        self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer as the kernel writes it
+        self._asked: set[tuple[int, object]] = set()
 
     def silent_s(self, peers: Iterable[str]) -> float | None:
         """Seconds since anything came from any of them, which are named as gRPC does; None: that cannot be known.
@@ -38,7 +40,7 @@ class Sockets:
         The kernel is told to ask, too: who has nothing to say at least acknowledges that.
         """
         ages = []
-        for peer in filter(None, map(parse, peers)):
+        for peer in {known for known in map(parse, set(peers)) if known is not None}:
             age_s = self._age_s(peer)
             if age_s is None:
                 return None
@@ -51,16 +53,27 @@ class Sockets:
         with contextlib.suppress(OSError):
             for known in (True, False):
                 if not known:
-                    self._fds = dict(_connections())
-                fd = self._fds.get(peer)
-                if fd is None:
+                    self._look_through()
+                if peer not in self._found:
                     continue
+                fd, address = self._found[peer]
                 with socket.socket(fileno=os.dup(fd)) as view:
-                    if _name(view.getpeername()) == peer:
-                        return _age_s(view)
+                    if view.getpeername() == address:
+                        return self._age_of(view, (fd, address))
         return None
 
+    def _look_through(self) -> None:
+        self._found = dict(_connections())
+        self._asked &= set(self._found.values())
 
+    def _age_of(self, view: socket.socket, found: tuple[int, object]) -> float:
+        if found not in self._asked:
+            self._asked.add(found)
+            _ask(view)
+        return _age_s(view)
+
+
+@functools.lru_cache(1 << 16)
 def parse(peer: str) -> Peer | None:
     """``ipv4:10.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for anything else."""
     kind, _, rest = unquote(peer).partition(":")
@@ -82,21 +95,26 @@ def _name(address: object) -> Peer | None:
     return str(mapped or ip), address[1]
 
 
-def _connections() -> Iterator[tuple[Peer, int]]:
+def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
     for entry in Path("/proc/self/fd").iterdir():
         fd = int(entry.name)
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as view:
-                    peer = _name(view.getpeername())
+                    address = view.getpeername()
+                peer = _name(address)
                 if peer is not None:
-                    yield peer, fd
+                    yield peer, (fd, address)
 
 
-def _age_s(view: socket.socket) -> float:
+def _ask(view: socket.socket) -> None:
+    """Have the kernel ask the other one when nothing comes."""
     view.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GIVES_UP_MS)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         view.setsockopt(socket.IPPROTO_TCP, name, 1)
     view.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+
+
+def _age_s(view: socket.socket) -> float:
     *_, data_ms, ack_ms = _INFO.unpack(view.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO.size))
     return float(min(data_ms, ack_ms)) / 1e3

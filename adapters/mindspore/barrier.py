@@ -34,7 +34,8 @@ from ttp.core.messages import FaultKind
 from ttp.errors import ConfigError
 from ttp.processor.gate.gate import Gate
 from ttp.wire import access, tls
-from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
+from ttp.wire.address import target
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata
 from ttp.wire.v1 import barrier_pb2 as pb
 from ttp.wire.v1 import barrier_pb2_grpc as rpc
 

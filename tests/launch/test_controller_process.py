@@ -24,8 +24,9 @@ from ttp.errors import ConfigError
 from ttp.launch import controller_process as subject
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.host import Host
-from ttp.launch.presence import is_local, listens, may_be_bound, port_owner, probe, target
+from ttp.launch.presence import is_local, listens, may_be_bound, port_owner, probe
 from ttp.launch.ring import job_is_busy
+from ttp.wire.address import target
 
 HERE = Path(__file__).parent
 TOKEN = "sesame"

@@ -63,7 +63,7 @@ class Where:
     @property
     def around(self) -> tuple[str, ...]:
         """All places, the likeliest first."""
-        from ttp.wire.channel import target
+        from ttp.wire.address import target
 
         return tuple(dict.fromkeys((*self.others, target(self.address, self.port))))
 
@@ -76,8 +76,9 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
     Raises:
         ConfigError: nothing says which port, or the environment is wrong.
     """
-    from ttp.launch.ring import read_ring, split
+    from ttp.launch.ring import read_ring
     from ttp.launch.token_file import read_token
+    from ttp.wire.address import split
 
     config = Config.from_env()
     named = address or os.environ.get("MASTER_ADDR")
@@ -106,7 +107,8 @@ def _on_this_host(config: Config, address: str, port: int) -> str:
 
 def _port_of(config: Config) -> int | None:
     """Of the job whose run directory the environment names."""
-    from ttp.launch.ring import read_ring, split
+    from ttp.launch.ring import read_ring
+    from ttp.wire.address import split
 
     ring = read_ring(Path(config.run_dir)) if config.run_dir else None
     return None if ring is None else split(ring.home)[1]
@@ -124,7 +126,8 @@ def _only_local_job(address: str) -> int:
 def _runs_here(port: int) -> bool:
     """Whether the job that left a run directory for this port goes on, led from here or from another host."""
     from ttp.launch.presence import listens
-    from ttp.launch.ring import read_ring, split
+    from ttp.launch.ring import read_ring
+    from ttp.wire.address import split
 
     if listens(LOCAL, port, 1.0):
         return True
@@ -206,7 +209,8 @@ def _reigning(where: Where) -> Where:
     Raises:
         UnreachableError: several controllers are known, and none of them answers.
     """
-    from ttp.launch.ring import reigning, split
+    from ttp.launch.ring import reigning
+    from ttp.wire.address import split
 
     if len(where.around) < 2:
         return where

@@ -7,7 +7,7 @@ import shlex
 import time
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -32,6 +32,7 @@ Seed = Annotated[int, typer.Option("--seed", min=0, help="First seed; everything
 Runs = Annotated[int, typer.Option("--runs", min=1, help="How many seeds, from the first one on.")]
 Jobs = Annotated[int, typer.Option("--jobs", min=1, help="Processes that play them.")]
 Faults = Annotated[str | None, typer.Option("--faults", help="What goes wrong, see above. Default: drawn by the seed.")]
+Relays = Annotated[bool, typer.Option("--relays", help="Every job has relays. Default: the seed says.")]
 Trace = Annotated[bool, typer.Option("--trace", help="Print everything that happens; for one run.")]
 
 
@@ -45,6 +46,7 @@ def simulate(
     runs: Runs = 1,
     jobs: Jobs = 1,
     faults: Faults = None,
+    relays: Relays = False,
     trace: Trace = False,
     json: Json = False,
 ) -> None:
@@ -56,16 +58,16 @@ def simulate(
 
     Faults, separated by commas: kill:3@0.2 (rank 3, 0.2 s after the launch), kill:1%@0.2 (one rank in a hundred),
     kill:0@in_update#2 (in its second update), stop:2@0.2+1.5 (for 1.5 s; +ever: for good), partition:h1@0.25 (a host),
-    controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, power, stop, silent, hang, flap,
-    partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm, save,
-    write, commit, slow.
+    controller@0.3, kill=2 (two of them, drawn by the seed), none. Kinds: kill, host, power, stop, silent, hang, relay,
+    flap, partition, silence, split, controller, controller_restart, controller_twice, controller_stop, raise, sigterm,
+    save, write, commit, slow.
 
     JSON keys: seed, runs, broken (list: seed, text, command), incarnations, checkpoints, exits (how many processes
     ended with which code), events, virtual_s (seconds played), elapsed_s, digest (equal if the same has happened).
     """
     if trace and runs > 1:
         raise UsageError("simulate: --trace prints one run; leave --runs out and name its --seed")
-    wish = _wish(ranks, shards, replicas, hosts, steps, faults)
+    wish = replace(_wish(ranks, shards, replicas, hosts, steps, faults), relays=relays)
     wish.scenario(seed)  # what is wrong with the options is said before anything is played
     tally = Tally(wish, seed, runs)
     began = time.monotonic()
@@ -169,7 +171,8 @@ class Tally:
             "--faults": w.faults,
         }
         words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
-        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, "--trace"])
+        relays = ["--relays"] if w.relays else []
+        return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *relays, "--trace"])
 
     def facts(self, elapsed_s: float) -> dict[str, Any]:
         """What ``--json`` prints."""

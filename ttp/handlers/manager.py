@@ -12,8 +12,9 @@ import grpc
 
 from ttp.core.layout import Rank
 from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
-from ttp.launch.ring import places, reigning, split
+from ttp.launch.ring import places, reigning
 from ttp.wire import channel as wire
+from ttp.wire.address import split, target
 from ttp.wire.limits import WireError
 from ttp.wire.manager import call_from_wire, notice_to_wire
 from ttp.wire.v1 import controller_pb2 as controller_pb
@@ -89,7 +90,7 @@ class Manager:
         wait_s: float = WAIT_S,
         run_dir: Path | None = None,
     ) -> None:
-        self._home, self._run_dir, self._token = wire.target(address, port), run_dir, token
+        self._home, self._run_dir, self._token = target(address, port), run_dir, token
         self._channel = wire.open_channel(address, port)
         self._metadata = wire.metadata(token)
         self._stub = rpc.ManagerStub(self._channel)

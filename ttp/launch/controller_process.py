@@ -20,18 +20,6 @@ from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, may
 from ttp.launch.run_dir import make_private
 from ttp.wire.tls import diagnose
 
-__all__ = [
-    "Presence",
-    "ensure_controller",
-    "is_local",
-    "log_tail",
-    "port_owner",
-    "probe",
-    "start_controller",
-    "stop_controller",
-    "wait_until_serving",
-]
-
 logger = logging.getLogger("ttp.launch")
 
 LOG_FILE = "controller.log"

@@ -60,10 +60,12 @@ class FaultReporter:
         token: str,
         pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: (),
     ) -> None:
+        from ttp.wire.channel import metadata
+
         self._places = places
         self._around: tuple[str, ...] = (home,)
         self._pages_after = pages_after
-        self._metadata = (("ttp-token", token),)
+        self._metadata = metadata(token)
         self._channels: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
         self._pending: queue.SimpleQueue[_Report | None] = queue.SimpleQueue()

@@ -21,12 +21,12 @@ from ttp.launch.fault_report import FaultReporter
 from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
-from ttp.launch.presence import target
 from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.token_file import TOKEN_FILE, write_token
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.processor.liveness.sentinel_reader import REASON
+from ttp.wire.address import target
 
 if TYPE_CHECKING:
     from ttp.launch.relay import RelayServer

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED
-from ttp.launch.presence import channel_options, target
+from ttp.launch.presence import channel_options
 from ttp.launch.ring import ask_everybody
 
 logger = logging.getLogger("ttp.launch")
@@ -34,7 +34,9 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
     ends = time.monotonic() + ASK_S
     best: Any = None
     asked = tuple(around)
-    for _, answer in ask_everybody(asked, lambda h, p: _ask(target(h, p), token, host, code, starts), lambda: ends):
+    for _, answer in ask_everybody(
+        asked, lambda address, port: _ask(address, port, token, host, code, starts), lambda: ends
+    ):
         if best is None or _standing(answer) > _standing(best):
             best = answer
     return best
@@ -66,18 +68,16 @@ def _standing(answer: Any) -> tuple[bool, bool, int, int]:
     return wrong, answer.HasField("code"), answer.incarnation, answer.term
 
 
-def _ask(place: str, token: str, host: str, code: int, starts: bool) -> Any:
+def _ask(address: str, port: int, token: str, host: str, code: int, starts: bool) -> Any:
     import grpc
 
-    from ttp.wire.tls import open_channel
+    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetVerdictRequest
-    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-    with open_channel(place, channel_options()) as channel:
+    request = GetVerdictRequest(host=host, starts=starts, code=code)
+    with open_channel(address, port, channel_options()) as channel:
         try:
-            return ControllerStub(channel).GetVerdict(
-                GetVerdictRequest(host=host, starts=starts, code=code), timeout=ASK_S, metadata=(("ttp-token", token),)
-            )
+            return stub(channel).GetVerdict(request, timeout=ASK_S, metadata=metadata(token))
         except grpc.RpcError as problem:
-            logger.debug("%s does not say what becomes of the job: %s", place, problem)
+            logger.debug("%s:%s does not say what becomes of the job: %s", address, port, problem)
             return None

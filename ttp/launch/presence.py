@@ -72,16 +72,9 @@ def may_be_bound(bind: str, port: int) -> bool:
     return True
 
 
-def target(address: str, port: int) -> str:
-    """``host:port`` in gRPC's spelling."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
-
-
 def channel_options() -> list[tuple[str, Any]]:
-    """Options of every short connection to a controller: no HTTP proxy, no shared connection, quick reconnects."""
+    """Options of every short connection to a controller beside the usual ones: quick reconnects."""
     return [
-        ("grpc.enable_http_proxy", 0),
-        ("grpc.use_local_subchannel_pool", 1),
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 500),
     ]
@@ -102,13 +95,12 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
         return "nobody"
     import grpc
 
-    from ttp.wire.tls import open_channel
+    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
-    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-    with open_channel(target(address, port), channel_options()) as channel:
+    with open_channel(address, port, channel_options()) as channel:
         try:
-            ControllerStub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),))
+            stub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=metadata(token))
         except grpc.RpcError as problem:
             code = problem.code()
             refused = code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)
@@ -126,14 +118,11 @@ def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) 
     """What goes on there (``GetStatusResponse``); None if no controller answers, or it does not take our token."""
     import grpc
 
-    from ttp.wire.tls import open_channel
+    from ttp.wire.channel import metadata, open_channel, stub
     from ttp.wire.v1.controller_pb2 import GetStatusRequest
-    from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-    with open_channel(target(address, port), channel_options()) as channel:
+    with open_channel(address, port, channel_options()) as channel:
         try:
-            return ControllerStub(channel).GetStatus(
-                GetStatusRequest(), timeout=timeout_s, metadata=(("ttp-token", token),)
-            )
+            return stub(channel).GetStatus(GetStatusRequest(), timeout=timeout_s, metadata=metadata(token))
         except grpc.RpcError:
             return None

@@ -30,7 +30,8 @@ from ttp.core import messages as m
 from ttp.core.layout import Rank
 from ttp.core.relay import LineId, Relay, ordered
 from ttp.wire import access, tls
-from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub, target
+from ttp.wire.address import split, target
+from ttp.wire.channel import SERVER_OPTIONS, metadata, open_channel, stub
 from ttp.wire.convert import WireError, order_to_wire, report_from_wire
 from ttp.wire.relay import frame_to_wire, orders_from_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -222,9 +223,9 @@ class _Uplink:
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._answered = threading.Event()
         self._problem: _Ended | None = None
-        host, _, port = to.rpartition(":")
-        self._port, self._note = int(port), accepted
-        self._channel = open_channel(host.strip("[]"), self._port)
+        host, self._port = split(to)
+        self._note = accepted
+        self._channel = open_channel(host, self._port)
         self._call: Any = stub(self._channel).Relay(self._frames(), metadata=metadata(config.token))
         threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
 

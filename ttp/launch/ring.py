@@ -22,6 +22,7 @@ from typing import Any
 
 from ttp.launch.presence import PROBE_S, ask_status
 from ttp.launch.run_dir import make_private
+from ttp.wire.address import split
 
 logger = logging.getLogger("ttp.launch")
 
@@ -105,18 +106,6 @@ def places(run_dir: Path, home: str) -> tuple[str, ...]:
     """Where the job that was started with ``home`` may have its controller, the likeliest first."""
     ring = read_ring(run_dir)
     return tuple(dict.fromkeys((*(ring.places if ring is not None else ()), home)))
-
-
-def split(place: str) -> tuple[str, int]:
-    """``host:port``, taken apart.
-
-    Raises:
-        ValueError: it is none.
-    """
-    host, _, port = place.rpartition(":")
-    if not host or not 1 <= int(port) <= 65535:
-        raise ValueError(f"{place!r:.200} is not host:port")
-    return host.strip("[]"), int(port)
 
 
 def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> tuple[str, Any] | None:

@@ -10,8 +10,9 @@ from pathlib import Path
 from ttp.config import Config
 from ttp.errors import TtpError
 from ttp.launch.controller_process import start_controller, stop_controller, wait_until_serving
-from ttp.launch.presence import may_be_bound, target
+from ttp.launch.presence import may_be_bound
 from ttp.wire.access import listening_address
+from ttp.wire.address import target
 
 PROBE_S = 1.0
 START_S = 20.0

@@ -40,7 +40,7 @@ from ttp.processor.saver import Saver
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
 from ttp.processor.state_inspector import Snapshot, StateInspector
-from ttp.wire.channel import target
+from ttp.wire.address import target
 
 log = logging.getLogger("ttp.processor")
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ttp.core.layout import Version
 from ttp.errors import TtpError, UsageError
 from ttp.testing import fault_words
-from ttp.testing.scenario import Scenario, grid, random_scenario
+from ttp.testing.scenario import Scenario, grid, random_scenario, with_relays
 from ttp.testing.simulation import Simulation
 
 SEEDS_AT_ONCE = 100
@@ -32,6 +32,7 @@ class Wish:
         hosts: machines; ranks are spread evenly.
         steps: updates until the training is over.
         faults: see ``fault_words``.
+        relays: every job has relays; else the seed says.
     """
 
     shards: int | None = None
@@ -39,6 +40,7 @@ class Wish:
     hosts: int | None = None
     steps: int | None = None
     faults: str | None = None
+    relays: bool = False
 
     def scenario(self, seed: int) -> Scenario:
         """The job of one seed.
@@ -56,6 +58,8 @@ class Wish:
             scenario = replace(scenario, hosts=tuple(f"h{r * self.hosts // world}" for r in range(world)))
         if self.steps is not None:
             scenario = replace(scenario, steps=self.steps)
+        if self.relays and not scenario.relays:
+            scenario = with_relays(scenario)
         if self.faults is not None:
             scenario = replace(scenario, faults=(fault_words.parse(self.faults, seed, scenario.hosts),))
         return scenario

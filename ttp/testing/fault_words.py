@@ -85,7 +85,7 @@ def _ranks(kind: str, target: str | None, item: str, rng: random.Random, hosts: 
         return [Rank(r) for r in sorted(rng.sample(range(world), max(1, round(world * float(share[1]) / 100))))]
     if target in hosts:
         of_host = [Rank(r) for r in range(world) if hosts[r] == target]
-        return of_host[:1] if kind in ("host", "power", "partition", "silence") else of_host
+        return of_host[:1] if kind in ("host", "power", "partition", "silence", "relay") else of_host
     if target.isdecimal() and int(target) < world:
         return [Rank(int(target))]
     raise UsageError(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ttp.core.layout import Layout, Rank, Shard
 from ttp.core.stripes import AUTO, WHOLE
@@ -46,6 +46,7 @@ KINDS = {
     "stop": "SIGSTOP of a rank, SIGCONT after LASTS",
     "silent": "a rank does nothing for LASTS, and its connections stay alive (something holds the interpreter lock)",
     "hang": "the training thread of a rank does not move for LASTS",
+    "relay": "SIGKILL of the relay on the rank's host, in a job that has relays; its ranks connect by themselves",
     "flap": "the stream of a rank breaks; it cannot connect for LASTS",
     "partition": "nobody on the rank's host reaches a controller elsewhere for LASTS, nor the other way round",
     "silence": "the same, but no stream breaks: nothing passes on it for LASTS, or until it is given up",
@@ -131,6 +132,7 @@ class Scenario:
         buddy: second copies are kept.
         stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
         uneven: this rank deals its shards out in another way than its replicas.
+        relays: ranks speak to controllers through the relay of their host.
     """
 
     seed: int
@@ -147,6 +149,7 @@ class Scenario:
     buddy: bool = False
     stripes: int = WHOLE
     uneven: Rank | None = None
+    relays: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -182,7 +185,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
     steps = rng.randint(16, 20) if watched else rng.randint(2, 5)
     first = _faults(rng, world, rng.choice((0, 1, 1, 2, 2, 3, 4)))
     second = _faults(rng, world, rng.choice((0, 0, 0, 1, 2)))
-    return Scenario(
+    scenario = Scenario(
         seed=seed,
         layout=layout,
         hosts=tuple(f"h{r // per_host}" for r in range(world)),
@@ -198,6 +201,20 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         uneven=Rank(rng.randrange(world)) if rng.random() < 0.1 else None,
         buddy=bool(layout.unreplicated()) and rng.random() < 0.5,
     )
+    return with_relays(scenario) if rng.random() < 0.15 else scenario
+
+
+def with_relays(scenario: Scenario) -> Scenario:
+    """The same job through relays, one of which may die at any point."""
+    rng = random.Random(f"relays {scenario.seed}")
+    first, *others = scenario.faults
+    if rng.random() < 0.6:
+        rank = Rank(rng.randrange(scenario.layout.world_size))
+        if rng.random() < 0.5:
+            first = (*first, Fault("relay", rng.randint(1, 3), rank, rng.choice(POINTS)))
+        else:
+            first = (*first, random_fault(rng, scenario.layout.world_size, "relay"))
+    return replace(scenario, relays=True, faults=(first, *others))
 
 
 def _faults(rng: random.Random, world: int, count: int) -> tuple[Fault, ...]:

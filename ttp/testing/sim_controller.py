@@ -24,6 +24,7 @@ from ttp.core.controller.events import (
 from ttp.core.controller.machine import ControllerMachine
 from ttp.testing.network import Stream
 from ttp.testing.sim_rank import SimRank
+from ttp.testing.sim_relay import Line
 from ttp.testing.toy import InvariantBroken
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SimController:
         self.machine = ControllerMachine(patience, lambda n: f"{name}-i{n}", world.now, host)
         self._world = world
         self._missed: list[Event] | None = None
-        self._streams: dict[ConnectionId, Stream] = {}
+        self._streams: dict[ConnectionId, Stream | Line] = {}
         self._timer_at = NEVER
         self._events_left: int | None = None
         self._actions_left = 0
@@ -63,6 +64,12 @@ class SimController:
         stream = self._world.stream(rank, self, connection)
         self._streams[connection] = stream
         return stream
+
+    def adopt(self, line: Line) -> ConnectionId:
+        """A rank opens a stream through the relay of its host; returns its number."""
+        connection = self._world.roads.next_connection()
+        self._streams[connection] = line
+        return connection
 
     def kill(self) -> None:
         """SIGKILL."""

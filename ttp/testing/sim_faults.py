@@ -103,6 +103,8 @@ class Faults:
             case "hang":
                 rank.trainer.hang(fault.lasts_s)
                 self._watch(rank, fault)
+            case "relay":
+                world.roads.relay_dies(rank.host)
             case "flap":
                 world.roads.block(rank, fault.lasts_s)
             case "partition":
@@ -123,6 +125,7 @@ class Faults:
 
     def _host_dies(self, host: str) -> None:
         self._world.trace(host, "loses power")
+        self._world.roads.relay_dies(host)
         self._world.pages(host).clear()
         self._world.copies(host).clear()
         for rank in self._ranks.values():

@@ -15,6 +15,7 @@ from ttp.core.rank import machine as pm
 from ttp.core.rank.failover import HOME
 from ttp.testing.network import Stream
 from ttp.testing.sim_controller import SimController
+from ttp.testing.sim_relay import SimRelay
 
 if TYPE_CHECKING:
     from ttp.testing.sim_rank import SimRank
@@ -55,6 +56,7 @@ class Roads:
         self._world, self._patience = world, patience
         self._home = world.scenario.hosts[0]
         self._at: dict[str, SimController] = {}
+        self._relays: dict[str, SimRelay] = {}
         self._connections = 0
         self._controllers = 0
         self._blocked_until: dict[Rank, float] = {}
@@ -70,6 +72,7 @@ class Roads:
         self._blocked_until.clear()
         self._cut_off_until.clear()
         self._silent_since.clear()
+        self._relays.clear()
         self._split_until = 0.0
 
     # ----------------------------------------------------------------------------------------------------- controllers
@@ -154,9 +157,29 @@ class Roads:
         elif there.stopped or not self._road(rank, there):
             self._world.after(KNOCK_S, self._knock, rank, there, until)
         else:
-            self._connections += 1
-            stream = there.accept(rank, ConnectionId(self._connections))
+            relay = self._relay(rank.host)
+            stream = relay.attach(rank, there) if relay else there.accept(rank, self.next_connection())
             self._world.after(self._world.delay(), self._attach, rank, stream)
+
+    def next_connection(self) -> ConnectionId:
+        """A number that no stream has had."""
+        self._connections += 1
+        return ConnectionId(self._connections)
+
+    def _relay(self, host: str) -> SimRelay | None:
+        """Of a host, in a job that has relays; who has lost it does without."""
+        if not self._world.scenario.relays:
+            return None
+        relay = self._relays.setdefault(host, SimRelay(self._world, host))
+        return relay if relay.alive else None
+
+    def relay_dies(self, host: str) -> None:
+        """Without a last word if the power of its host is gone."""
+        if host in self._relays:
+            self._relays[host].kill(self.gives_up_s if self._silent(host) else self._world.rng.choice(LEARNS_S))
+
+    def _silent(self, host: str) -> bool:
+        return host in self._silent_since and self._cut_off_until[host] > self._world.now
 
     def _attach(self, rank: SimRank, stream: Stream) -> None:
         if not rank.alive:
@@ -198,22 +221,35 @@ class Roads:
             other = rank.stream.controller if rank.stream is not None else None
             if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
                 self._cut(rank)
+        for stream in self._crossing(host):
+            learns, rng = LEARNS_S, self._world.rng
+            stream.cut(rank_learns_s=rng.choice(learns), controller_learns_s=rng.choice(learns))
+
+    def _crossing(self, host: str) -> list[Stream]:
+        """Streams of relays between a host and others."""
+        return [stream for relay in self._relays.values() if relay.alive for stream in relay.crossing(host)]
 
     def fall_silent(self, host: str, lasts_s: float) -> None:
         """The same, and no stream breaks: nothing passes on it, until it is given up."""
-        now, world = self._world.now, self._world
-        self._cut_off_until[host], self._silent_since[host] = now + lasts_s, now
+        world = self._world
+        self._cut_off_until[host], self._silent_since[host] = world.now + lasts_s, world.now
         world.trace(host, f"falls silent for {lasts_s} s")
         for rank in world.ranks.values():
             other = rank.stream.controller if rank.stream is not None else None
             if isinstance(other, SimController) and (rank.host == host) != (other.host == host):
                 assert rank.stream is not None
-                rank.stream.hold(now + _said_again(lasts_s))
-                if _said_again(lasts_s) >= self.gives_up_s:
-                    world.after(self.gives_up_s, self._give_up, rank, rank.stream)
+                self._hold(rank.stream, lasts_s)
+        for stream in self._crossing(host):
+            self._hold(stream, lasts_s)
 
-    def _give_up(self, rank: SimRank, stream: Stream) -> None:
-        if rank.stream is stream:
+    def _hold(self, stream: Stream, lasts_s: float) -> None:
+        again_s = _said_again(lasts_s)
+        stream.hold(self._world.now + again_s)
+        if again_s >= self.gives_up_s:
+            self._world.after(self.gives_up_s, self._give_up, stream)
+
+    def _give_up(self, stream: Stream) -> None:
+        if stream.open:
             stream.cut(rank_learns_s=self._world.rng.random() * 0.2, controller_learns_s=self._world.rng.random() * 0.2)
 
     def lose_power(self, host: str) -> None:
@@ -223,8 +259,7 @@ class Roads:
     def learns_late(self, rank: SimRank) -> float:
         """How long a controller elsewhere needs to learn that the stream of a dead rank has ended; 0: it is told."""
         elsewhere = rank.stream is not None and getattr(rank.stream.controller, "host", "") != rank.host
-        silent = rank.host in self._silent_since and self._cut_off_until[rank.host] > self._world.now
-        return self.gives_up_s if silent and elsewhere else 0.0
+        return self.gives_up_s if self._silent(rank.host) and elsewhere else 0.0
 
     def silent_s(self, controller: SimController, host: str) -> float:
         """How long nothing has come to a controller from the kernel of a host: no word and no acknowledgement."""
@@ -246,10 +281,15 @@ class Roads:
             return
         ranks, rng = self._world.ranks, self._world.rng
         self._split_until, self._split_from = self._world.now + lasts_s, leader
-        self._beyond = {rank for rank in ranks if rng.random() < 0.5}
+        if self._world.scenario.relays:  # ranks of a host go one way
+            apart = {host for host in dict.fromkeys(self._world.scenario.hosts) if rng.random() < 0.5}
+            self._beyond = {rank for rank in ranks if ranks[rank].host in apart}
+        else:
+            self._beyond = {rank for rank in ranks if rng.random() < 0.5}
         self._world.trace("network", f"splits ranks {sorted(self._beyond)} from the others for {lasts_s} s")
         for rank in ranks.values():
-            if rank.stream is not None and (rank.rank in self._beyond) == (rank.stream.controller is leader):
+            stream = rank.stream
+            if stream is not None and (rank.rank in self._beyond) == (stream.controller.machine is leader.machine):
                 self._cut(rank)
 
     def _cut(self, rank: SimRank) -> None:

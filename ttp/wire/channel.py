@@ -9,6 +9,7 @@ import grpc
 
 from ttp.wire import tls
 from ttp.wire.access import TOKEN_KEY
+from ttp.wire.address import target
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 MESSAGE_BYTES_MAX = 256 << 20
@@ -46,11 +47,6 @@ SERVER_OPTIONS = [
     ("grpc.server.max_pending_requests", 100_000),  # a thousand ranks connect at once
     ("grpc.server.max_pending_requests_hard_limit", 200_000),
 ]
-
-
-def target(address: str, port: int) -> str:
-    """``host:port`` as gRPC wants it, IPv6 in brackets."""
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 RELAY_OPTIONS = [("grpc.keepalive_time_ms", 2_000), ("grpc.keepalive_timeout_ms", 2_000)]

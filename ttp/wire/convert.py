@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import re
 import types
 import typing
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
@@ -92,6 +93,7 @@ def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[m.Mirror, ...]:
     return tuple(typing.cast(m.Mirror, _from_wire(m.Mirror, message)) for message in messages)
 
 
+@functools.cache
 def enum_to_wire(value: enum.Enum) -> int:
     """Core enum -> protobuf number."""
     kind = type(value)
@@ -99,6 +101,7 @@ def enum_to_wire(value: enum.Enum) -> int:
     return number
 
 
+@functools.cache  # of what is known: nothing is kept of an error
 def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
     """Protobuf number -> core enum.
 
@@ -144,40 +147,46 @@ def _plain(item: Any) -> Any:
 
 
 def _from_wire(kind: type, message: Any) -> Any:
-    return kind(**{name: _field(name, hint, getattr(message, name)) for name, hint in _FIELDS[kind]})
+    return kind(*[read(getattr(message, name)) for name, read in _FIELDS[kind]])
 
 
-def _field(name: str, hint: Any, item: Any) -> Any:
+def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
+    """What makes a field's value of what protobuf has; every message of every rank goes through these."""
     if typing.get_origin(hint) is tuple:
-        return _entries(name, typing.get_args(hint)[0], item)
+        return functools.partial(_entries, name, _reader(name, typing.get_args(hint)[0]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
-        return enum_from_wire(hint, item)
+        return functools.partial(enum_from_wire, hint)
+    if isinstance(hint, type) and dataclasses.is_dataclass(hint):
+        return functools.partial(_from_wire, hint)
+    return functools.partial(_scalar, name)
+
+
+def _scalar(name: str, item: Any) -> Any:
     if isinstance(item, str):
         return limits.text(name, item)
-    if isinstance(item, int):
-        return limits.number(name, item)
-    return _from_wire(hint, item) if dataclasses.is_dataclass(hint) and isinstance(hint, type) else item
+    return limits.number(name, item) if isinstance(item, int) else item
 
 
-def _entries(name: str, inner: Any, items: Any) -> tuple[Any, ...]:
+def _entries(name: str, read: Callable[[Any], Any], items: Any) -> tuple[Any, ...]:
     taken = items[: limits.entries(name, len(items))]
     if taken and isinstance(taken[0], int):
         return tuple(taken)  # ranks: there may be a hundred thousand
-    return tuple(_field(name, inner, item) for item in taken)
+    return tuple(map(read, taken))
 
 
+@functools.cache
 def _snake(kind: type) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
 
 
-def _known_fields() -> dict[type, list[tuple[str, Any]]]:
+def _known_fields() -> dict[type, list[tuple[str, Callable[[Any], Any]]]]:
     values = [lm.ShardGroup, m.Mirror, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
     kinds = [*REPORTS, *ORDERS, *values]
-    fields: dict[type, list[tuple[str, Any]]] = {}
+    fields: dict[type, list[tuple[str, Callable[[Any], Any]]]] = {}
     for kind in kinds:
         hints = typing.get_type_hints(kind)
-        fields[kind] = [(f.name, hints[f.name]) for f in dataclasses.fields(kind)]
+        fields[kind] = [(f.name, _reader(f.name, hints[f.name])) for f in dataclasses.fields(kind)]
     return fields
 
 

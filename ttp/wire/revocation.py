@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ttp.wire.address import split
+
 log = logging.getLogger("ttp.tls")
 
 REACH_S = 1.0
@@ -61,7 +63,6 @@ class Guard:
         """The certificate (PEM) that the server at ``host:port`` shows. Where nobody answers, or shows one that is not
         to be believed, it is that of this process: a channel then is made to a server with the same one, or to none.
         """
-        host, _, port = where.rpartition(":")
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         context.check_hostname = False  # gRPC sees to that
         context.set_alpn_protocols(["h2"])
@@ -70,7 +71,7 @@ class Guard:
             context.load_verify_locations(cafile=str(self.lists))
             context.verify_flags |= ssl.VERIFY_CRL_CHECK_CHAIN
             context.load_cert_chain(self.own, self.key, password=lambda: self.password)
-            with socket.create_connection((host.strip("[]"), int(port)), REACH_S) as plain:
+            with socket.create_connection(split(where), REACH_S) as plain:
                 with context.wrap_socket(plain) as secure:
                     shown = secure.getpeercert(binary_form=True)
         except ssl.SSLCertVerificationError as problem:

@@ -18,9 +18,9 @@ from ttp.errors import ConfigError, TtpError, UsageError
 from ttp.handlers import Manager
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
-from ttp.launch.presence import target
 from ttp.launch.ring import places
 from ttp.launch.run_dir import prepare_run_dir
+from ttp.wire.address import target
 
 log = logging.getLogger("ttp.compat.mindio")
 

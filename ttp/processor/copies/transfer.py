@@ -26,7 +26,8 @@ from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, chun
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
 from ttp.store.digest import HashingFile
 from ttp.wire import access, tls
-from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata, target
+from ttp.wire.address import target
+from ttp.wire.channel import CLIENT_OPTIONS, SERVER_OPTIONS, metadata
 from ttp.wire.v1 import buddy_pb2 as pb
 from ttp.wire.v1 import buddy_pb2_grpc as rpc
 

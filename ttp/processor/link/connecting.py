@@ -10,13 +10,14 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.rank import machine as pm
 from ttp.errors import ConfigError, TtpError
-from ttp.launch.controller_process import ensure_controller, is_local
+from ttp.launch.controller_process import ensure_controller
+from ttp.launch.presence import is_local
 from ttp.launch.ring import Ring, write_ring
 from ttp.processor.link.host_relay import Shortcut
 from ttp.processor.link.stream import Stream
 from ttp.wire import tls
 from ttp.wire.access import LOOPBACK
-from ttp.wire.channel import target
+from ttp.wire.address import split, target
 
 log = logging.getLogger("ttp.processor")
 
@@ -95,20 +96,20 @@ class ControllerLink:
     def _open(self, address: str, within_s: float | None) -> None:
         """To the controller at ``address`` (host:port), or to the one of the environment."""
         assert self._config.port is not None
-        host, _, port = address.rpartition(":") if address else (self._env.master_addr, "", str(self._config.port))
+        host, port = split(address) if address else (self._env.master_addr, self._config.port)
         if self._stream is not None:
             before, self._stream = self._stream, None
             before.abort()
         relay = self._shortcut.port()
         self._stream = stream = Stream(
-            host.strip("[]") if relay is None else LOOPBACK,
-            int(port) if relay is None else relay,
+            host if relay is None else LOOPBACK,
+            port if relay is None else relay,
             self._config.token,
             on_up=lambda: self._put(pm.StreamUp()),
             on_order=lambda order: self._put(pm.OrderReceived(order)),
             on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
             within_s=within_s,
-            to="" if relay is None else target(host.strip("[]"), int(port)),
+            to="" if relay is None else target(host, port),
         )
         stream.start()
 

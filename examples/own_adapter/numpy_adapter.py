@@ -1,0 +1,174 @@
+"""ttp for a framework of our own: state is a dict of numpy arrays, and every rank holds all of it.
+
+``CONTRIBUTING.md`` ("Add an adapter in an hour") walks through this file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ttp import api
+from ttp.core.layout import Layout, Rank, Version
+from ttp.core.messages import Candidate, Commit, Piece, RestoreView, SaverOrder, ShardDigest
+from ttp.core.restore_choice import agree
+from ttp.errors import CheckpointError, ConfigError, UsageError
+from ttp.processor.committing import commit_order
+from ttp.processor.processor import Processor
+from ttp.processor.source import Cancelled, UpdateReporter
+from ttp.store.durable import sync_directory
+from ttp.store.manifest import Manifest
+from ttp.store.piece_file import write_piece
+
+Arrays = dict[str, Any]
+
+
+class Sgd:
+    """The framework's optimizer: momentum, in place.
+
+    Args:
+        weights: what is trained.
+        rate: learning rate.
+    """
+
+    def __init__(self, weights: Arrays, rate: float) -> None:
+        self.weights, self.rate = weights, rate
+        self.moments: Arrays = {name: np.zeros_like(array) for name, array in weights.items()}
+        self.reporter: UpdateReporter | None = None
+
+    def step(self, gradients: Arrays) -> None:
+        """One update, with gradients that are reduced over all ranks."""
+        if self.reporter is not None:
+            self.reporter.begin_update()  # nothing is written yet; waits here while the job is frozen
+        for name, gradient in gradients.items():
+            self.moments[name] *= 0.5
+            self.moments[name] += gradient
+            self.weights[name] -= self.rate * self.moments[name]
+        if self.reporter is not None:
+            self.reporter.end_update()  # the last write is done: the version is finished
+
+
+class NumpySource:
+    """What the processor saves from; see ``ttp.processor.source.StateSource``. Its methods run on ttp's threads."""
+
+    framework = "numpy"
+    counts_bytes = False
+    writes_parts = False
+    on_device = False
+    has_preimage = False
+
+    def __init__(self, optimizer: Sgd) -> None:
+        self.arrays = {f"weights.{name}": array for name, array in optimizer.weights.items()}
+        self.arrays |= {f"moments.{name}": array for name, array in optimizer.moments.items()}
+        self.processor: Processor | None = None
+
+    def write_pieces(
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
+    ) -> list[Piece]:
+        """Write what ``order`` names into ``draft``, durably. The gate is closed: nobody writes to the arrays."""
+        pieces = []
+        for shard in order.shards:
+            if cancelled():
+                raise Cancelled
+            data = io.BytesIO()
+            np.savez(data, **self.arrays)
+            piece = write_piece(draft, f"{shard}_{generation}.npz", data.getvalue(), "shard", order.rank)
+            pieces.append(dataclasses.replace(piece, shard=shard))
+        if order.job_state:
+            job = json.dumps({"version": version}).encode()
+            pieces.append(write_piece(draft, f"job_{generation}.json", job, "job", order.rank))
+        sync_directory(draft)
+        return pieces
+
+    def commit(self, order: Commit) -> tuple[str, int]:
+        """Make the checkpoint exist. ``finalise`` would add files that the framework's own tools want."""
+        assert self.processor is not None
+        return commit_order(
+            self.processor, order, framework=self.framework, finalise=lambda draft: [], progress=lambda count: None
+        )
+
+    # What follows may stay like this until the adapter wants more: redo, comparing replicas, rank-local state, devices.
+
+    def gradient_ready(self) -> bool:
+        """No redo."""
+        return False
+
+    def redo(self, version: Version) -> bool:
+        """No redo."""
+        return False
+
+    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
+        """Replicas are not compared."""
+        return (), ()
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """There is no rank-local state."""
+
+    def settled(self) -> bool:
+        """Nothing of a step follows the update."""
+        return True
+
+    def device_version(self, version: Version, patience_s: float) -> Version | None:
+        """There is no device."""
+        return version
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        """There is no rank-local state."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class NumpyAdapter:
+    """One training, as ttp's session knows it; see ``ttp.session.Adapter``."""
+
+    def __init__(self, optimizer: Sgd) -> None:
+        self.optimizer, self._source = optimizer, NumpySource(optimizer)
+
+    @property
+    def source(self) -> NumpySource:
+        """What the processor saves from."""
+        return self._source
+
+    def layout(self, world_size: int) -> Layout:
+        """Every rank holds a copy of the only shard."""
+        return Layout.data_parallel(world_size)
+
+    def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
+        """No rank waits for another one in ``layout``, so nobody has to be told."""
+
+    def attach(self, processor: Processor) -> None:
+        """This rank has joined: report updates from now on."""
+        self._source.processor = self.optimizer.reporter = processor
+
+    def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
+        """ttp is switched off: take the newest that this rank finds."""
+        return agree([RestoreView(Rank(0), found, skipped)])
+
+    def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
+        """Put a verified checkpoint into the arrays, in place. Checks everything before it writes anything."""
+        manifest = Manifest.load(checkpoint)
+        (piece,) = (piece for piece in manifest.pieces if piece.kind == "shard")
+        stored = np.load(checkpoint / piece.file, allow_pickle=False)
+        arrays = self._source.arrays
+        wrong = [name for name in arrays if name not in stored or stored[name].shape != arrays[name].shape]
+        if wrong:
+            raise CheckpointError(f"{checkpoint} belongs to another model: {', '.join(wrong)} differ")
+        for name, array in arrays.items():
+            array[...] = stored[name]
+        return manifest.version
+
+    def step_done(self) -> None:
+        """A version ends with the update."""
+
+
+def protect(optimizer: Sgd, save_dir: str | Path) -> Sgd:
+    """Register the optimizer, and join the job if ``TTP_PORT`` is set. Raises what ``ttp.wrap_optimizer`` raises."""
+    api.register(NumpyAdapter(optimizer), save_dir)
+    return optimizer

@@ -1,0 +1,41 @@
+"""The adapter that CONTRIBUTING.md walks through: a rank is killed, and the job ends with the right bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ttp.store.catalog import newest_whole
+
+FOLDER = Path(__file__).parents[2] / "examples" / "own_adapter"
+STEPS = 40
+
+
+def unbroken() -> Any:
+    """The final weights, worked out in this process: the formula of ``Sgd.step`` on the sums of both ranks."""
+    weights, moments = np.zeros(1000), np.zeros(1000)
+    for step in range(STEPS):
+        total = sum(np.random.default_rng([step, rank]).integers(-8, 9, size=1000).astype(float) for rank in range(2))
+        moments = moments * 0.5 + total
+        weights = weights - 0.125 * moments
+    return weights
+
+
+@pytest.mark.timeout(180)
+def test_the_adapter_of_the_walk_loses_no_step_and_no_bit(tmp_path: Path) -> None:
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
+    flags = ["--nproc-per-node", "2", "--max-restarts", "1"]
+    script = [str(FOLDER / "train_numpy.py"), "--save-dir", str(tmp_path), "--steps", str(STEPS), "--kill", "20"]
+    command = [sys.executable, "-m", "ttp", "run", *flags, *script]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rank 1 begins with version 20" in done.stdout
+    assert newest_whole(tmp_path)[0].name == "tft_saved_checkpoints-step_20"
+    for rank in range(2):
+        assert (np.load(tmp_path / f"final_{rank}.npy") == unbroken()).all()
