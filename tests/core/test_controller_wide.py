@@ -11,6 +11,7 @@ from tests.core.talk import PATIENCE, Talk, hello, line
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, Received
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.saving import REPLAN_MAX_S
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
@@ -817,3 +818,24 @@ def test_what_nobody_asked_for_does_nothing(report: m.Report) -> None:
     assert talk.event(stranger) == ""
     assert talk.machine.incident is None
     assert hello(0, talk.layout).rank == 0
+
+
+def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
+    """A power cut takes hundreds of hosts, and their streams end within a second: a plan costs tens of milliseconds."""
+    ranks = 202
+    talk = Talk(grid(ranks // 2, 2))
+    talk.fault(ranks - 1)
+    for rank in range(ranks):
+        talk.frozen(rank, 7)
+    incident = talk.machine.incident
+    assert incident is not None and incident.plan is not None
+    plans = 0
+    for rank in range(ranks // 2 - 1):
+        plans += "[plan]" in talk.accuse(rank, m.FaultKind.EXITED)
+        plans += "[plan]" in talk.after(0.005)
+    assert plans < 16
+    due = talk.machine.deadline()
+    assert due is not None and due <= talk.now + REPLAN_MAX_S
+    talk.after(due - talk.now)
+    assert not incident.dropped and incident.stage.value == "saving"
+    assert all(rank >= ranks // 2 - 1 for rank in incident.pending), "whoever is dead is asked for nothing"

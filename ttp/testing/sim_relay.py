@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
-from ttp.core.relay import LineId, Relay, Unfolded, folded, ordered
+from ttp.core.layout import Rank
+from ttp.core.relay import Frame, LineId, Relay, Unfolded, folded, ordered
 from ttp.testing.network import Stream
 
 if TYPE_CHECKING:
@@ -69,7 +70,7 @@ class Uplink:
         self.host, self.machine = relay.host, controller.machine
         self._relay, self._world = relay, relay.world
         self._said = Relay(relay.world.manners.heartbeat_s)
-        self._ranks: dict[LineId, tuple[m.Rank, Stream]] = {}
+        self._ranks: dict[LineId, tuple[Rank, Stream]] = {}
         self._lines = 0
         self._due = float("inf")
         world, port = relay.world, _Port(relay.world, controller)
@@ -142,8 +143,8 @@ class Uplink:
     def on_down(self, _: Stream | None) -> None:
         """The controller, or the way to it, is gone."""
         if self._relay.alive:
-            for _, stream in self._ranks.values():
-                stream.end()
+            for rank in self._ranks:
+                self._ranks[rank][1].end()
 
 
 class _Port:
@@ -164,6 +165,7 @@ class _Port:
             for line in list(self._lines.values()):
                 self._ended(line)
             return
+        assert isinstance(event.report, Frame), "nothing else goes over an uplink"
         for number, report in self._unfolded.reports(event.report):
             known = self._lines.get(number)
             if known is None and isinstance(report, m.Hello):

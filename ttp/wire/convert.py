@@ -44,12 +44,12 @@ ORDERS: tuple[type, ...] = typing.get_args(m.Order)
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
     """Core report -> protobuf."""
-    return pb.RankReport(**{_snake(type(report)): _to_wire(report)})
+    return pb.RankReport(**{_field_of(report): _to_wire(report)})
 
 
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
     """Core order -> protobuf."""
-    return pb.ControllerOrder(**{_snake(type(order)): _to_wire(order)})
+    return pb.ControllerOrder(**{_field_of(order): _to_wire(order)})
 
 
 def parse_report(data: bytes) -> m.Report:
@@ -172,6 +172,11 @@ def _entries(name: str, read: Callable[[Any], Any], items: Any) -> tuple[Any, ..
     if taken and isinstance(taken[0], int):
         return tuple(taken)  # ranks: there may be a hundred thousand
     return tuple(map(read, taken))
+
+
+def _field_of(message: object) -> str:
+    kind: type = type(message)
+    return _snake(kind)
 
 
 @functools.cache

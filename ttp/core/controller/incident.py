@@ -107,6 +107,11 @@ class Incident:
     """What is waited for before it ends, and until when; once that is over the time is in the past."""
     look_again_at: float = 0.0
     """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
+    planned_at: float = 0.0
+    losses: int = 0
+    """How often a plan had to be made again because savers were lost."""
+    next_plan_at: float = 0.0
+    """When that may be done at the earliest."""
     stage: Stage = Stage.FREEZING
     why: str = "a fault was seen, or a checkpoint was asked for"
     """Why it is in this stage; only ``enter`` changes both."""

@@ -357,6 +357,9 @@ class Rescue:
             return Wait(ANSWERS)
         if now < incident.look_again_at and not handlers:
             return Wait(incident.waits_for)
+        if now < incident.next_plan_at:
+            incident.look_again_at = incident.next_plan_at
+            return Wait("savers are lost one after the other: they are replaced together")
         layout = self.mending.layout
         if handlers and layout is not None and layout is not incident.layout:
             incident.use(layout)
