@@ -839,3 +839,16 @@ def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
     talk.after(due - talk.now)
     assert not incident.dropped and incident.stage.value == "saving"
     assert all(rank >= ranks // 2 - 1 for rank in incident.pending), "whoever is dead is asked for nothing"
+
+
+def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
+    """They wait in the queue of one controller; who has not been read is not silent."""
+    ranks = 2_000
+    talk = Wide(Layout.data_parallel(ranks))
+    talk.accuse(ranks - 1, m.FaultKind.EXITED)
+    assert talk.after(PATIENCE.answer_s + 0.0005 * ranks) == ""
+    talk.frozen(0, 7)
+    assert "[plan]" in talk.frozen_all()
+    late = Wide(Layout.data_parallel(ranks))
+    late.accuse(ranks - 1, m.FaultKind.EXITED)
+    assert "[evidence]" in late.after(PATIENCE.answer_s + 0.0015 * ranks), "but not for ever"

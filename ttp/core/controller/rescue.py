@@ -28,6 +28,8 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 OUTSIDER = Rank(-1)
 """The witness or subject that is no rank of the job."""
 
+QUEUE_FROM, QUEUE_S = 100, 0.001
+"""From so many ranks on each adds so much to the time that answers may take: one controller reads them all."""
 AGAIN_S = 0.02
 """Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
 
@@ -209,9 +211,14 @@ class Rescue:
         incident.forget(rank)
         incident.waiting.add(rank)
         incident.frozen_at[rank] = now
-        due = now + self._patience.answer_s
+        due = now + self._answer_s
         incident.expire_check_at = min(incident.expire_check_at, due) if len(incident.waiting) > 1 else due
         self._send_freeze(incident, rank, cause)
+
+    @property
+    def _answer_s(self) -> float:
+        """How long a rank may take to answer a freeze. One of ten thousand stands in a queue behind the others."""
+        return self._patience.answer_s + QUEUE_S * max(0, len(self._job.members) - QUEUE_FROM)
 
     def _send_freeze(self, incident: Incident, rank: Rank, cause: str) -> None:
         self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
@@ -299,7 +306,7 @@ class Rescue:
         dues: list[float] = []
         for rank in sorted(incident.waiting):
             acknowledged = rank in incident.answers
-            patience_s = self._patience.freeze_s if acknowledged else self._patience.answer_s
+            patience_s = max(self._patience.freeze_s, self._answer_s) if acknowledged else self._answer_s
             due = incident.frozen_at[rank] + patience_s
             if now < due:
                 dues.append(due)
