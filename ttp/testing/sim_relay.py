@@ -6,12 +6,12 @@ the relay dies all of them break at once, and ranks connect without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.layout import Rank
-from ttp.core.relay import Frame, LineId, Relay, Unfolded, folded, ordered
+from ttp.core.relay import LineId, Relay, Unfolded, folded, ordered
 from ttp.testing.network import Stream
 
 if TYPE_CHECKING:
@@ -140,11 +140,11 @@ class Uplink:
                     else:
                         stream.order(ordered(order, rank))
 
-    def on_down(self, _: Stream | None) -> None:
+    def on_down(self, stream: Stream | None) -> None:
         """The controller, or the way to it, is gone."""
         if self._relay.alive:
-            for rank in self._ranks:
-                self._ranks[rank][1].end()
+            for _, attached in self._ranks.values():
+                attached.end()
 
 
 class _Port:
@@ -165,8 +165,7 @@ class _Port:
             for line in list(self._lines.values()):
                 self._ended(line)
             return
-        assert isinstance(event.report, Frame), "nothing else goes over an uplink"
-        for number, report in self._unfolded.reports(event.report):
+        for number, report in self._unfolded.reports(cast(Any, event.report)):
             known = self._lines.get(number)
             if known is None and isinstance(report, m.Hello):
                 known = self._lines[number] = Line(self, number)
