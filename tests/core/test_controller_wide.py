@@ -852,3 +852,14 @@ def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
     late = Wide(Layout.data_parallel(ranks))
     late.accuse(ranks - 1, m.FaultKind.EXITED)
     assert "[evidence]" in late.after(PATIENCE.answer_s + 0.0015 * ranks), "but not for ever"
+
+
+def test_ten_thousand_streams_that_break_at_once_are_given_the_time_to_be_opened_again() -> None:
+    ranks = 2_000
+    talk = Wide(Layout.data_parallel(ranks))
+    for rank in range(ranks):
+        talk.lost(rank)
+    assert "[evidence]" not in talk.after(PATIENCE.grace_s + 0.0005 * ranks)
+    for rank in range(ranks):
+        talk.back(rank, resume=True)
+    assert not talk.machine.job.suspects and not talk.machine.job.broken

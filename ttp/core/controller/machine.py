@@ -62,6 +62,7 @@ from ttp.core.controller.events import (
     Stop,
     StreamEnded,
     Tick,
+    in_queue,
 )
 from ttp.core.controller.gathering import Gathering
 from ttp.core.controller.hangs import HangWatch
@@ -114,6 +115,7 @@ class ControllerMachine:
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
+        self._suspected = 0  # at one time, at most, since there was no suspect
         self._gathering = Gathering(self.job, self._rescue, patience, self._abdicate, now)
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -173,7 +175,7 @@ class ControllerMachine:
             yield self._quiet_since + self.patience.abandoned_s
         yield from self._gathering.deadlines()
         if self.job.suspects:
-            yield next(iter(self.job.suspects.values())) + self.patience.grace_s
+            yield next(iter(self.job.suspects.values())) + self._grace_s
         quiet = self._silence.deadline()
         if quiet is not None:
             yield quiet
@@ -587,13 +589,19 @@ class ControllerMachine:
 
     # ------------------------------------------------------------------------------------------------------------ time
 
+    @property
+    def _grace_s(self) -> float:
+        """How long a rank whose stream has ended may take to open another one."""
+        return in_queue(self.patience.grace_s, self._suspected)
+
     def _expire(self, now: float) -> None:
         self._layouts.expire(now)
+        self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
         while self.job.suspects:
             rank, since = next(iter(self.job.suspects.items()))
-            if now < since + self.patience.grace_s:
+            if now < since + self._grace_s:
                 break
-            self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
+            self.job.fence(rank, f"its stream did not come back within {self._grace_s:g} s")
         self._gathering.expire(now)
         self._silence.check(now)
         self._rescue.expire(now)

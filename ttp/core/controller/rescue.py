@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ttp.core import messages as m
-from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
+from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested, in_queue
 from ttp.core.controller.incident import OVER, Evidence, Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
@@ -28,8 +28,6 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 OUTSIDER = Rank(-1)
 """The witness or subject that is no rank of the job."""
 
-QUEUE_FROM, QUEUE_S = 100, 0.001
-"""From so many ranks on each adds so much to the time that answers may take: one controller reads them all."""
 AGAIN_S = 0.02
 """Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
 
@@ -217,8 +215,8 @@ class Rescue:
 
     @property
     def _answer_s(self) -> float:
-        """How long a rank may take to answer a freeze. One of ten thousand stands in a queue behind the others."""
-        return self._patience.answer_s + QUEUE_S * max(0, len(self._job.members) - QUEUE_FROM)
+        """How long a rank may take to answer a freeze."""
+        return in_queue(self._patience.answer_s, len(self._job.members))
 
     def _send_freeze(self, incident: Incident, rank: Rank, cause: str) -> None:
         self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
