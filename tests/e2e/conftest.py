@@ -36,7 +36,7 @@ def solo(tmp_path: Path) -> Run:
     def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
         out = tmp_path / f"solo{next(number)}.out"
         process = Forked("tests.e2e.solo", solo_env(tmp_path, on=on) | env, out, args)
-        return subprocess.CompletedProcess(args, process.wait(), process.out, process.err)
+        return subprocess.CompletedProcess([str(a) for a in args], process.wait(), process.out, process.err)
 
     return run
 

@@ -20,11 +20,13 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import JOB, Job, newest_of_survivors, watch_events
 from tests.ports import free_port
 from ttp.cli.main import main
 
 MakeJob = Callable[..., Job]
+MakeForked = Callable[..., ForkedJob]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 MOSTLY_TTP = [  # one after the other: each job fills a machine
@@ -82,7 +84,7 @@ def kills(ranks: int, phases: list[str]) -> tuple[list[dict[str, Any]], list[set
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_every_phase_without_a_launcher(forked_job: MakeJob, unbroken: Unbroken) -> None:
+def test_every_phase_without_a_launcher(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """What ranks do is the same under each launcher: each phase, and an exception before and in the step."""
     faults, lost = kills(3, PHASES)
     for phase, rank in (("loss", 1), ("in_step", 0)):
@@ -135,7 +137,7 @@ WIDE = {"JOB_WIDE": "200000"}
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.parametrize("whom", ["saver", pytest.param("bystander", marks=pytest.mark.slow)])
-def test_another_rank_dies_while_one_saves(forked_job: MakeJob, unbroken: Unbroken, whom: str) -> None:
+def test_another_rank_dies_while_one_saves(forked_job: MakeForked, unbroken: Unbroken, whom: str) -> None:
     fault = {"id": "first", "rank": 2, "step": 2, "phase": "backward", "action": "kill"}
     job = forked_job(ranks=3, steps=4, env=WIDE, faults=[fault]).begin()
     facts = next(facts for kind, facts in watch_events(job, replay=1000) if kind == "plan")
@@ -190,7 +192,7 @@ def test_preemption_of_the_whole_job(make_job: MakeJob, unbroken: Unbroken, laun
 
 
 @pytest.mark.timeout(TIMEOUT_S)
-def test_a_checkpoint_on_request(forked_job: MakeJob, unbroken: Unbroken) -> None:
+def test_a_checkpoint_on_request(forked_job: MakeForked, unbroken: Unbroken) -> None:
     hold = {"id": "hold", "rank": 1, "step": 3, "phase": "data", "action": "hold", "when": "saved"}
     job = forked_job(ranks=2, steps=6, faults=[hold]).begin()
     job.wait_for_version(3, rank=1)

@@ -7,10 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job
 from ttp.cli.main import main
 
 MakeJob = Callable[..., Job]
+MakeForked = Callable[..., ForkedJob]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 QUICK = {"TTP_HEARTBEAT_S": "0.1", "TTP_HANG_S": "3", "TTP_ANSWER_S": "2", "JOB_STEP_S": "0.05"}
@@ -36,7 +38,7 @@ def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob
 
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
-def test_without_a_launcher_too(forked_job: MakeJob, unbroken: Unbroken) -> None:
+def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """A SIGSTOP, and a thread that keeps the interpreter lock. What ends such a rank is whoever started it."""
     faults = [
         {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},

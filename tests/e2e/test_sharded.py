@@ -14,7 +14,7 @@ from ttp.cli.main import main
 
 TIMEOUT_S = 1200
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp_path: Path) -> None:
