@@ -243,7 +243,8 @@ class Driver:
         text = json.dumps(facts, default=str)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
         self._remember(happening)
-        log.info("%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
+        level = logging.DEBUG if kind == "answer" else logging.INFO  # there is one of each rank: the journal has them
+        log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
         self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)

@@ -14,7 +14,7 @@ from ttp.adapters.megatron.extra_states import ExtraStates
 from ttp.adapters.megatron.geometry import describe
 from ttp.adapters.megatron.optimizers import inner_optimizers, unchained
 from ttp.adapters.megatron.param_sync import ParamSyncs
-from ttp.adapters.megatron.rank_layout import outline_text
+from ttp.adapters.megatron.rank_layout import rank_layout_text
 from ttp.adapters.megatron.rank_state import PROGRESS, STREAMS, Progress, TrackedStreams
 from ttp.adapters.megatron.replica_groups import announce
 from ttp.adapters.megatron.restore import items_by_key, restore_groups, restore_into
@@ -84,9 +84,9 @@ class MegatronAdapter(TorchAdapter):
         geometry = describe(plain)
         inners = inner_optimizers(optimizer, geometry)
         layout, shards = announce(inners)
-        outline = outline_text(geometry, plain, optimizer, inners, args)
+        rank_layout = rank_layout_text(geometry, plain, inners)
         extra_states = ExtraStates(geometry.owners, geometry.written, on_device=self._device.type != "cpu")
-        self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, outline)
+        self._held = Held(geometry, tuple(inners), tuple(shards), layout, extra_states, rank_layout)
         self._noted = getattr(scheduler, "num_steps", 0)
         self._together: Any = combined(self._held.stepping)
         names = ModelNames(modules, None)

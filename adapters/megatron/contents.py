@@ -7,20 +7,18 @@ the numbers in a rank's name become those at which its part lies in the checkpoi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ttp.adapters.megatron.geometry import Tile
 from ttp.adapters.megatron.rank_layout import RankLayout
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY
-from ttp.adapters.megatron.stored import Stored, whole_tile
+from ttp.adapters.megatron.stored import MegatronCheckpoint, whole_tile
 from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
 from ttp.adapters.torch.saving.piece_index import left_out_of
 
@@ -47,9 +45,8 @@ def read_megatron(path: Path) -> Contents:
     Raises:
         CheckpointError: it does not say what its tensors are called, or cannot be read.
     """
-    stored = Stored(path)
-    outlines = [outline for found in stored.outlines().values() for outline in found]
-    weights, stacked = _weights(stored, outlines)
+    stored = MegatronCheckpoint(path)
+    weights, stacked = _weights(stored, stored.rank_layouts())
     leaves = [Leaf(("model", name), (), _entry(stored, weight.tile)) for name, weight in weights.items()]
     leaves += _moments(stored, weights)
     leaves += _groups(stored, weights)
@@ -63,17 +60,15 @@ def read_megatron(path: Path) -> Contents:
     )
 
 
-def _weights(stored: Stored, outlines: Iterable[RankLayout]) -> tuple[dict[str, Weight], list[str]]:
+def _weights(stored: MegatronCheckpoint, layouts: Iterable[RankLayout]) -> tuple[dict[str, Weight], list[str]]:
     """By name, sorted; and the names under which several layers or experts are one tensor."""
     found: dict[str, Weight] = {}
     stacked: dict[str, None] = {}
-    for outline in sorted(outlines, key=lambda each: (each.place.pp, each.place.tp, each.place.ep)):
-        groups = _groups_of(outline)
-        for chunk in outline.chunks:
+    for layout in sorted(layouts, key=lambda each: (each.place.pp, each.place.tp, each.place.ep)):
+        groups = _groups_of(layout)
+        for chunk in layout.chunks:
             for local, number in chunk.items():
-                if not isinstance(number, int):
-                    continue
-                tile = outline.tensors[number].tiles[0]
+                tile = layout.tensors[number]
                 name, index = _global_name(local, tile)
                 if len(index) < len(tile.shape) - len(tile.sizes):
                     stacked[name] = None
@@ -102,31 +97,21 @@ def _order(name: str) -> tuple[tuple[bool, int, str], ...]:
     return tuple((step.isdecimal(), int(step) if step.isdecimal() else 0, step) for step in name.split("."))
 
 
-def _groups_of(outline: RankLayout) -> dict[int, tuple[str, int]]:
+def _groups_of(layout: RankLayout) -> dict[int, tuple[str, int]]:
     return {
         number: (optimizer.kind, group)
-        for optimizer in outline.optimizers
+        for optimizer in layout.optimizers
         for group, members in enumerate(optimizer.groups)
         for number in members
     }
 
 
-def _entry(stored: Stored, tile: Tile, prefix: str = "") -> Entry:
-    dtype = stored.dtype(prefix + tile.key)
+def _entry(stored: MegatronCheckpoint, tile: Tile, prefix: str = "") -> Entry:
     place = (prefix, tile.key, tile.offsets)
-    return Entry(dtype, tile.sizes, place, _reader(stored, tile, prefix, dtype))
+    return Entry(stored.dtype(prefix + tile.key), tile.sizes, place, lambda: stored.read(tile, prefix))
 
 
-def _reader(stored: Stored, tile: Tile, prefix: str, dtype: torch.dtype) -> Callable[[], Tensor]:
-    def read() -> Tensor:
-        target = torch.empty(tile.sizes, dtype=dtype)
-        stored.read([(target, [tile], prefix)] if prod(tile.sizes) else [])
-        return target
-
-    return read
-
-
-def _moments(stored: Stored, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
+def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
     by_key: dict[str, list[str]] = {}
     for key in stored.items:
         if key.startswith(STATE_PREFIX):
@@ -149,7 +134,7 @@ def _count(saved: Mapping[str, Any]) -> float | None:
     return max((float(group["step"]) for group in saved["groups"] if "step" in group), default=None)
 
 
-def _groups(stored: Stored, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
+def _groups(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
     number = 0
     for saved in stored.optimizers:
         for place, group in enumerate(saved["groups"]):
@@ -161,13 +146,13 @@ def _groups(stored: Stored, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
             number += 1
 
 
-def _scalars(stored: Stored) -> dict[str, Any]:
+def _scalars(stored: MegatronCheckpoint) -> dict[str, Any]:
     job = stored.job
     extra = {key: value for key, value in job.extra.items() if key != JOB_KEY}
     return {"scheduler": job.scheduler, "scheduler_pending": job.scheduler_pending, "extra": extra}
 
 
-def _notes(stored: Stored, stacked: Iterable[str]) -> Iterator[str]:
+def _notes(stored: MegatronCheckpoint, stacked: Iterable[str]) -> Iterator[str]:
     for key in left_out_of(stored.manifest.pieces):
         yield f"{key} was left out when the checkpoint was made"
     for name in stacked:

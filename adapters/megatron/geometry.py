@@ -111,13 +111,11 @@ class Geometry:
         tensors: by identity of the live tensor.
         owners: by the name in the checkpoint of what their ``get_extra_state()`` gives, modules of this rank.
         written: of these names those that this rank writes, as ``Described.first`` says it of tensors.
-        object_names: for each chunk, name in its state dict -> name in the checkpoint.
     """
 
     tensors: dict[int, Described] = field(default_factory=dict)
     owners: dict[str, nn.Module] = field(default_factory=dict)
     written: set[str] = field(default_factory=set)
-    object_names: list[dict[str, str]] = field(default_factory=list)
 
 
 def describe(chunks: Sequence[nn.Module]) -> Geometry:
@@ -135,10 +133,8 @@ def describe(chunks: Sequence[nn.Module]) -> Geometry:
     found = Geometry()
     for chunk in chunks:
         module: Any = chunk
-        found.object_names.append({})
         for _, name, entry in nested_items_iter(module.sharded_state_dict()):
             if isinstance(entry, ShardedObject):
-                found.object_names[-1][str(name)] = entry.unique_key
                 found.owners[entry.unique_key] = _owner(module, str(name))
                 if _is_first(entry.replica_id):
                     found.written.add(entry.unique_key)

@@ -49,7 +49,7 @@ class Held:
         shards: of each of them.
         layout: of the job.
         extra_states: of its modules.
-        outline: of this rank, for the files of its shards; see ``outline.outline_text``.
+        rank_layout: of this rank, for the files of its shards; see ``rank_layout.rank_layout_text``.
     """
 
     geometry: Geometry
@@ -57,7 +57,7 @@ class Held:
     shards: tuple[Shard, ...]
     layout: Layout
     extra_states: ExtraStates
-    outline: Mapping[str, list[str]] = field(default_factory=dict)
+    rank_layout: Mapping[str, list[str]] = field(default_factory=dict)
 
     @property
     def stepping(self) -> tuple[Optimizer, ...]:
@@ -147,7 +147,7 @@ class MegatronSource(TorchSource):
         found: dict[str, list[Chunk]] = {}
         for key, chunk in _updated(inner, state["image"]):
             found.setdefault(key, []).append(chunk)
-        result: dict[str, Any] = dict(self.held.outline)
+        result: dict[str, Any] = dict(self.held.rank_layout)
         if inner is self.held.inners[0]:
             for key, chunk in self._fixed(inner, state["buffers"]):
                 found.setdefault(key, []).append(chunk)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 from ttp.adapters.megatron.geometry import Tile
-from ttp.adapters.megatron.rank_layout import OUTLINE_PREFIX, Place, RankLayout
+from ttp.adapters.megatron.rank_layout import RANK_LAYOUT_PREFIX, RankLayout
 from ttp.adapters.megatron.restore import Want, fill
-from ttp.adapters.megatron.stock import JOB_KEY, progress_of
+from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.torch.restoring.reader import read_value
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import build_metadata
@@ -25,7 +25,7 @@ from ttp.store.manifest import Manifest
 FRAMEWORK = "megatron"
 
 
-class Stored:
+class MegatronCheckpoint:
     """The checkpoint at ``path``; its digests have been verified. Nothing but values of its own is loaded.
 
     Args:
@@ -53,60 +53,44 @@ class Stored:
         """Param groups and counts of steps, of each optimizer."""
         return list(self.job.extra[JOB_KEY]["optimizers"])
 
-    @property
-    def progress(self) -> dict[str, Any]:
-        """Counters and loss scales of the version."""
-        return progress_of(self.path, self.manifest.pieces)
-
-    def outlines(self) -> dict[Place, list[RankLayout]]:
-        """Of the ranks that have written, by place in the model.
+    def rank_layouts(self) -> list[RankLayout]:
+        """Of the ranks that have written.
 
         Raises:
             CheckpointError: there are none, or they cannot be read.
         """
-        found: dict[Place, list[RankLayout]] = {}
-        for key, items in self.items.items():
-            for item in items if key.startswith(OUTLINE_PREFIX) else ():
-                outline = RankLayout.from_json(str(self.value(item)))
-                found.setdefault(outline.place, []).append(outline)
+        told = (item for key, items in self.items.items() if key.startswith(RANK_LAYOUT_PREFIX) for item in items)
+        found = [RankLayout.from_json(str(self._value(item))) for item in told]
         if not found:
             raise CheckpointError(
-                f"{self.path} does not say which names and buffers its ranks had: an older ttp wrote it, or the log of "
+                f"{self.path} does not say which names its ranks had: an older ttp wrote it, or the log of "
                 "the job said why not. ttp.restore() and Megatron's torch_dist loader read it"
             )
         return found
 
-    def value(self, item: IndexEntry) -> Any:
+    def _value(self, item: IndexEntry) -> Any:
         """A plain value, which Megatron puts into lists of one."""
         (found,) = read_value(self.path, item)
         return found
-
-    def has(self, key: str) -> bool:
-        """Whether there is a tensor or value of this name."""
-        return key in self.items
 
     def dtype(self, key: str) -> torch.dtype:
         """Of a tensor that is there."""
         return self.items[key][0].torch_dtype
 
-    def read(self, targets: Iterable[tuple[Tensor, Sequence[Tile], str]]) -> None:
-        """Put elements where they belong.
+    def read(self, tile: Tile, prefix: str) -> Tensor:
+        """A tensor, whole.
 
         Args:
-            targets: a contiguous tensor, what it is made of, and what is put before the names of that.
+            tile: where it is, as a tensor of its own.
+            prefix: what stands before its name: nothing for a weight, else the name of the optimizer's state.
 
         Raises:
             CheckpointError: something is missing, or cannot be read.
         """
-        wants: list[Want] = []
-        for target, tiles, prefix in targets:
-            memory = target.view(-1)
-            for tile in tiles:
-                if not self.has(prefix + tile.key):
-                    raise CheckpointError(f"{self.path} lacks {prefix}{tile.key}")
-                parts = tile.parts(0, target.numel())
-                wants += [Want(prefix + tile.key, part, part.view(memory, 0)) for part in parts]
-        fill(self.path, wants, self.items)
+        target = torch.empty(tile.sizes, dtype=self.dtype(prefix + tile.key))
+        parts = tile.parts(0, target.numel()) if target.numel() else ()
+        fill(self.path, [Want(prefix + tile.key, part, part.view(target.view(-1), 0)) for part in parts], self.items)
+        return target
 
 
 def whole_tile(key: str, shape: Sequence[int], index: Sequence[int]) -> Tile:

@@ -78,6 +78,7 @@ def test_an_old_checkpoint_keeps_its_name_unless_forced(ttp: Ttp, save_dir: Path
         (("saved", "new.pt", "--to", "torch", "--step", "3"), 64, "--to dcp only"),
         (("saved", "empty", "--to", "torch"), 64, "is a directory"),
         (("saved", "new.pt", "--to", "zip"), 64, "--to"),
+        (("saved", "new.pt", "--to", "megatron"), 64, "--to"),
         (("saved", "new.pt", "--to", "torch", "--optimizer"), 1, "no state of an optimizer"),
     ],
 )
@@ -91,9 +92,3 @@ def test_what_cannot_be_done_is_said(
     said = ttp("convert", *arguments)
     assert said.code == code and words in said.err and "Traceback" not in said.err
     assert not (tmp_path / "new.pt").exists() and not (tmp_path / "new").exists()
-
-
-def test_only_a_megatron_job_has_a_legacy_layout(ttp: Ttp, save_dir: Path, tmp_path: Path) -> None:
-    said = ttp("convert", save_dir, tmp_path / "load", "--to", "megatron")
-    assert said.code == 1 and "not by a Megatron job" in said.err
-    assert not (tmp_path / "load").exists()

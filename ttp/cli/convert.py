@@ -28,13 +28,10 @@ class Form(str, Enum):
     SAFETENSORS = "safetensors"
     TORCH = "torch"
     DCP = "dcp"
-    MEGATRON = "megatron"
 
 
 Source = Annotated[Path, typer.Argument(metavar="SRC", help="A checkpoint, a save_dir (its newest), or a file.")]
-Target = Annotated[
-    Path, typer.Argument(metavar="DST", help="The file to write; for dcp a save_dir or a checkpoint, else a directory.")
-]
+Target = Annotated[Path, typer.Argument(metavar="DST", help="The file to write; for dcp a save_dir or a checkpoint.")]
 To = Annotated[Form, typer.Option("--to", help="What to write.")]
 WithOptimizer = Annotated[
     bool | None,
@@ -58,8 +55,7 @@ def convert(
     safetensors: the weights and buffers, for inference; with --optimizer also its tensors as
     optim.state.PARAMETER.KEY. torch: {"model", "optim", "version", ...} for torch.load(weights_only=True), to go on
     with in a plain torch job. dcp: a checkpoint that ttp.restore() starts from and that stock
-    torch.distributed.checkpoint reads. megatron: Megatron-LM's legacy layout (mp_rank_*/model_optim_rng.pt) of a
-    checkpoint of a Megatron job, for --load DST --ckpt-format torch.
+    torch.distributed.checkpoint reads.
 
     A checkpoint is verified before and DST read back after; DST appears whole or not at all. Tensors are read one at a
     time. Exits with 1 if SRC is damaged or cannot be converted.

@@ -59,13 +59,13 @@ def reshard(
     --dst-strategy), or from one. SRC_DIR may lack ranks whose parts others hold, as a power-off checkpoint does.
 
     Files and strategies are examined first: digests, shapes, copies that should be equal. What does not fit is refused
-    and nothing is written. MindSpore converts; every element is compared with the source afterwards; what MindSpore
-    cannot convert, or converts wrongly, ttp converts itself and says so. DST_DIR appears whole or not at all.
+    and nothing is written. Every element is compared with the source afterwards. MindSpore is not needed. DST_DIR
+    appears whole or not at all.
 
     Exits with 1 if the files are damaged or the strategies do not fit.
 
     JSON keys: source, target, version (finished updates; null: unknown), ranks (made), world_size (of DST_DIR), tensors
-    (in all files), size (bytes), own (reason: tensors that ttp and not MindSpore converted), notes.
+    (in all files), size (bytes), own (always empty), notes.
     """
     from_memory = None if memory is None else _bytes(memory)
     with bars() as watch:
@@ -114,7 +114,7 @@ def describe(done: Resharded) -> dict[str, Any]:
         "world_size": done.world_size,
         "tensors": done.tensors,
         "size": done.size,
-        "own": dict(done.own),
+        "own": {},  # counted what ttp converted and not MindSpore; kept for those who look for it
         "notes": list(done.notes),
     }
 
@@ -125,11 +125,7 @@ def _tell(done: Resharded) -> None:
     whole = "" if len(done.ranks) == done.world_size else f" of {done.world_size}"
     counted = f"{count_text(done.tensors, 'tensor')}{step}, {size_text(done.size)}"
     say(Text.assemble(("written  ", "green"), f"{done.target}: {made}{whole}, {counted}, every element checked"))
-    lines = [
-        *(f"ttp converted {count_text(count, 'tensor')} itself: {why}" for why, count in done.own.items()),
-        *done.notes,
-    ]
-    for line in lines[:SHOWN_MAX]:
+    for line in done.notes[:SHOWN_MAX]:
         say(f"         note: {line}")
-    if len(lines) > SHOWN_MAX:
-        say(f"         note: and {len(lines) - SHOWN_MAX} more (--json lists them)")
+    if len(done.notes) > SHOWN_MAX:
+        say(f"         note: and {len(done.notes) - SHOWN_MAX} more (--json lists them)")

@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -29,7 +28,7 @@ from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.reshard_evidence import examine
 from ttp.mindspore_files.reshard_evidence import size as evidence_size
 from ttp.mindspore_files.reshard_fit import Plan, make_plan
-from ttp.mindspore_files.reshard_rank import Made, batches, make_rank
+from ttp.mindspore_files.reshard_rank import Made, make_rank
 from ttp.mindspore_files.reshard_source import Source, Watch, open_newest
 from ttp.mindspore_files.reshard_strategy import Strategy, read_strategy
 from ttp.store import names
@@ -37,8 +36,8 @@ from ttp.store.digest import Progress
 from ttp.store.durable import make_directory, sync_directory, write_durably
 from ttp.store.manifest import MANIFEST, Manifest
 
-MINDSPORE_BYTES = 600_000_000
-"""Resident memory of a process that has imported MindSpore 2.10 and converted something small, rounded up."""
+JOB_BYTES = 200_000_000
+"""Resident memory of a process that has imported numpy and holds the rows it works on, rounded up."""
 
 _SHARE = 0.5
 """Of the memory that is free, what is taken when nobody says how much."""
@@ -86,7 +85,6 @@ class Resharded:
         world_size: ranks of the whole target.
         tensors: entries of all files together.
         size: bytes of all files.
-        own: reason -> how many tensors (of all ranks together) were converted by ttp and not by MindSpore.
         notes: what was left out, passed over or could not be decided.
     """
 
@@ -97,7 +95,6 @@ class Resharded:
     world_size: int
     tensors: int
     size: int
-    own: Mapping[str, int]
     notes: tuple[str, ...]
 
 
@@ -108,7 +105,6 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
         UsageError: the wish makes no sense, the target exists, or a strategy is none.
         CheckpointError: the files are damaged or of several steps, do not fit the strategies, the disk is too small or
             refused, or a conversion was wrong.
-        ConfigError: MindSpore is not installed.
     """
     _refuse_existing(wish)
     src = None if wish.src_strategy is None else read_strategy(wish.src_strategy)
@@ -122,11 +118,11 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
     _check_name(wish.target, source)
     told = watch("comparing copies", evidence_size(plan))
     remarks = examine(plan, trust_parts=wish.trust_parts, told=told)
-    jobs, budget = _share_memory(wish.memory, min(wish.jobs, len(ranks)))
-    _check_space(wish.target, plan, ranks, jobs, budget)
+    jobs = _affordable_jobs(wish.memory, min(wish.jobs, len(ranks)))
+    _check_space(wish.target, plan, ranks)
     files = {rank: file_name(source, rank) for rank in ranks}
     try:
-        done = _publish(wish, source, plan, files, jobs, budget, watch)
+        done = _publish(wish, source, plan, files, jobs, watch)
     except OSError as problem:
         raise CheckpointError(f"{wish.target} cannot be written: {problem}") from problem
     return Resharded(
@@ -137,7 +133,6 @@ def reshard(wish: Wish, watch: Watch) -> Resharded:
         plan.world_size,
         sum(made.tensors for made in done),
         sum(made.size for made in done),
-        Counter(reason for made in done for reason in made.own.values()),
         (*source.notes, *plan.notes, *remarks),
     )
 
@@ -177,15 +172,12 @@ def _check_name(target: Path, source: Source) -> None:
         raise UsageError(f"{target.name} is the name of step {named}, and the source is of step {source.version}")
 
 
-def _share_memory(memory: int | None, jobs: int) -> tuple[int, int]:
-    """How many jobs there is memory for, and how many bytes each may take for tensors."""
+def _affordable_jobs(memory: int | None, jobs: int) -> int:
+    """How many jobs there is memory for."""
+    if memory is not None and memory < JOB_BYTES:
+        raise UsageError(f"--memory {memory}: a job takes {JOB_BYTES} bytes")
     allowed = int(free_memory() * _SHARE) if memory is None else memory
-    fitting = min(jobs, allowed // (2 * MINDSPORE_BYTES))
-    if fitting < 1:
-        if memory is not None and memory < MINDSPORE_BYTES:
-            raise UsageError(f"--memory {memory}: MindSpore alone takes {MINDSPORE_BYTES} bytes")
-        fitting = 1
-    return fitting, max(0, allowed // fitting - MINDSPORE_BYTES)
+    return max(1, min(jobs, allowed // JOB_BYTES))
 
 
 def free_memory() -> int:
@@ -197,31 +189,25 @@ def free_memory() -> int:
     return free
 
 
-def _check_space(target: Path, plan: Plan, ranks: Sequence[int], jobs: int, budget: int) -> None:
+def _check_space(target: Path, plan: Plan, ranks: Sequence[int]) -> None:
     parent = next(place for place in target.absolute().parents if place.exists())
     passed = sum(next(iter(held.values())).nbytes for held in plan.passed.values())
     needed = sum(sum(entry.piece_bytes for entry in plan.of_rank(rank).values()) + passed for rank in ranks)
-    scratch = jobs * max(batches(plan, rank, budget).scratch for rank in ranks)
     free = shutil.disk_usage(parent).free
-    if needed + scratch + _SLACK > free:
-        raise CheckpointError(
-            f"{parent} has {free} bytes free, and {needed + scratch + _SLACK} are needed ({needed} to stay, the rest "
-            "while it is made): nothing was written"
-        )
+    if needed + _SLACK > free:
+        raise CheckpointError(f"{parent} has {free} bytes free, and {needed + _SLACK} are needed: nothing was written")
 
 
 # ------------------------------------------------------------------------------------------------------------- making
 
 
-def _publish(
-    wish: Wish, source: Source, plan: Plan, files: Mapping[int, str], jobs: int, budget: int, watch: Watch
-) -> list[Made]:
+def _publish(wish: Wish, source: Source, plan: Plan, files: Mapping[int, str], jobs: int, watch: Watch) -> list[Made]:
     target = wish.target.absolute()
     home = target if wish.ranks else target.parent
     make_directory(home)
     with _draft(home / f".{target.name}.draft-{os.getpid()}") as draft:
         total = 3 * sum(sum(entry.piece_bytes for entry in plan.of_rank(rank).values()) for rank in files)
-        done = _make(plan, files, draft, jobs, budget, watch("converting and checking", total))
+        done = _make(plan, files, draft, jobs, watch("converting and checking", total))
         for made in done:
             sync_directory((draft / made.file).parent)
         if wish.ranks:
@@ -258,13 +244,11 @@ def _take_name(draft: Path, final: Path) -> None:
         raise
 
 
-def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, budget: int, told: Progress) -> list[Made]:
+def _make(plan: Plan, files: Mapping[int, str], draft: Path, jobs: int, told: Progress) -> list[Made]:
     if jobs == 1:
-        return [make_rank(plan, rank, draft, file, budget, told) for rank, file in files.items()]
+        return [make_rank(plan, rank, draft, file, told) for rank, file in files.items()]
     done: list[Made] = []
-    with ProcessPoolExecutor(
-        jobs, mp_context=get_context("spawn"), initializer=_begin, initargs=(plan, draft, budget)
-    ) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_begin, initargs=(plan, draft)) as pool:
         waiting = [pool.submit(_make_one, rank, file) for rank, file in files.items()]
         try:
             for future in as_completed(waiting):
@@ -284,13 +268,13 @@ _worker: dict[str, Any] = {}
 """What ``_begin`` left for ``_make_one`` in a worker process."""
 
 
-def _begin(plan: Plan, draft: Path, budget: int) -> None:
-    _worker.update(plan=plan, draft=draft, budget=budget)
+def _begin(plan: Plan, draft: Path) -> None:
+    _worker.update(plan=plan, draft=draft)
 
 
 def _make_one(rank: int, file: str) -> tuple[Made, int]:
     counted: list[int] = []
-    made = make_rank(_worker["plan"], rank, _worker["draft"], file, _worker["budget"], counted.append)
+    made = make_rank(_worker["plan"], rank, _worker["draft"], file, counted.append)
     return made, sum(counted)
 
 

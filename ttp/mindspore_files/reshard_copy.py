@@ -2,7 +2,7 @@
 
 ``blocks`` intersects boxes: which rows and columns of a part of the source lie in the part of the target.
 ``difference`` asks for every index of the target which part of the source it is in and where there, and compares
-elements. It judges MindSpore's conversion and ours alike.
+elements.
 """
 
 from __future__ import annotations
@@ -77,15 +77,6 @@ def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, i
     step = max(1, size // row)
     for first in range(0, shape[0], step):
         yield first, min(first + step, shape[0])
-
-
-def touched(entry: TargetTensor, rank: int) -> int:
-    """How many parts of the source overlap what a target rank holds."""
-    piece, source = _sizes(entry)
-    if not entry.sample.nbytes:
-        return 1
-    spans = zip(_cell(entry, rank), piece, source, strict=True)
-    return math.prod(((index + 1) * n - 1) // m - index * n // m + 1 for index, n, m in spans)
 
 
 def _sizes(entry: TargetTensor) -> tuple[Shape, Shape]:

@@ -5,7 +5,6 @@ Memory, beside what the libraries themselves take:
 =========================  ========================================================================================
 checkpoint -> safetensors  the largest tensor, and the largest chunk of it where several ranks wrote it
 checkpoint -> torch        the same; on disk, while it runs, as much space again as the target takes
-checkpoint -> megatron     the largest chunk; on disk, while it runs, the largest file twice
 file -> any                the largest tensor that is not contiguous; all of a torch file older than torch's zip format
 =========================  ========================================================================================
 """
@@ -33,7 +32,7 @@ from ttp.store.manifest import Manifest
 from ttp.store.plain_file import open_plain
 from ttp.store.verify import verify_checkpoint
 
-Form = Literal["safetensors", "torch", "dcp", "megatron"]
+Form = Literal["safetensors", "torch", "dcp"]
 Watch = Callable[[str, int | None], Progress]
 """Told what begins and how many bytes that are, if known; returns what is told of every byte."""
 
@@ -82,8 +81,7 @@ def convert(
 
     Args:
         source: a checkpoint of ttp, a torch file or a safetensors file.
-        target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` to make it in; for
-            ``megatron`` what Megatron's ``--load`` is to be.
+        target: the file to write; for ``dcp`` the checkpoint's directory, or the ``save_dir`` to make it in.
         to: what to write.
         watch: see ``Watch``.
         optimizer: whether its state is wanted; None: not in safetensors, elsewhere where there is one.
@@ -103,8 +101,6 @@ def convert(
         return _to_checkpoint(source, target, watch, optimizer, force, step)
     if step is not None:
         raise UsageError("--step is the number of a checkpoint: it goes with --to dcp only")
-    if to == "megatron":
-        return _to_megatron(source, target, watch, optimizer, force, verified)
     if to == "safetensors":
         safetensors_file.require()
     _refuse_existing(target, force)
@@ -118,13 +114,9 @@ def convert(
 
 
 def _read_checkpoint(source: Path, watch: Watch, verified: bool) -> Contents:
-    _verify(source, watch, verified)
-    return read_checkpoint(source)
-
-
-def _verify(source: Path, watch: Watch, verified: bool) -> None:
     if not verified and (problems := verify_checkpoint(source, watch("verifying", Manifest.load(source).size))):
         raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}. Nothing was written")
+    return read_checkpoint(source)
 
 
 def _read_file(source: Path, optimizer: bool) -> Contents:
@@ -223,26 +215,6 @@ def _to_checkpoint(
         tuple(left_out_of(manifest.pieces)),
         contents.notes,
     )
-
-
-def _to_megatron(
-    source: Path, target: Path, watch: Watch, optimizer: bool | None, force: bool, verified: bool
-) -> Converted:
-    from ttp.adapters.megatron.legacy import legacy_name, write_legacy
-
-    if not source.is_dir():
-        raise UsageError(f"{source} is a file: Megatron's legacy layout is made of a checkpoint of a Megatron job")
-    if optimizer is False:
-        raise UsageError("Megatron's legacy layout is made with the optimizer's state: give Megatron --no-load-optim")
-    if target.exists() and not target.is_dir():
-        raise UsageError(f"{target} is no directory: --to megatron makes one for Megatron's --load")
-    manifest = Manifest.load(source)
-    final = target / legacy_name(manifest.version)
-    if not force and os.path.lexists(final):
-        raise UsageError(f"{final} exists: --force replaces it")
-    _verify(source, watch, verified)
-    made = write_legacy(source, target, progress=watch("writing", None))
-    return Converted(source, made.path, manifest.version, made.tensors, made.size, True, {}, (), made.notes)
 
 
 def _place(target: Path, step: int | None, said: int | None) -> tuple[Path, Version]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from ttp.errors import CheckpointError
-from ttp.processor.local_state.host_rng import HostStreams, memory_at, numpy_tuple, python_state
+from ttp.processor.local_state.host_rng import HostStreams, memory_at
 from ttp.processor.local_state.pages import Buffer
 from ttp.store.encoding import EncodingError
 
@@ -77,28 +77,6 @@ class RngState:
         except (ValueError, TypeError, RuntimeError, struct.error, EncodingError) as problem:
             raise CheckpointError(f"the saved random streams cannot be put back: {problem}") from problem
         return notes
-
-
-def streams_of(data: bytes) -> dict[str, Any]:
-    """What ``capture`` gave, joined, as the libraries' own functions for the old global generators give and take it.
-
-    Returns:
-        ``python``: for ``random.setstate``; ``numpy``: for ``numpy.random.set_state``, None if there was no Mersenne
-        Twister; ``torch``: for ``torch.set_rng_state``; ``device``: for ``torch.cuda.set_rng_state``, None without one.
-
-    Raises:
-        CheckpointError: these are not captured streams.
-    """
-    python, python_gauss, numpy, numpy_gauss, host, device = _split(data)
-    try:
-        return {
-            "python": python_state(python, python_gauss),
-            "numpy": numpy_tuple(numpy, numpy_gauss) if numpy else None,
-            "torch": _torch_state(host),
-            "device": torch.frombuffer(bytearray(device), dtype=torch.uint8) if device else None,
-        }
-    except (ValueError, TypeError, LookupError, struct.error, EncodingError) as problem:
-        raise CheckpointError(f"the saved random streams cannot be read: {problem}") from problem
 
 
 def _split(data: bytes) -> list[bytes]:

@@ -11,7 +11,7 @@ import torch
 
 from tests.adapters.megatron.jobs import Job
 from tests.adapters.megatron.nursery import Nursery
-from ttp.adapters.megatron import offer_to_megatron
+from ttp.adapters.megatron.contents import read_megatron
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
 
@@ -47,7 +47,7 @@ def assert_one_count(checkpoint: Path) -> None:
 def test_a_host_with_single_copies_is_lost(nursery: Nursery, tmp_path: Path) -> None:
     job = check(nursery, tmp_path, {}, "ab", [1])
     (first, *_) = sorted(job.save_dir.glob("tft_saved_*"))
-    offer_to_megatron(first, tmp_path / "load", ckpt_format="torch")
+    read_megatron(first)
 
 
 @pytest.mark.slow

@@ -85,19 +85,10 @@ def test_it_goes_on_as_if_nothing_had_happened(killed: Pretraining, unhurt: Pret
             assert told == known[version], (rank, life, version)
 
 
-@pytest.mark.parametrize(
-    ("ckpt_format", "more"), [("torch", []), ("torch_dist", ["--no-load-rng"])], ids=["legacy", "torch-dist"]
-)
-def test_it_reads_what_was_saved_without_ttp(
-    killed: Pretraining,
-    unhurt: Pretraining,
-    tmp_path: Path,
-    ckpt_format: Literal["torch", "torch_dist"],
-    more: list[str],
-) -> None:
+def test_it_reads_what_was_saved_without_ttp(killed: Pretraining, unhurt: Pretraining, tmp_path: Path) -> None:
     (saved,) = (killed.directory / "checkpoints").glob(f"tft_saved_*step_{KILLED_AT}")
-    offer_to_megatron(saved, tmp_path / "load", ckpt_format=ckpt_format)
-    arguments = ["--load", str(tmp_path / "load"), "--ckpt-format", ckpt_format, *more]
+    offer_to_megatron(saved, tmp_path / "load")
+    arguments = ["--load", str(tmp_path / "load"), "--ckpt-format", "torch_dist", "--no-load-rng"]
     loaded = pretrain(tmp_path / "job", *arguments, plain=True)
     for rank in range(RANKS):
         known = {version: (state, samples) for _, version, state, _, samples in unhurt.noted(rank)}

@@ -6,17 +6,13 @@ A real SIGKILL, a real controller. The tests share the job, because every world 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.adapters.megatron.jobs import DP4, SCALED, TP2_DP2, Job, assert_equal, assert_whole
 from tests.adapters.megatron.nursery import Nursery
-from ttp.adapters.megatron import offer_to_megatron
 from ttp.adapters.torch.convert.conversion import convert
-from ttp.errors import UsageError
 from ttp.store.manifest import Manifest
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400)]
@@ -66,22 +62,6 @@ def test_megatron_itself_reads_it(killed: Job, unhurt: dict[str, torch.Tensor]) 
     assert "('step', 3)" in killed.summary("stock", 0)["groups"]
 
 
-def test_megatron_itself_reads_its_legacy_layout(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
-    load_dir = killed.directory / "legacy"
-    made = offer_to_megatron(killed.checkpoint, load_dir, ckpt_format="torch")
-    assert made == load_dir / "iter_0000003"
-    assert sorted(str(path.relative_to(made)) for path in made.rglob("*.pt")) == [
-        f"mp_rank_0{tp}/{name}.pt" for tp in (0, 1) for name in ("distrib_optim", "model_optim_rng")
-    ]
-    assert_equal(unhurt, killed.state("legacy", legacy_from=str(load_dir)))
-    for rank in range(4):
-        mine, theirs = killed.summary("unhurt", rank), killed.summary("legacy", rank)
-        same = ("weights", "main", "moments", "groups", "schedule", "extra_states") + (("rng",) if rank < 2 else ())
-        for name in same:  # of each data parallel group Megatron keeps the streams of the first rank only
-            assert theirs[name] == mine[name], (rank, name)
-        assert killed.after("legacy", rank)["args"] == killed.after("unhurt", rank)["args"]
-
-
 def test_one_file_of_it_has_the_names_of_the_model(killed: Job, unhurt: dict[str, torch.Tensor]) -> None:
     """TP2 x DP2 as the whole of it, every element: names are those of the model on one rank."""
     convert(killed.checkpoint, killed.directory / "all.pt", "torch", watch=lambda _what, _total: lambda _count: None)
@@ -95,26 +75,3 @@ def test_one_file_of_it_has_the_names_of_the_model(killed: Job, unhurt: dict[str
     assert sorted(named) == sorted(state["model"])
     assert {group["wd_mult"] for group in groups if "decoder.final_layernorm.bias" in group["params"]} == {0.0}
     assert {float(values["step"]) for values in state["optim"]["state"].values()} == {3.0}
-
-
-def test_what_the_legacy_layout_is_not_made_of_is_said(killed: Job, tmp_path: Path) -> None:
-    def told(_what: str, _total: int | None) -> Callable[[int], None]:
-        return lambda _count: None
-
-    (tmp_path / "file").touch()
-    with pytest.raises(UsageError, match="is a file"):
-        convert(tmp_path / "file", tmp_path / "load", "megatron", watch=told)
-    with pytest.raises(UsageError, match="no-load-optim"):
-        convert(killed.checkpoint, tmp_path / "load", "megatron", watch=told, optimizer=False)
-    with pytest.raises(UsageError, match="is no directory"):
-        convert(killed.checkpoint, tmp_path / "file", "megatron", watch=told)
-    done = convert(killed.checkpoint, tmp_path / "load", "megatron", watch=told)
-    assert (done.target, done.version) == (tmp_path / "load" / "iter_0000003", 3)
-    with pytest.raises(UsageError, match="exists"):
-        convert(killed.checkpoint, tmp_path / "load", "megatron", watch=told)
-    again = convert(killed.checkpoint, tmp_path / "load", "megatron", watch=told, force=True)
-    assert again.tensors == done.tensors > 0
-    assert sorted(path.name for path in (tmp_path / "load").iterdir()) == [
-        "iter_0000003",
-        "latest_checkpointed_iteration.txt",
-    ]

@@ -10,7 +10,6 @@ import torch
 
 from tests.adapters.megatron.jobs import DP4, EP2_DP2, PP2_DP2, TP2_DP2, VIRTUAL, Job, assert_equal, assert_whole
 from tests.adapters.megatron.nursery import Nursery
-from ttp.adapters.megatron import offer_to_megatron
 from ttp.adapters.torch.convert.conversion import convert
 
 pytestmark = [pytest.mark.xdist_group("megatron"), pytest.mark.timeout(400), pytest.mark.slow]
@@ -65,14 +64,8 @@ def test_another_kind_of_optimizer(nursery: Nursery, tmp_path: Path, bf16: bool)
         pytest.param({**TP2_DP2, "frozen": True}, id="frozen-layers"),
     ],
 )
-def test_the_legacy_layout_and_one_file(nursery: Nursery, tmp_path: Path, shape: dict[str, Any]) -> None:
-    """Loaded by Megatron itself, and trained on: and everything in one file, under the names of the model."""
+def test_one_file_of_it(nursery: Nursery, tmp_path: Path, shape: dict[str, Any]) -> None:
+    """Everything is in it, under the names of the model."""
     job, unhurt = killed(nursery, tmp_path, shape)
-    offer_to_megatron(job.checkpoint, tmp_path / "load", ckpt_format="torch")
-    assert_equal(unhurt, job.state("legacy", legacy_from=str(tmp_path / "load")))
-    for rank in range(4):
-        for name in ("weights", "main", "moments", "groups", "schedule", "scalers"):
-            assert job.summary("legacy", rank)[name] == job.summary("unhurt", rank)[name], (rank, name)
-        assert job.after("legacy", rank)["args"] == job.after("unhurt", rank)["args"]
     convert(job.checkpoint, tmp_path / "all.pt", "torch", watch=lambda _what, _total: lambda _count: None)
     assert_whole(unhurt, torch.load(tmp_path / "all.pt", weights_only=True))

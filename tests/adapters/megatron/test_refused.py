@@ -15,7 +15,7 @@ from ttp.adapters.megatron.geometry import Geometry
 from ttp.adapters.megatron.optimizers import _refuse_unknown, unchained, with_counts
 from ttp.adapters.megatron.rank_state import Progress
 from ttp.core.layout import Layout, Version
-from ttp.errors import CheckpointError, ConfigError
+from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import Manifest
 
 
@@ -47,6 +47,8 @@ def test_a_checkpoint_is_offered_by_links(tmp_path: Path) -> None:
 def test_what_megatron_cannot_read_is_not_offered(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"common\.pt"):
         offer_to_megatron(checkpoint(tmp_path / "saved"), tmp_path / "load")
+    with pytest.raises(UsageError, match="--ckpt-convert-format torch"):
+        offer_to_megatron(tmp_path / "saved", tmp_path / "load", ckpt_format="torch")
 
 
 @pytest.mark.parametrize("setting", ["use_precision_aware_optimizer", "optimizer_cpu_offload"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import random
 import runpy
 import sys
 from argparse import Namespace
@@ -17,7 +16,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -198,9 +196,7 @@ def growing_batches() -> None:
 # ------------------------------------------------------------------------------------------- states of other layouts
 
 
-def state(
-    shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", stock_from: str = "", legacy_from: str = ""
-) -> None:
+def state(shape: dict[str, Any], name: str, steps: int = 0, ttp_from: str = "", stock_from: str = "") -> None:
     """Write the state of a job to ``<name>.<rank>.pt``, as Megatron describes it, in boxes of global tensors.
 
     The job has trained ``steps``, or has restored a checkpoint: through ttp, or as Megatron itself does.
@@ -212,8 +208,6 @@ def state(
         _restore_by_ttp(training, ttp_from)
     if stock_from:
         _restore_by_megatron(training, stock_from)
-    if legacy_from:
-        _restore_legacy(training, Path(legacy_from))
     torch.save({"boxes": _boxes(training), "summary": summary(training)}, _directory() / f"{name}.{_rank()}.pt")
     training.train(2)
     (_directory() / f"{name}.{_rank()}.json").write_text(json.dumps(summary(training)))
@@ -240,36 +234,6 @@ def _restore_by_megatron(training: Training, checkpoint: str) -> None:
     training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
     training.args.iteration = loaded["iteration"]
     training.args.consumed_train_samples = loaded["args"].consumed_train_samples
-
-
-def _restore_legacy(training: Training, load_dir: Path) -> None:
-    """What ``load_checkpoint`` of Megatron-LM does with ``--ckpt-format torch``."""
-    from megatron.core import parallel_state, tensor_parallel
-
-    iteration = int((load_dir / "latest_checkpointed_iteration.txt").read_text())
-    name = f"mp_rank_{parallel_state.get_tensor_model_parallel_rank():02d}"
-    if parallel_state.get_pipeline_model_parallel_world_size() > 1:
-        name += f"_{parallel_state.get_pipeline_model_parallel_rank():03d}"
-    if parallel_state.get_expert_model_parallel_world_size() > 1:
-        name += f"_{parallel_state.get_expert_model_parallel_rank():03d}"
-    directory = load_dir / f"iter_{iteration:07d}" / name
-    loaded = torch.load(directory / "model_optim_rng.pt", map_location="cpu")
-    assert loaded["checkpoint_version"] == 3.0
-    for number, chunk in enumerate(training.chunks):
-        chunk.load_state_dict(loaded["model" if len(training.chunks) == 1 else f"model{number}"], strict=True)
-    with torch.no_grad():
-        training.optimizer.load_state_dict(loaded["optimizer"])
-        if training.shape.distributed:
-            training.optimizer.load_parameter_state(str(directory / "distrib_optim.pt"))
-    training.scheduler.load_state_dict(loaded["opt_param_scheduler"])
-    training.args.iteration = loaded["iteration"]
-    training.args.consumed_train_samples = loaded["args"].consumed_train_samples
-    (streams,) = loaded["rng_state"]
-    random.setstate(streams["random_rng_state"])
-    np.random.set_state(streams["np_rng_state"])
-    torch.set_rng_state(streams["torch_rng_state"])
-    torch.cuda.set_rng_state(streams["cuda_rng_state"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(streams["rng_tracker_states"])
 
 
 def _plain(training: Training) -> list[Any]:

@@ -86,12 +86,12 @@ def pp(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("pp", "pp", None, None, 1),
     ],
 )
-def test_real_strategies_are_converted_by_mindspore_and_equal_plain_slicing(
+def test_real_strategies_give_what_plain_slicing_gives(
     source: str, src: str, dst: str | None, cuts: Cuts | None, world_size: int, tmp_path: Path, request: Any
 ) -> None:
     target = tmp_path / "made"
     done = run(request.getfixturevalue(source), target, STRATEGIES / src, STRATEGIES / dst if dst else None)
-    assert done.own == {} and done.world_size == world_size and done.version == 12
+    assert done.world_size == world_size and done.version == 12
     assert_cut(target, TENSORS, cuts, range(world_size))
     assert verify_checkpoint(target) == []
     last = load(target, world_size - 1)
@@ -139,7 +139,6 @@ def test_stock_transform_checkpoints_makes_the_same(
     strategies = stock_strategy(src, tmp_path), stock_strategy(dst, tmp_path)
     ms.transform_checkpoints(str(plain), str(tmp_path / "stock"), "stock", *strategies)
     done = run(plain, tmp_path / "made", STRATEGIES / src, STRATEGIES / dst if dst else None)
-    assert done.own == {}
     for rank in range(done.world_size):
         assert_same(load(tmp_path / "made", rank), load(tmp_path / "stock", rank))
 
@@ -175,7 +174,7 @@ def needed_cells(entry: TargetTensor, rank: int) -> set[Cell]:
 def test_a_full_file_is_cut_again(s8: Path, tmp_path: Path) -> None:
     full, again = tmp_path / "full", tmp_path / "again"
     run(s8, full, STRATEGIES / "s8.ckpt", None)
-    assert run(full, again, None, STRATEGIES / "s8o.ckpt").own == {}
+    run(full, again, None, STRATEGIES / "s8o.ckpt")
     assert_cut(again, TENSORS, S8O, range(8))
 
 
@@ -197,19 +196,17 @@ def test_card_numbers_without_a_common_divisor(have: int, want: int, tmp_path: P
     tensors = {"a": np.arange(24 * 12, dtype=np.float16).reshape(24, 12), "b": np.arange(12, dtype=np.int64)}
     old, new = ({"a": Cut((n,), [-1, 0]), "b": Cut((n,), [0])} for n in (have, want))
     source = save(tmp_path / "old", tensors, old, range(have))
-    done = run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
-    assert done.own == {f"MindSpore does not convert between {have} and {want} devices": 2 * want}
+    run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
     assert_cut(tmp_path / "new", tensors, new, range(want))
 
 
-def test_what_mindspore_converts_wrongly_is_found_and_made_right(tmp_path: Path) -> None:
+def test_what_mindspore_converts_wrongly(tmp_path: Path) -> None:
     """Two axes cut in the opposite order of the devices, and optimizer parallelism."""
     tensors = {"w": np.arange(8 * 12, dtype=np.float32).reshape(8, 12), "v": np.arange(16, dtype=np.float32)}
     old = {"w": Cut((2, 2, 2), [0, 1], 2, 4), "v": Cut((2, 2, 2), [0])}
     new = {"w": Cut((4,), [-1, 0]), "v": Cut((4,), [0])}
     source = save(tmp_path / "old", tensors, old, range(8))
-    done = run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
-    assert done.own == {"MindSpore converts it wrongly": 4}
+    run(source, tmp_path / "new", write_strategy(tmp_path / "o", old), write_strategy(tmp_path / "n", new))
     assert_cut(tmp_path / "new", tensors, new, range(4))
 
 

@@ -14,7 +14,7 @@ torch = pytest.importorskip("torch")
 numpy = pytest.importorskip("numpy")
 
 from ttp.adapters.torch.local_state import rng as torch_rng  # noqa: E402
-from ttp.adapters.torch.local_state.rng import RngState, streams_of  # noqa: E402
+from ttp.adapters.torch.local_state.rng import RngState, _split, _torch_state  # noqa: E402
 from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor.local_state import host_rng as rng  # noqa: E402
 
@@ -63,6 +63,16 @@ def draw() -> list[Any]:
 
 def captured(streams: RngState) -> bytes:
     return b"".join(streams.capture())
+
+
+def streams_of(data: bytes) -> dict[str, Any]:
+    """What was captured, as the libraries' own functions for the global generators give it."""
+    python, python_gauss, numpy_words, numpy_gauss, host, _ = _split(data)
+    return {
+        "python": rng.python_state(python, python_gauss),
+        "numpy": rng.numpy_tuple(numpy_words, numpy_gauss) if numpy_words else None,
+        "torch": _torch_state(host),
+    }
 
 
 def said(streams: RngState) -> str:

@@ -1,0 +1,92 @@
+"""What a rank tells about the names of its tensors, and how the whole model's names come out of it."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+pytest.importorskip("torch")
+
+from ttp.adapters.megatron.contents import _global_name
+from ttp.adapters.megatron.geometry import Tile
+from ttp.adapters.megatron.rank_layout import ModelPlace, OptimizerGroups, RankLayout
+from ttp.errors import CheckpointError
+
+TILE = Tile("decoder.layers.mlp.weight", (4, 8, 3), (2, 4, 0), (4, 3), (3, 1), 0, flexible=True)
+LAYOUT = RankLayout(
+    place=ModelPlace((1, 2), (0, 1), (0, 1)),
+    tensors=(TILE,),
+    chunks=({"decoder.layers.0.mlp.weight": 0},),
+    optimizers=(OptimizerGroups("dense", ((0,),)),),
+)
+FORMAT_1 = {
+    "format": 1,
+    "place": {"tp": [1, 2], "pp": [0, 1], "ep": [0, 1]},
+    "ranks": [1, 3],
+    "streams": [1],
+    "tensors": [
+        {
+            "dtype": "bfloat16",
+            "shape": [4, 3],
+            "tiles": [
+                {
+                    "key": "decoder.layers.mlp.weight",
+                    "shape": [4, 8, 3],
+                    "offsets": [2, 4, 0],
+                    "sizes": [4, 3],
+                    "strides": [3, 1],
+                    "first": 0,
+                    "flexible": True,
+                }
+            ],
+        }
+    ],
+    "chunks": [{"decoder.layers.0.mlp.weight": 0, "mlp._extra_state": "key/shard_0_1", "absent": None}],
+    "optimizers": [
+        {
+            "kind": "dense",
+            "main_key": "param",
+            "scaled": True,
+            "groups": [[0]],
+            "halves": [[0]],
+            "buffers": [{"dtypes": ["bfloat16", "float32"], "numel": 12, "starts": {"0": 0}}],
+        }
+    ],
+    "args": {"lr": 0.5, "params_dtype": {"torch.dtype": "bfloat16"}},
+    "problem": "",
+}
+"""What a ttp that made Megatron's legacy layout has written."""
+
+
+def test_a_rank_layout_comes_back_as_it_was() -> None:
+    assert RankLayout.from_json(LAYOUT.to_json()) == LAYOUT
+
+
+def test_that_of_an_earlier_version_is_read() -> None:
+    assert RankLayout.from_json(json.dumps(FORMAT_1)) == LAYOUT
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "[]", '{"format": 1}', '{"format": 1, "place": {"tp": [0]}}', '{"format": 9}']
+)
+def test_something_else_is_refused(text: str) -> None:
+    with pytest.raises(CheckpointError, match="layout"):
+        RankLayout.from_json(text)
+
+
+def test_layers_and_experts_are_counted_through_the_whole_model() -> None:
+    def tile(key: str, shape: tuple[int, ...], offsets: tuple[int, ...]) -> Tile:
+        return Tile(key, shape, offsets, (5,), (1,), 0, flexible=False)
+
+    stage = tile("decoder.layers.norm.weight", (4, 5), (3, 0))
+    assert _global_name("decoder.layers.1.norm.weight", stage) == ("decoder.layers.3.norm.weight", (3,))
+    expert = tile("decoder.layers.mlp.experts.fc1.weight", (4, 8, 5), (2, 7, 0))
+    assert _global_name("decoder.layers.0.mlp.local_experts.1.fc1.weight", expert) == (
+        "decoder.layers.2.mlp.local_experts.7.fc1.weight",
+        (2, 7),
+    )
+    # the last stage calls the tied embedding otherwise, and layers that differ have names of their own
+    assert _global_name("output_layer.weight", tile("embedding.weight", (5,), (0,))) == ("embedding.weight", ())
+    # grouped experts: one number in the name, two dimensions in front
+    assert _global_name("decoder.layers.0.mlp.experts.weight1", expert) == (expert.key, ())
