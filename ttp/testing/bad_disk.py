@@ -29,6 +29,9 @@ from ttp.testing.fuse_server import Rule
 
 __all__ = ["BadDisk", "Rule", "why_not"]
 
+HIT_S = 60.0
+"""How long a rule may take to hit a request."""
+
 
 class BadDisk:
     """A mounted file system that fails by rules. It is unmounted when the context ends or this process dies.
@@ -77,16 +80,16 @@ class BadDisk:
         """How many requests each rule has hit."""
         return list(self._ask("hits"))
 
-    def wait_hit(self, timeout_s: float = 60.0) -> None:
+    def wait_hit(self) -> None:
         """Wait until a rule has hit a request.
 
         Raises:
-            TimeoutError: none has.
+            TimeoutError: none has within ``HIT_S``.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HIT_S
         while not any(self.hits()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing has met a rule of the bad disk within {timeout_s:g} s")
+                raise TimeoutError(f"nothing has met a rule of the bad disk within {HIT_S:g} s")
             time.sleep(0.01)
 
     def thaw(self) -> None:

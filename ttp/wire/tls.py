@@ -33,6 +33,8 @@ WARN_DAYS = 30
 """A certificate that ends within so many days is warned about."""
 OPENSSL_S = 30.0
 DAY_S = 86_400
+GREETING_S = 2.0
+"""How long a server may take to accept a connection when it is asked whether it speaks TLS."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +191,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     return None
 
 
-def speaks_tls(address: str, port: int, timeout_s: float = 2.0) -> bool | None:
+def speaks_tls(address: str, port: int) -> bool | None:
     """Whether the server there answers a TLS greeting; None: nobody answers at all."""
     import socket
 
@@ -197,7 +199,7 @@ def speaks_tls(address: str, port: int, timeout_s: float = 2.0) -> bool | None:
     asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
     asking.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((address, port), timeout_s) as plain, asking.wrap_socket(plain):
+        with socket.create_connection((address, port), GREETING_S) as plain, asking.wrap_socket(plain):
             return True
     except ssl.SSLError as problem:
         return "ALERT" in (problem.reason or "")  # an answer in TLS, if not a friendly one
