@@ -54,6 +54,7 @@ EVENTS = (
     "stack",
     "standby",
     "thawed",
+    "waits",
     "witness_asked",
 )
 """Kinds of events that a controller sends to its watchers; see ``WatchEvents``."""

@@ -176,6 +176,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "misfit": lambda f: f"replicas of {_listed(_texts(f.get('shards')))} cut it in different ways: it is written whole",
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",
     "nothing_new": _nothing_new,
+    "waits": lambda f: f"no plan yet: {f.get('reason')}",
     "saved": _saved,
     "save_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
     "commit": lambda f: f"rank {f.get('rank')} writes the manifest and renames the draft",

@@ -108,9 +108,9 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
     return "controller"
 
 
-def controller_pid(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> int | None:
+def controller_pid(address: str, port: int, token: str) -> int | None:
     """Process id of the controller that serves there, as it sees itself; None if none answers."""
-    status = ask_status(address, port, token, timeout_s)
+    status = ask_status(address, port, token)
     return None if status is None else int(status.pid)
 
 

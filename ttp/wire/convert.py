@@ -1,4 +1,4 @@
-"""Between the core's values and the protobuf messages. Protobuf types stop here.
+"""Converts between the core's values and protobuf messages. Protobuf types stop here.
 
 Both sides use the same field names, so the conversion is driven by the dataclasses: enums by name, nested values and
 tuples recursively. A field that one side does not know is an error at import time of the tests, not in production.
