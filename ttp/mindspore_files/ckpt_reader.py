@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.wire_format import BYTES, fields, message, numbers, put_varint, signed, text
+from ttp.mindspore_files.file_messages import BYTES, parse, text, varint
 from ttp.store.digest import Progress
 from ttp.store.plain_file import open_plain
 
@@ -284,7 +284,7 @@ def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         while source.left > end:
             key = source.varint()
             if key == _key(1):
-                name = text(memoryview(source.take(source.length(end, HEADER_MAX))))
+                name = text(source.take(source.length(end, HEADER_MAX)))
             elif key == _key(2) and name is not None and not tensor:
                 tensor, inner = True, source.end(end)
                 yield name, *_tensor_head(source, inner, name)
@@ -304,18 +304,17 @@ def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, 
     while source.left > end:
         key = source.varint()
         if key == _key(3):
-            parsed = list(fields(memoryview(bytes(head))))
-            dims = tuple(signed(extent) for extent in numbers(parsed, 1))
-            kinds = [text(message(field)) for field in parsed if field[0] == 2]
-            if any(extent < 0 for extent in dims) or not kinds:
+            told = parse("TensorHead", head)
+            dims = tuple(told.dims)
+            if any(extent < 0 for extent in dims) or not told.tensor_type:
                 raise ValueError(f"{name:.80} has the shape {list(dims)!r:.80}, or no type")
-            return kinds[-1], dims, source.length(end)
-        head += put_varint(key)
+            return told.tensor_type, dims, source.length(end)
+        head += varint(key)
         if key & 7 == BYTES:
             length = source.length(end, HEADER_MAX)
-            head += put_varint(length) + source.take(length)
+            head += varint(length) + source.take(length)
         else:
-            head += put_varint(source.varint())
+            head += varint(source.varint())
         if len(head) > HEADER_MAX:
             raise ValueError(f"{name:.80} has a header of more than {HEADER_MAX} bytes")
     raise ValueError(f"{name:.80} has no bytes")
