@@ -65,8 +65,7 @@ def _described() -> FileDescriptorProto:
 _pool = DescriptorPool()
 _pool.AddSerializedFile(_described().SerializeToString())
 _classes: dict[str, Any] = {
-    name: GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))  # type: ignore[no-untyped-call]
-    for name in _MESSAGES
+    name: GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}")) for name in _MESSAGES
 }
 
 

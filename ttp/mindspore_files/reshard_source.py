@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ttp.errors import CheckpointError, UsageError
-from ttp.mindspore_files.ckpt_reader import Tensor, crc_problem, index
+from ttp.mindspore_files.ckpt_reader import FileTensor, crc_problem, index
 from ttp.mindspore_files.rank_folders import checkpoint_names, rank_folders
 from ttp.mindspore_files.tensor_bytes import read_bytes
 from ttp.store.catalog import newest_whole, scan
@@ -48,7 +48,7 @@ class Source:
 
     directory: Path
     files: Mapping[int, Path]
-    held: Mapping[int, Mapping[str, Tensor]]
+    held: Mapping[int, Mapping[str, FileTensor]]
     damaged: Mapping[int, str]
     manifest: Manifest | None
     label: Label | None
@@ -119,7 +119,7 @@ def _read(
 ) -> Source:
     manifest = Manifest.load(directory) if (directory / MANIFEST).is_file() else None
     damaged = _damage(directory, manifest, files, watch)
-    held: dict[int, Mapping[str, Tensor]] = {}
+    held: dict[int, Mapping[str, FileTensor]] = {}
     for rank, file in sorted(files.items()):
         if rank in damaged:
             continue
@@ -206,7 +206,7 @@ def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path
     return damaged
 
 
-def check_steps(held: Mapping[int, Mapping[str, Tensor]]) -> None:
+def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
     """All files are of one step.
 
     Raises:

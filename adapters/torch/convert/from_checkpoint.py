@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
+from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
 from ttp.adapters.torch.convert.flat_optimizer import nested_optimizer
 from ttp.adapters.torch.restoring.reader import copy_overlaps, read_value
 from ttp.adapters.torch.saving.checkpoint import Chunk
@@ -27,7 +27,7 @@ from ttp.store.manifest import Manifest
 FRAMEWORK, MEGATRON = "torch", "megatron"
 
 
-def read_checkpoint(path: Path) -> Contents:
+def read_checkpoint(path: Path) -> WholeState:
     """What the checkpoint at ``path`` holds; its digests have been verified.
 
     Raises:
@@ -43,7 +43,7 @@ def read_checkpoint(path: Path) -> Contents:
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
     kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
     found = tuple(_leaf(path, chunks) for chunks in _by_path(items))
-    return Contents(
+    return WholeState(
         source=path.name,
         version=manifest.version,
         leaves=nested_optimizer(found),
@@ -73,13 +73,13 @@ def _by_path(items: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
     return [list(chunks.values()) for chunks in found.values()]
 
 
-def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> Leaf:
+def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> StateValue:
     first = chunks[0]
     if not first.is_tensor:
-        return Leaf(first.path, first.int_keys, read_value(path, first))
+        return StateValue(first.path, first.int_keys, read_value(path, first))
     places = tuple(sorted((chunk.file, chunk.offset, chunk.offsets) for chunk in chunks))
-    entry = Entry(first.torch_dtype, first.shape, (places, first.shape), lambda: _assemble(path, chunks))
-    return Leaf(first.path, first.int_keys, entry)
+    entry = LazyTensor(first.torch_dtype, first.shape, (places, first.shape), lambda: _assemble(path, chunks))
+    return StateValue(first.path, first.int_keys, entry)
 
 
 def _assemble(path: Path, chunks: Sequence[IndexEntry]) -> Tensor:

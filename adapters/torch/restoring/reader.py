@@ -28,8 +28,7 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.metadata import build_metadata
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
-from ttp.adapters.torch.saving.piece_index import Path as Steps
+from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -87,7 +86,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
 
 
-def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Sequence[Chunk]]]) -> None:
+def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
     """Fill the memory of chunks that torch itself has no description for: several of one tensor.
 
     What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
