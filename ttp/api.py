@@ -1,4 +1,4 @@
-"""The public face: a decorator, a wrapper, a restore."""
+"""The public functions of ttp."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNDO_WAYS = ("preimage", None)
 """What ``wrap_optimizer(undo=...)`` may be."""
 
 ACTIVITY_MAX = 80
-"""Characters of what a rank says that it does; it is part of every heartbeat."""
+"""Maximum number of characters of an activity: it is part of every heartbeat."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -32,7 +32,7 @@ def ttp_to_persist(func: F) -> F: ...
 @overload
 def ttp_to_persist(*, exit_on_bad_config: bool = ...) -> Callable[[F], F]: ...
 def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) -> F | Callable[[F], F]:
-    """Decorate ``train()``: what it raises is reported, the rescue is waited for, the exit code says what happened.
+    """Decorate ``train()``: an exception is reported and the rescue waited for. The exit code says what happened.
 
     Exit codes: 75 a checkpoint was saved, start the job again; 70 nothing consistent could be saved; 64 the
     configuration is wrong, or the program calls ttp in a wrong way: what the job had finished is saved by then, but a
@@ -172,7 +172,7 @@ def wrap_optimizer(
 
 
 def _families(optimizer: Any) -> set[str]:
-    """The packages that an object's classes come from; those that all of several have in common."""
+    """Names of the packages that an object's classes come from; of several objects the common ones."""
     if isinstance(optimizer, (list, tuple)):
         return set.intersection(*map(_families, optimizer)) if optimizer else set()
     return {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
@@ -181,7 +181,7 @@ def _families(optimizer: Any) -> set[str]:
 def register(
     adapter: session.Adapter, save_dir: str | Path, layout: Layout | None = None, *, buddy: bool = False
 ) -> None:
-    """Take an adapter: what ``wrap_optimizer`` and ``protect`` of other adapters end with. See there for errors."""
+    """Register an adapter and join the job. ``wrap_optimizer`` and ``protect`` call it; errors as of the former."""
     from ttp.launch import nccl
     from ttp.store.writable import check_places
 
@@ -198,7 +198,7 @@ def register(
 
 @contextlib.contextmanager
 def _refused_everywhere(tell: Callable[[ConfigError | UsageError, int], None]) -> Iterator[None]:
-    """What is wrong here, maybe on this rank alone, is said to the others: they would wait for it to join them."""
+    """Tell the other ranks of an error in this block, which may concern this rank alone: they would wait for it."""
     try:
         yield
     except (ConfigError, UsageError) as problem:

@@ -75,10 +75,10 @@ def _count(text: str) -> int:
 
 
 def saved_exit_code(text: str) -> int:
-    """An exit code that means "saved", and that no other of ours can be taken for.
+    """Parse an exit code for "saved": 1 to 255, and none that has another meaning.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is no such number.
     """
     value = int(text)
     if not 1 <= value <= 255 or value in OTHER_CODES:
@@ -125,7 +125,7 @@ def _token(text: str) -> str:
 
 @functools.cache
 def _token_in(path: str) -> str:
-    """Read once: a file that is removed when the job has begun is not missed."""
+    """Read a token file, once per process: the file may be removed when the job has begun."""
     named = f"TTP_TOKEN_FILE={path!r:.200}"
     try:
         return _token(secret_in(Path(path).expanduser(), named))
@@ -322,7 +322,7 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class RankEnv:
-    """Who this process is, as launchers say it."""
+    """The rank of this process, as its launcher says it."""
 
     rank: int
     world_size: int

@@ -1,4 +1,4 @@
-"""What one training process has switched on: its settings, its adapter, its processor."""
+"""The state of ttp in one training process: its settings, its adapter, its processor."""
 
 from __future__ import annotations
 
@@ -34,26 +34,30 @@ log = logging.getLogger("ttp")
 
 
 class Adapter(Protocol):
-    """A framework's objects, registered by ``wrap_optimizer``."""
+    """A framework's objects, registered by ``wrap_optimizer``. See ``CONTRIBUTING.md`` for how to write one."""
 
     @property
     def source(self) -> StateSource:
         """What the processor saves from."""
 
     def refused(self, problem: ConfigError | UsageError, world_size: int) -> None:
-        """This rank gets no further than its registration: tell the others why, who may wait for it in ``layout``."""
+        """This rank cannot be registered: tell the other ranks why, if they wait for it in ``layout``."""
 
     def layout(self, world_size: int) -> Layout:
-        """The replica groups of the wrapped objects."""
+        """The replica groups. Called on every rank, so ranks may communicate here."""
 
     def attach(self, processor: Processor) -> None:
-        """Report updates to ``processor`` from now on."""
+        """This rank has joined the job: report updates to ``processor`` from now on."""
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
-        """What all ranks have in common, through the framework's own collectives; an error in words if nothing."""
+        """The newest checkpoint that all ranks found, by the framework's collectives; a text: why there is none."""
 
     def load(self, checkpoint: Path, rank: int, world_size: int, *, protected: bool) -> Version:
-        """Put the state of a checkpoint into the registered objects of this rank."""
+        """Load a verified checkpoint into the registered objects of this rank. Returns its version.
+
+        Raises:
+            CheckpointError: it belongs to another model. Nothing has been changed then.
+        """
 
     def step_done(self) -> None:
         """See ``ttp.step_done``."""
@@ -166,16 +170,16 @@ class Session:
     # ------------------------------------------------------------------------------------------------------------ end
 
     def returned(self) -> None:
-        """train() has returned."""
+        """``train()`` has returned."""
         self._trained_in = self.processor.run_dir if self.processor is not None else None
         self._leave(GoodbyeReason.DONE)
 
     def left(self) -> None:
-        """The user left train() on purpose."""
+        """The user has left ``train()`` on purpose."""
         self._leave(GoodbyeReason.LEFT)
 
     def raised(self, problem: BaseException) -> None:
-        """train() has raised: report it and wait for the rescue. Returns only when no rescue can come."""
+        """``train()`` has raised: report it, wait for the release. Returns only when no controller can be reached."""
         if self.processor is None:
             return
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
@@ -237,7 +241,7 @@ class Session:
         return int(version)
 
     def _share(self, directory: Path) -> Share:
-        """Of the reading. Without a controller nobody is sure that all ranks compare what they found."""
+        """This rank's share of the pieces to read. Without a controller all: nobody compares what was read."""
         from ttp.store.share import WHOLE, share_of
 
         if self.processor is None:
@@ -252,7 +256,7 @@ class Session:
 
     @staticmethod
     def _say_what_is_lost(found: tuple[Candidate, ...], chosen: Candidate) -> None:
-        """Others found damage, or do not see what this rank sees: the job goes back further than it would have to."""
+        """Warn that other ranks lack the newest checkpoint that this rank found, so the job goes back further."""
         if found and found[0].version > chosen.version:
             log.warning(
                 "this rank found nothing wrong with step %s, but not every rank did, and their logs say why: the job "
@@ -305,7 +309,7 @@ class Session:
         return found
 
     def _agree(self, found: Found) -> tuple[Candidate, bool]:
-        """What all ranks have in common, and whether some of it was read by nobody."""
+        """The checkpoint that all ranks restore, and whether part of it was read by no rank."""
         assert self.adapter is not None
         if self.processor is not None:
             decision = self.processor.agree_on_restore(found.candidates, found.skipped, found.readings)
@@ -332,7 +336,7 @@ def current() -> Session:
 
 
 def begin(config: Config) -> Session:
-    """A session with settings that the program has chosen itself; the one that is there unless it has joined a job."""
+    """The session, with settings that the program has chosen itself; a new one if it has joined a job already."""
     global _session
     if _session is None or _session.processor is not None:
         _session = Session(config)
@@ -347,7 +351,7 @@ def reset() -> None:
 
 
 def configure_logging(config: Config) -> None:
-    """Give the ``ttp`` logger a handler when the program has configured none: silence at 3 a.m. helps nobody."""
+    """Give the ``ttp`` logger a handler on stderr, unless the program has configured logging."""
     logger = logging.getLogger("ttp")
     if config.port is None or logging.getLogger().handlers or logger.handlers:
         return

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ttp.chaos.notes import Digests, LifeKey, RankLife
-from ttp.chaos.record import Evidence, Found, Record, Seen, Strike
+from ttp.chaos.record import Evidence, Found, Injection, Record, Seen
 from ttp.chaos.script import Fault, Run, Script
 from ttp.chaos.vocabulary import Target
 
@@ -40,8 +40,8 @@ class Story:
     script: Script = field(default_factory=lambda: Script(1, 3))
     expect: str = "saved"
     faults: tuple[Fault, ...] = (Fault("first", "kill", Target("ranks", (1,)), 5, "backward"),)
-    strikes: list[Strike] = field(
-        default_factory=lambda: [Strike("first", "kill", "rank 1", AT_S, FIRST, frozenset({1}))]
+    injections: list[Injection] = field(
+        default_factory=lambda: [Injection("first", "kill", "rank 1", AT_S, FIRST, frozenset({1}))]
     )
     notes: dict[int, dict[LifeKey, RankLife]] = field(
         default_factory=lambda: {
@@ -70,7 +70,7 @@ class Story:
         record = Record(
             Run("kill a rank", self.faults, self.expect),
             lives=self.lives,
-            strikes=self.strikes,
+            injections=self.injections,
             missed=self.missed,
             seen=self.events,
             found=self.found,

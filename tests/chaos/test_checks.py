@@ -8,19 +8,19 @@ from dataclasses import replace
 import pytest
 
 from tests.chaos.evidence import AT_S, FIRST, SECOND, Story, life, seen
-from ttp.chaos.checks import Verdict, expected, judge
+from ttp.chaos.checks import Judgement, expected, judge
 from ttp.chaos.notes import RankLife
-from ttp.chaos.record import Found, Strike
+from ttp.chaos.record import Found, Injection
 from ttp.chaos.script import Fault, Script
 from ttp.chaos.vocabulary import Target
 
 
-def verdict(story: Story) -> Verdict:
+def verdict(story: Story) -> Judgement:
     return judge(story.evidence())
 
 
 def test_a_good_run_is_saved_and_has_no_findings() -> None:
-    assert verdict(Story()) == Verdict("saved", (), 5, 0, 2.0, 50.0, 4000.0, False)
+    assert verdict(Story()) == Judgement("saved", (), 5, 0, 2.0, 50.0, 4000.0, False)
 
 
 def resume_from(story: Story, version: int) -> None:
@@ -94,7 +94,7 @@ def forget_a_request(story: Story) -> None:
 
 
 def forget_the_errno(story: Story) -> None:
-    story.strikes = [*story.strikes, Strike("full", "disk-full", "disk", AT_S, FIRST)]
+    story.injections = [*story.injections, Injection("full", "disk-full", "disk", AT_S, FIRST)]
     story.events = [*story.events, seen("save_failed", text="it did not work")]
 
 
@@ -138,14 +138,18 @@ def test_launchers_say_what_came_of_it() -> None:
 
 def test_what_only_the_dead_had_is_not_lost() -> None:
     """Rank 0 had finished version 5 and is the one that died: version 4 is the newest that can be read."""
-    story = Story(strikes=[Strike("first", "kill", "rank 0", AT_S, FIRST, frozenset({0}))], found=[Found(2), Found(4)])
+    story = Story(
+        injections=[Injection("first", "kill", "rank 0", AT_S, FIRST, frozenset({0}))], found=[Found(2), Found(4)]
+    )
     story.events = [seen("committed", version=4)]
     resume_from(story, 4)
     assert (verdict(story).outcome, verdict(story).findings) == ("saved", ())
 
 
 def test_nobody_is_left() -> None:
-    story = Story(strikes=[Strike("first", "kill", "ranks 0 1 2", AT_S, FIRST, frozenset({0, 1, 2}))], expect="any")
+    story = Story(
+        injections=[Injection("first", "kill", "ranks 0 1 2", AT_S, FIRST, frozenset({0, 1, 2}))], expect="any"
+    )
     story.events, story.found = [], [Found(2)]
     resume_from(story, 2)
     assert (verdict(story).outcome, verdict(story).findings) == ("gone", ())
@@ -168,8 +172,8 @@ def test_a_refusal_is_told_from_a_loss() -> None:
 
 
 def test_across_a_cut_either_side_may_go_on() -> None:
-    cut = Strike("first", "partition", "host 1", AT_S, FIRST, cut_off=frozenset({0}))
-    story = Story(Script(3, 1), strikes=[cut], found=[Found(2), Found(4, (), (0,))])
+    cut = Injection("first", "partition", "host 1", AT_S, FIRST, cut_off=frozenset({0}))
+    story = Story(Script(3, 1), injections=[cut], found=[Found(2), Found(4, (), (0,))])
     story.events = [seen("committed", version=4)]
     resume_from(story, 4)
     answer = verdict(story)
@@ -198,9 +202,9 @@ def test_bits_have_no_reference_after_a_host_was_lost() -> None:
 def test_a_second_fault_in_a_second_life() -> None:
     """Killed again right after the restart, before any step: resumed from the same version."""
     third = (0, 2)
-    again = Strike("second", "kill", "rank 0", AT_S + 3, SECOND, frozenset({0}))
+    again = Injection("second", "kill", "rank 0", AT_S + 3, SECOND, frozenset({0}))
     story = Story(lives=[FIRST, SECOND, third])
-    story.strikes.append(again)
+    story.injections.append(again)
     for rank, lives in story.notes.items():
         lives[SECOND], lives[third] = (RankLife(5, lives[SECOND].start_digests, 5, 5), life(rank, 5, 7))
     assert (verdict(story).outcome, verdict(story).version, verdict(story).findings) == ("saved", 5, ())
@@ -208,7 +212,7 @@ def test_a_second_fault_in_a_second_life() -> None:
 
 def test_times_count_from_the_first_fault_that_no_job_survives() -> None:
     story = Story(faults=(Fault("first", "kill", Target("controller"), 5, "backward"),))
-    story.strikes.insert(0, Strike("zero", "kill", "controller", AT_S - 2, FIRST))
+    story.injections.insert(0, Injection("zero", "kill", "controller", AT_S - 2, FIRST))
     assert (verdict(story).detect_ms, verdict(story).commit_ms) == (2.0, 50.0)
 
 
@@ -216,8 +220,8 @@ class TestWhatNeverCame:
     """A rank was to be killed while a checkpoint on request is saved; there was nothing new to save."""
 
     def story(self) -> Story:
-        strike = Strike("first", "save", "controller", AT_S, FIRST, frozenset())
-        story = Story(strikes=[strike], missed=["second: its moment never came (saved)"], lives=[FIRST])
+        injection = Injection("first", "save", "controller", AT_S, FIRST, frozenset())
+        story = Story(injections=[injection], missed=["second: its moment never came (saved)"], lives=[FIRST])
         story.events = []
         return story
 
@@ -234,6 +238,6 @@ class TestWhatNeverCame:
 
     def test_what_came_counts(self) -> None:
         story = self.story()
-        story.strikes += Story().strikes
+        story.injections += Story().injections
         assert expected(story.evidence().record) == "saved"
         assert "the job should have been saved and restarted, and was not" in verdict(story).findings

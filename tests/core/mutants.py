@@ -99,8 +99,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "not (incident.faulty or self._job.broken):\n            self._thaw",
         "True:\n            self._thaw",
     ),
-    "plan before all came back": (RESCUE, "if job.gather_until is not None:", "if False:"),
-    "give up before the grace is over": (RESCUE, "elif not (job.in_doubt or", "elif not ("),
+    "plan before all came back": (RESCUE, "if self._job.gather_until is not None:", "if False:"),
+    "give up before the grace is over": (
+        RESCUE,
+        'if self._job.in_doubt:\n            return "',
+        'if False:\n            return "',
+    ),
     "a late newer version is ignored": (RESCUE, "if self._improves(incident, answer):", "if False:"),
     "an open gate is trusted": (
         RESCUE,
@@ -129,7 +133,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if False:\n            if not",
     ),
     "the dead are not missed": (GATHERING, "if rank not in job.members:", "if False:"),
-    "forming jobs have incidents": (CONTROLLER, "elif not self.job.formed:", "elif False:"),
+    "forming jobs have incidents": (CONTROLLER, "if not self.job.formed:", "if False:"),
     "old terms are obeyed": (PROCESSOR, "if order.term < self.term or not", "if not"),
     "left-over orders are obeyed": (
         PROCESSOR,
@@ -182,8 +186,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "max((*answered, *(mb.version for mb in self._job.members.values())), default",
         "max(answered, default",
     ),
-    "who is in the barrier is left behind": (RESCUE, "if self._falls_short(incident, verdict, now):", "if False:"),
-    "nobody is waited for at the gate": (RESCUE, "or self._hopes(incident, now)):", "):"),
+    "who is in the barrier is left behind": (RESCUE, "if not self._grows(incident, verdict, now):", "if True:"),
+    "nobody is waited for at the gate": (RESCUE, 'if self._hopes(incident, now) else ""', 'if False else ""'),
     "what must be made is saved as it is": (SAVING, "how=hows.get(rank, How.AS_IS),", "how=How.AS_IS,"),
     "an update is saved before it is made": (
         PROCESSOR,
@@ -299,8 +303,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     # jobs that form
     "what a lost process found counts for its successor": (
         CONTROLLER,
-        "                self._forget(rank)\n                self._outbox",
-        "                self._outbox",
+        "            self._forget(rank)\n        else",
+        "            pass\n        else",
     ),
     "what a replaced process found counts for its successor": (
         CONTROLLER,
@@ -411,8 +415,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "what will fail again is tried again": (RESCUE, 'forgive("", incident.passing)', 'forgive("", incident.failures)'),
     "a full disk is asked without a pause": (
         RESCUE,
-        "Stage.FREEZING, now + pause_s",
-        "Stage.FREEZING, 0.0",
+        "incident.look_again_at = now + pause_s",
+        "incident.look_again_at = 0.0",
     ),
     "a full disk is asked at the same pace for ever": (RESCUE, "RETRY_S * 2**incident.retries", "RETRY_S"),
     "what is durable is written again": (INCIDENT, "if task.pieces is not None]", "if False]"),

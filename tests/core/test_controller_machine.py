@@ -264,7 +264,7 @@ def test_a_saver_that_fails_is_not_asked_again() -> None:
     talk.lost(0)
     frozen_at_7(talk, 1, 2)
     assert talk.save_failed(1) == "[save_failed] [replan] [plan] Save:2"
-    assert talk.save_failed(2, generation=1) == "[save_failed] [replan]"  # rank 0 may come back
+    assert talk.save_failed(2, generation=1) == "[save_failed] [replan] [waits]"  # rank 0 may come back
     assert talk.after(1) == "[released] Release(70):1,2"
     assert talk.orders(m.Release)[0].text.startswith(
         "rank 1: disk full; rank 2: disk full; shard 's0' has no whole copy"
@@ -441,7 +441,7 @@ def test_a_flap_that_leaves_no_common_version_is_thawed_too() -> None:
     talk.lost(0)
     talk.back(0)
     talk.frozen(0, 8)
-    assert talk.frozen(1, 7) == "[answer]"
+    assert talk.frozen(1, 7) == "[answer] [waits]"
     assert talk.after(1.9) == ""  # rank 1 may still come to the gate with the gradient of 8
     assert talk.after(0.1) == "Thaw:0,1 [thawed]"
 

@@ -11,6 +11,7 @@ from tests.core.talk import PATIENCE, Talk, hello, line
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, Received
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.saving import REPLAN_MAX_S
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
 from ttp.testing.scenario import grid
@@ -647,7 +648,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for() -> None:
     talk = Talk(grid(2, 1))
     talk.fault(0)
     talk.frozen(0, 8)
-    assert talk.frozen(1, 7, stuck=True) == "[answer]"
+    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
     talk.after(1)
     assert "Save" in talk.frozen(1, 7, has_gradient=True)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
@@ -659,7 +660,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for_before_a_finished_step_is_
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen(0, 8)
     talk.frozen(2, 7, stuck=True)
-    assert talk.frozen(1, 7, stuck=True) == "[answer]"
+    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
     assert talk.frozen(1, 7, has_gradient=True) == "[answer]", "looked at by and by: there may be thousands"
     assert "Save" in talk.after(0.02)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
@@ -819,6 +820,27 @@ def test_what_nobody_asked_for_does_nothing(report: m.Report) -> None:
     assert hello(0, talk.layout).rank == 0
 
 
+def test_savers_that_die_one_after_the_other_are_replaced_together() -> None:
+    """A power cut takes hundreds of hosts, and their streams end within a second: a plan costs tens of milliseconds."""
+    ranks = 202
+    talk = Talk(grid(ranks // 2, 2))
+    talk.fault(ranks - 1)
+    for rank in range(ranks):
+        talk.frozen(rank, 7)
+    incident = talk.machine.incident
+    assert incident is not None and incident.plan is not None
+    plans = 0
+    for rank in range(ranks // 2 - 1):
+        plans += "[plan]" in talk.accuse(rank, m.FaultKind.EXITED)
+        plans += "[plan]" in talk.after(0.005)
+    assert plans < 16
+    due = talk.machine.deadline()
+    assert due is not None and due <= talk.now + REPLAN_MAX_S
+    talk.after(due - talk.now)
+    assert not incident.dropped and incident.stage.value == "saving"
+    assert all(rank >= ranks // 2 - 1 for rank in incident.pending), "whoever is dead is asked for nothing"
+
+
 def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
     """They wait in the queue of one controller; who has not been read is not silent."""
     ranks = 2_000
@@ -830,3 +852,14 @@ def test_ten_thousand_answers_are_given_the_time_to_be_read() -> None:
     late = Wide(Layout.data_parallel(ranks))
     late.accuse(ranks - 1, m.FaultKind.EXITED)
     assert "[evidence]" in late.after(PATIENCE.answer_s + 0.0015 * ranks), "but not for ever"
+
+
+def test_ten_thousand_streams_that_break_at_once_are_given_the_time_to_be_opened_again() -> None:
+    ranks = 2_000
+    talk = Wide(Layout.data_parallel(ranks))
+    for rank in range(ranks):
+        talk.lost(rank)
+    assert "[evidence]" not in talk.after(PATIENCE.grace_s + 0.0005 * ranks)
+    for rank in range(ranks):
+        talk.back(rank, resume=True)
+    assert not talk.machine.job.suspects and not talk.machine.job.broken

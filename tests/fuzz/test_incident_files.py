@@ -26,6 +26,7 @@ FACTS: dict[str, dict[str, Any]] = {
     "plan": {"version": 4, "savers": {"model": 0}, "how": {"model": "redo"}, "reason": "newest", "draft": "d"},
     "saved": {"rank": 0, "generation": 0, "pieces": [{"file": "f", "size": 10, "digest": "d", "shard": "model"}]},
     "replan": {"generation": 0, "lost_savers": [0]},
+    "waits": {"reason": "a rank may come back"},
     "commit": {"rank": 0, "generation": 0},
     "committed": {"rank": 0, "version": 4, "path": "/s/step_4", "size": 10, "after_ms": 9.0},
     "stack": {"rank": 1, "witness": 0, "text": "File x, line 1", "of": ID},

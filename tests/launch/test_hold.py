@@ -9,19 +9,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ttp.launch.hold import STRAGGLER_S, Hold, Scene, Verdict
+from ttp.launch.hold import STRAGGLER_S, Hold, HoldDecision, WorkersNow
 
-WAIT, LEFT, STOP = Verdict.WAIT, Verdict.LEFT, Verdict.STOP
-KILL, LATE = Verdict.KILL_HUNG, Verdict.OUT_OF_PATIENCE
+WAIT, LEFT, STOP = HoldDecision.WAIT, HoldDecision.LEFT, HoldDecision.STOP
+KILL, LATE = HoldDecision.KILL_HUNG, HoldDecision.OUT_OF_PATIENCE
 
 EVERYBODY = frozenset({1, 2, 3})
-Look = tuple[float, set[int], dict[int, int], dict[int, float], Verdict]
+Look = tuple[float, set[int], dict[int, int], dict[int, float], HoldDecision]
 
 
 def scene(
     alive: set[int], exits: Mapping[int, int], deadlines: Mapping[int, float], armed: frozenset[int] = EVERYBODY
-) -> Scene:
-    return Scene(frozenset(alive), exits, armed, deadlines)
+) -> WorkersNow:
+    return WorkersNow(frozenset(alive), exits, armed, deadlines)
 
 
 STORIES: dict[str, list[Look]] = {

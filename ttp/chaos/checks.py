@@ -1,9 +1,9 @@
-"""Was the run as it should be? Pure: a record goes in, an outcome and findings come out.
+"""Checks one run. Pure: a record goes in, an outcome and findings come out.
 
 Outcomes: ``saved`` (restarted from a new checkpoint, no finished step lost), ``kept`` (restarted, and there was nothing
 newer than what was on disk), ``gone`` (restarted from what was on disk: no rank was left that had anything newer),
 ``unhurt`` (never restarted), ``refused`` (steps were lost, and ttp said why it could not save), ``lost`` (steps were
-lost without a word), ``stuck`` (it did not get anywhere).
+lost, and ttp did not say so), ``stuck`` (the run did not come to its end).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 COVERED = ("saved", "kept")
 _DISK = ("disk-full", "disk-ro")
 _DEADLY = ("kill", "segv", "exit", "raise", "term", "report", "partition", "unplug")
-"""What no job survives unsaved; times are taken from the first of these, if there is one."""
+"""Faults that end a launch. Times are measured from the first of these, if there is one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Judgement:
     """What came of a run.
 
     Args:
         outcome: see the module.
         findings: what is wrong, in words; empty: nothing.
-        version: that the job went on from; None: it was not restarted.
-        lost_steps: finished by ranks that could still be read, and not in the checkpoint.
-        detect_ms: from the first fault to the open incident; None: there was none.
-        commit_ms: from the first fault to the first commit of the newest version that was saved; None: none was.
-        back_ms: from the first fault until the job trained again.
+        version: what the job went on from; None: it was not restarted.
+        lost_steps: steps that ranks which could still be read had finished, and that are not in the checkpoint.
+        detect_ms: milliseconds from the first fault to the open incident; None: there was none.
+        commit_ms: milliseconds from the first fault to the first commit of the newest saved version; None: no commit.
+        back_ms: milliseconds from the first fault until the job trained again.
         diverged: rank-local state was lost for good: the bits of later steps cannot be compared.
     """
 
@@ -49,17 +49,22 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """What a restart may resume from: at least what a readable rank had finished, at most what one had begun."""
+    """The versions that a restart may resume from.
+
+    Args:
+        lower: the newest that a rank which could still be read had finished.
+        upper: the newest that any rank had begun.
+    """
 
     lower: int
     upper: int
 
 
-def judge(evidence: Evidence) -> Verdict:
-    """Check one run."""
+def judge(evidence: Evidence) -> Judgement:
+    """Check one run: its versions, its checkpoints, its bits, its exit codes."""
     record = evidence.record
     if record.trouble:
-        return Verdict("stuck", (record.trouble,), None, 0, None, None, None, evidence.diverged)
+        return Judgement("stuck", (record.trouble,), None, 0, None, None, None, evidence.diverged)
     lives = trained(evidence)
     lost, findings = 0, [*_disk_findings(evidence), *_request_findings(evidence)]
     version = None
@@ -72,11 +77,11 @@ def judge(evidence: Evidence) -> Verdict:
     outcome = _outcome(evidence, lives, version, lost)
     findings += [*_exit_findings(evidence, outcome), *_expectation(evidence, outcome, lost)]
     times = _times(record)
-    return Verdict(outcome, tuple(findings), version, lost, *times, diverged)
+    return Judgement(outcome, tuple(findings), version, lost, *times, diverged)
 
 
 def trained(evidence: Evidence) -> list[LifeKey]:
-    """Lives in which at least one rank got as far as to train."""
+    """The lives in which at least one rank began to train, in order."""
 
     def began(life: LifeKey) -> bool:
         return any(life in lives and lives[life].start is not None for lives in evidence.notes.values())
@@ -99,12 +104,12 @@ def bounds(evidence: Evidence, life: LifeKey) -> Bounds:
 
 
 def _far_side(evidence: Evidence, life: LifeKey) -> frozenset[int]:
-    return frozenset(r for s in evidence.record.strikes if s.life == life for r in s.cut_off)
+    return frozenset(r for s in evidence.record.injections if s.life == life for r in s.cut_off)
 
 
 def unreadable(evidence: Evidence, life: LifeKey) -> frozenset[int]:
     """Ranks whose copy nobody could read any more in this life."""
-    return frozenset(r for s in evidence.record.strikes if s.life == life for r in s.unreadable)
+    return frozenset(r for s in evidence.record.injections if s.life == life for r in s.unreadable)
 
 
 def _resumed(evidence: Evidence, before: LifeKey, after: LifeKey) -> tuple[int, int, list[str]]:
@@ -134,7 +139,7 @@ def _disk_findings(evidence: Evidence) -> Iterator[str]:
         if int(seen.facts["version"]) > most:
             yield f"version {seen.facts['version']} was committed, and nobody had begun a newer one than {most}"
     failures = [*evidence.record.told("save_failed"), *evidence.record.told("commit_failed")]
-    if evidence.record.struck(*_DISK, "disk-quota"):
+    if evidence.record.injected(*_DISK, "disk-quota"):
         for seen in failures:
             if "errno" not in str(seen.facts.get("text", "")):
                 yield f"a save failed without its errno: {seen.facts.get('text', '')!r}"
@@ -153,7 +158,7 @@ def _request_findings(evidence: Evidence) -> Iterator[str]:
 
 
 def _fatal(record: Record) -> bool:
-    return any(s.unreadable or s.cut_off or s.what in ("raise", "term", "report") for s in record.strikes)
+    return any(s.unreadable or s.cut_off or s.what in ("raise", "term", "report") for s in record.injections)
 
 
 # ---------------------------------------------------------------------------------------------------------------- bits
@@ -242,10 +247,10 @@ def expected(record: Record) -> str:
     if (
         wanted != "saved"
         or not record.missed
-        or any(s.what in _DEADLY and s.who != "controller" for s in record.strikes)
+        or any(s.what in _DEADLY and s.who != "controller" for s in record.injections)
     ):
         return wanted
-    return "unhurt" if all(s.what == "save" for s in record.strikes) else "any"
+    return "unhurt" if all(s.what == "save" for s in record.injections) else "any"
 
 
 def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
@@ -261,15 +266,15 @@ def _expectation(evidence: Evidence, outcome: str, lost: int) -> Iterator[str]:
 
 
 def _should_speak(evidence: Evidence) -> bool:
-    """Somebody was left who could say why nothing was saved."""
-    return bool(evidence.record.struck(*_DISK)) and not evidence.record.struck("term")
+    """Whether a process was left that could say why nothing was saved."""
+    return bool(evidence.record.injected(*_DISK)) and not evidence.record.injected("term")
 
 
 def _times(record: Record) -> tuple[float | None, float | None, float | None]:
-    """Milliseconds from the first strike that counts to the incident, the newest version's commit, and training."""
-    strikes = [s for s in record.strikes if s.what not in ("cont", "heal", "disk-heal")]
-    deadly = [s for s in strikes if s.what in _DEADLY and s.who != "controller"]
-    since = min((strike.at_s for strike in deadly or strikes), default=None)
+    """Milliseconds from the first injection that counts to the incident, the newest version's commit, and training."""
+    injections = [s for s in record.injections if s.what not in ("cont", "heal", "disk-heal")]
+    deadly = [s for s in injections if s.what in _DEADLY and s.who != "controller"]
+    since = min((injection.at_s for injection in deadly or injections), default=None)
     if since is None:
         return None, None, None
     opened = [e.at_s for e in record.told("opened") if e.at_s >= since]

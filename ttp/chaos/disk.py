@@ -33,7 +33,7 @@ class Disk:
         run("mount", "-t", "tmpfs", "-o", f"size={size}", "chaos", str(path))
 
     def fill(self) -> None:
-        """Leave not a byte."""
+        """Fill it to the last byte."""
         ballast = os.open(self.path / BALLAST, os.O_WRONLY | os.O_CREAT, 0o600)
         try:
             chunk = 1 << 24
@@ -62,17 +62,17 @@ class Disk:
             time.sleep(0.002)
 
     def heal(self) -> None:
-        """Undo both."""
+        """Undo ``fill`` and ``protect``."""
         run("mount", "-o", "remount,rw", str(self.path))
         (self.path / BALLAST).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Unmount it; what was saved there is gone then."""
+        """Unmount it. What was saved there is lost."""
         with contextlib.suppress(OSError):
             run("umount", "--lazy", str(self.path))
 
 
 def limit(pid: int) -> None:
-    """The process can write no file larger than ``QUOTA_BYTES`` from now on."""
+    """Let a process write no file larger than ``QUOTA_BYTES`` from now on."""
     _, hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (QUOTA_BYTES, hard))

@@ -16,16 +16,16 @@ from pathlib import Path
 from typing import Any
 
 from ttp.chaos import notes
-from ttp.chaos.checks import Verdict, judge
-from ttp.chaos.desk import GotUp, RankSwitchboard, SatDown, Seat, Stands
+from ttp.chaos.checks import Judgement, judge
+from ttp.chaos.injection import HurtJob, MissedError, heal_all, inject, targets
 from ttp.chaos.inspection import checkpoints, closing_words
 from ttp.chaos.launches import Launches
-from ttp.chaos.line import END, HOLD
 from ttp.chaos.notes import Digests, LifeKey
 from ttp.chaos.place import Place
-from ttp.chaos.record import Evidence, Record, Seen, Strike
+from ttp.chaos.rank_connection import END, HOLD
+from ttp.chaos.record import Evidence, Injection, Record, Seen
 from ttp.chaos.script import Fault, Script
-from ttp.chaos.strikes import MissedError, Scene, heal_all, strike, targets
+from ttp.chaos.switchboard import RankEnded, RankProcess, RankStarted, RankSwitchboard, RankWaits
 from ttp.chaos.vocabulary import START_PHASES
 from ttp.config import Config
 
@@ -46,7 +46,7 @@ class Judged:
     """A run that is over."""
 
     record: Record
-    verdict: Verdict
+    judgement: Judgement
 
 
 class AbortedError(Exception):
@@ -71,9 +71,9 @@ class Driver:
         self.closing: list[str] = []
         """What was wrong with the job as a whole, when it was over."""
         self._inbox: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._desk = RankSwitchboard(self._inbox)
-        self._scene = Scene(script, place.hosts, place.disk)
-        self._launches = Launches(script, folder, place, self._scene, self._desk.path, self._inbox)
+        self._switchboard = RankSwitchboard(self._inbox)
+        self._job = HurtJob(script, place.hosts, place.disk)
+        self._launches = Launches(script, folder, place, self._job, self._switchboard.path, self._inbox)
         self._index = -1
         self._record: Record | None = None
         self._pending: list[Fault] = []
@@ -87,8 +87,8 @@ class Driver:
         self._ended = False
 
     def run(self) -> None:
-        """Do all of it. What could not be done is in the last verdict."""
-        self._desk.open()
+        """Run the whole script. If something goes wrong, the last judgement says what."""
+        self._switchboard.open()
         try:
             self._launches.start()
             self._began_s = time.monotonic()
@@ -101,9 +101,9 @@ class Driver:
             (self.folder / "driver-error.log").write_text(traceback.format_exc())
             self._abort(f"whoever drove the job failed: {problem!r}")
         finally:
-            heal_all(self._scene)
+            heal_all(self._job)
             self._launches.close()
-            self._desk.close()
+            self._switchboard.close()
 
     # ------------------------------------------------------------------------------------------------------- the inbox
 
@@ -121,53 +121,58 @@ class Driver:
 
     def _take(self, entry: Any) -> None:
         match entry:
-            case SatDown(seat):
-                self._sat_down(seat)
-            case Stands(seat, step, phase, _):
-                seat.standing = (step, phase)
-                self._stands(seat, step, phase)
-            case GotUp(seat):
-                if self._scene.seats.get(seat.rank) is seat:
-                    del self._scene.seats[seat.rank]
+            case RankStarted(rank_process):
+                self._rank_started(rank_process)
+            case RankWaits(rank_process, step, phase, _):
+                rank_process.waiting_at = (step, phase)
+                self._rank_waits(rank_process, step, phase)
+            case RankEnded(rank_process):
+                if self._job.rank_processes.get(rank_process.rank) is rank_process:
+                    del self._job.rank_processes[rank_process.rank]
             case {"event": kind}:
-                self._scene.leader = entry["host"]
+                self._job.leader = entry["host"]
                 self._heard(kind, entry)
             case {"stage": stage}:
                 self._stages[entry["host"]] = (stage, entry["monotonic_s"])
             case {"answer": _} if self._record is not None:
                 self._record.answers.append(entry)
 
-    def _sat_down(self, seat: Seat) -> None:
-        self._scene.seats[seat.rank] = seat
-        self._scene.hurt.discard(seat.rank)
-        if self._record is not None and seat.life not in self._record.lives:
-            self._record.lives.append(seat.life)
+    def _rank_started(self, rank_process: RankProcess) -> None:
+        self._job.rank_processes[rank_process.rank] = rank_process
+        self._job.hurt.discard(rank_process.rank)
+        if self._record is not None and rank_process.life not in self._record.lives:
+            self._record.lives.append(rank_process.life)
             self._record.lives.sort()
-        waiting = [fault for fault in self._pending if fault.step is not None and seat.rank in fault.watchers]
+        waiting = [fault for fault in self._pending if fault.step is not None and rank_process.rank in fault.watchers]
         ahead = self.script.runs[self._index + 1 :]
-        faults = [*waiting, *(f for run in ahead for f in run.faults if f.step is not None and seat.rank in f.watchers)]
+        faults = [
+            *waiting,
+            *(f for run in ahead for f in run.faults if f.step is not None and rank_process.rank in f.watchers),
+        ]
         points = {(fault.step, fault.phase) for fault in faults} | {(run.step, HOLD) for run in ahead}
-        seat.reply({"points": sorted(points), "phases": [*START_PHASES, END]})
+        rank_process.reply({"points": sorted(points), "phases": [*START_PHASES, END]})
 
-    def _stands(self, seat: Seat, step: int, phase: str) -> None:
+    def _rank_waits(self, rank_process: RankProcess, step: int, phase: str) -> None:
         if self._is_barrier(step, phase):
             return  # held until all are there
         for fault in list(self._pending):
             here = fault.phase == phase and (fault.step == step if fault.step is not None else self._armed(fault))
-            if here and seat.rank in fault.watchers:
-                self._arrived.setdefault(fault.name, set()).add(seat.rank)
+            if here and rank_process.rank in fault.watchers:
+                self._arrived.setdefault(fault.name, set()).add(rank_process.rank)
                 if fault.seconds:
                     self._start_timer(fault)
                 elif set(fault.watchers) <= self._arrived[fault.name]:
-                    self._strike(fault)
-        self._let_go(seat)
+                    self._inject(fault)
+        self._let_go(rank_process)
 
-    def _let_go(self, seat: Seat) -> None:
+    def _let_go(self, rank_process: RankProcess) -> None:
         """Let a rank go on, unless a fault waits for others to come to the same point."""
-        waits = any(seat.rank in self._arrived.get(fault.name, ()) and not fault.seconds for fault in self._pending)
-        if seat.standing is not None and not waits:
-            seat.standing = None
-            seat.reply({"do": "go"})
+        waits = any(
+            rank_process.rank in self._arrived.get(fault.name, ()) and not fault.seconds for fault in self._pending
+        )
+        if rank_process.waiting_at is not None and not waits:
+            rank_process.waiting_at = None
+            rank_process.reply({"do": "go"})
 
     def _heard(self, kind: str, entry: dict[str, Any]) -> None:
         seen = Seen(kind, entry["monotonic_s"], entry["unix_s"], entry["incident"], entry["facts"])
@@ -178,18 +183,18 @@ class Driver:
         if self._record is None:
             return
         self._record.seen.append(seen)
-        self._scene.latest[kind] = seen.facts
+        self._job.latest[kind] = seen.facts
         for fault in list(self._pending):
             if fault.event == kind and self._armed(fault):
                 if fault.seconds:
                     self._start_timer(fault)
                 else:
-                    self._strike(fault)
+                    self._inject(fault)
 
     # -------------------------------------------------------------------------------------------------------- striking
 
     def _armed(self, fault: Fault) -> bool:
-        """What stands before it in the script has happened."""
+        """Whether all faults before it in the script have been injected."""
         assert self._record is not None
         before = self._record.run.faults[: self._record.run.faults.index(fault)]
         return not any(earlier in self._pending for earlier in before)
@@ -203,43 +208,45 @@ class Driver:
         for entry in sorted(self._timers, key=lambda t: t[0]):
             if entry[0] <= now:
                 self._timers.remove(entry)
-                self._strike(entry[1])
+                self._inject(entry[1])
 
-    def _strike(self, fault: Fault) -> None:
-        """Do it, note it, and let those go on who waited for it."""
+    def _inject(self, fault: Fault) -> None:
+        """Inject a fault, record it, and let the ranks go on that waited for it."""
         assert self._record is not None
         if fault in self._pending:
             self._pending.remove(fault)
         inside = self._give_orders(fault)
         at_s, life = time.monotonic(), self._life()
         try:
-            done = strike(fault, self._scene)
+            done = inject(fault, self._job)
         except MissedError as problem:
             self._record.missed.append(f"{fault.name}: {problem}")
         else:
-            hurt = Strike(fault.name, fault.what, done.who, at_s, life, done.unreadable, done.cut_off)
-            self._record.strikes.append(hurt)
+            hurt = Injection(fault.name, fault.what, done.who, at_s, life, done.unreadable, done.cut_off)
+            self._record.injections.append(hurt)
         for rank in self._arrived.pop(fault.name, set()) - inside:
-            if rank in self._scene.seats:
-                self._let_go(self._scene.seats[rank])
+            if rank in self._job.rank_processes:
+                self._let_go(self._job.rank_processes[rank])
         for follower in [f for f in self._pending if f.after == fault.name]:
             self._start_timer(follower)
 
     def _give_orders(self, fault: Fault) -> set[int]:
-        """What ranks do to themselves they are told in answer to where they stand."""
+        """Tell ranks what to do to themselves, as the answer that they wait for. Returns the ranks that were told."""
         if fault.what not in ("raise", "exit", "hang", "hang-gil"):
             return set()
         told = set()
-        for rank in targets(fault, self._scene):
-            seat = self._scene.seats.get(rank)
-            if seat is not None and seat.standing is not None:
-                seat.standing = None
-                seat.reply({"do": fault.what})
+        for rank in targets(fault, self._job):
+            rank_process = self._job.rank_processes.get(rank)
+            if rank_process is not None and rank_process.waiting_at is not None:
+                rank_process.waiting_at = None
+                rank_process.reply({"do": fault.what})
                 told.add(rank)
         return told
 
     def _life(self) -> LifeKey:
-        return max((seat.life for seat in self._scene.seats.values()), default=self._record_life())
+        return max(
+            (rank_process.life for rank_process in self._job.rank_processes.values()), default=self._record_life()
+        )
 
     def _record_life(self) -> LifeKey:
         assert self._record is not None
@@ -249,10 +256,10 @@ class Driver:
 
     def _maybe_next_run(self) -> None:
         """When all ranks are held: judge the run that is over, begin the next one."""
-        standing = {seat.standing for seat in self._scene.seats.values()}
-        if len(self._scene.seats) < self.script.world_size or len(standing) != 1:
+        waiting_at = {rank_process.waiting_at for rank_process in self._job.rank_processes.values()}
+        if len(self._job.rank_processes) < self.script.world_size or len(waiting_at) != 1:
             return
-        (where,) = standing
+        (where,) = waiting_at
         if where is None or not self._is_barrier(*where):
             return
         self._held_since = self._held_since or time.monotonic()
@@ -265,9 +272,9 @@ class Driver:
             self._ended = True
         else:
             self._begin()
-        for seat in self._scene.seats.values():
-            seat.standing = None
-            seat.reply({"do": "go"})
+        for rank_process in self._job.rank_processes.values():
+            rank_process.waiting_at = None
+            rank_process.reply({"do": "go"})
 
     def _is_barrier(self, step: int, phase: str) -> bool:
         if phase == END:
@@ -276,23 +283,23 @@ class Driver:
         return phase == HOLD and nxt < len(self.script.runs) and self.script.runs[nxt].step == step
 
     def _quiet(self) -> bool:
-        """Nothing is pending, and a controller sees the job train."""
+        """Whether nothing is pending and a controller sees the job train."""
         since = max((at_s for stage, at_s in self._stages.values() if stage == "training"), default=None)
         if self._timers or since is None:
             return False
         record = self._record
         if record is None:
             return True
-        last = max((s.at_s for s in record.strikes), default=0.0)
-        beheaded = max((s.at_s for s in record.struck("kill", "segv") if s.who == "controller"), default=0.0)
-        if time.monotonic() < last + SETTLE_S or since < beheaded:
+        last = max((s.at_s for s in record.injections), default=0.0)
+        leader_killed = max((s.at_s for s in record.injected("kill", "segv") if s.who == "controller"), default=0.0)
+        if time.monotonic() < last + SETTLE_S or since < leader_killed:
             return False
         record.back_s = record.back_s or max(since, last)
         answered = [answer for answer in record.answers if answer["answer"] == "save"]
-        return len(answered) >= len(record.struck("save"))
+        return len(answered) >= len(record.injected("save"))
 
     def _has_standbys(self) -> bool:
-        """As a job that has run for a while has. One whose steps take milliseconds may be hurt before they are up."""
+        """Whether the standby controllers are up, as in a job that has run a while; waits at most ``STANDBYS_S``."""
         wanted = min(Config.from_env(dict(self.script.env)).standbys, self.script.hosts - 1)
         assert self._held_since is not None
         return len(self._standbys) >= wanted or time.monotonic() > self._held_since + STANDBYS_S
@@ -300,19 +307,19 @@ class Driver:
     def _begin(self) -> None:
         self._index += 1
         run = self.script.runs[self._index]
-        self._record = Record(run, lives=[self._life_of_seats()])
+        self._record = Record(run, lives=[self._newest_life()])
         self._pending, self._timers, self._arrived = list(run.faults), [], {}
-        self._scene.latest = {}
-        self._scene.hurt = set()
+        self._job.latest = {}
+        self._job.hurt = set()
         self._began_s, self._launches.of_run = time.monotonic(), 0
 
-    def _life_of_seats(self) -> LifeKey:
-        return max(seat.life for seat in self._scene.seats.values())
+    def _newest_life(self) -> LifeKey:
+        return max(rank_process.life for rank_process in self._job.rank_processes.values())
 
     def _judge(self) -> None:
         assert self._record is not None
         record = self._record
-        heal_all(self._scene)
+        heal_all(self._job)
         record.missed += [f"{fault.name}: its moment never came ({fault.moment})" for fault in self._pending]
         record.found = checkpoints(self._launches.save_dirs)
         self._close_run(judge(self._evidence(record)))
@@ -321,14 +328,14 @@ class Driver:
         written = notes.read(self.folder, self.script.world_size)
         return Evidence(self.script, record, written, self._reference, self._diverged)
 
-    def _close_run(self, verdict: Verdict) -> None:
+    def _close_run(self, judgement: Judgement) -> None:
         assert self._record is not None
-        self._diverged = verdict.diverged
-        judged, self._record = Judged(self._record, verdict), None
+        self._diverged = judgement.diverged
+        judged, self._record = Judged(self._record, judgement), None
         self._tell(judged)
 
     def _abort(self, why: str) -> None:
-        """The run that was on is judged by that; the others were never begun."""
+        """Judge the running run as stuck, for the reason ``why``; later runs are not begun."""
         if self._record is None:
             self._index = max(self._index, 0)
             self._record = Record(self.script.runs[self._index]) if self.script.runs else None
@@ -351,10 +358,10 @@ class Driver:
         self._launches.again()
 
     def _finish(self) -> None:
-        """All ranks have left the last hold: the job ends, and leaves nothing."""
+        """All ranks have passed the end: wait until the job has ended, and look for what it has left behind."""
         if not self._launches.wait(END_S):
             self.closing.append(f"the job had not ended {END_S:g} s after its last step")
         codes = self._launches.codes()
         if set(codes) != {0}:
             self.closing.append(f"the job ended with exit codes {codes}")
-        self.closing += closing_words(self._launches.save_dirs, self._scene.hosts, range(self.script.hosts))
+        self.closing += closing_words(self._launches.save_dirs, self._job.hosts, range(self.script.hosts))

@@ -1,4 +1,4 @@
-"""Looking at what a hurt job left: its checkpoints, and what should not be there any more."""
+"""What a hurt job has left: its checkpoints, and processes and files that should be gone."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ and numpy. After each step and after a restore every rank writes down, with one 
 of what is equal on all ranks and one of what is its own.
 
 Environment: ``CHAOS_DIR`` (for notes), ``CHAOS_SAVE_DIR``, ``CHAOS_STEPS``, ``CHAOS_WIDTH``,
-``CHAOS_STEP_MS``, and what ``ttp.chaos.line`` reads.
+``CHAOS_STEP_MS``, and what ``ttp.chaos.rank_connection`` reads.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from ttp.chaos.line import END, HOLD, LAUNCH, RankConnection
+from ttp.chaos.rank_connection import END, HOLD, LAUNCH, RankConnection
 
 ACCUMULATION = 2
 RANK = int(os.environ.get("RANK", "0"))

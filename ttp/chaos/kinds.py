@@ -17,8 +17,16 @@ INCIDENT = ("opened", "answer", "plan", "saved", "commit", "committed")
 
 
 @dataclass(slots=True)
-class Scene:
-    """What a kind is drawn for: one job, one step, one phase."""
+class RunDraw:
+    """The place that a run is drawn for: one job, one step, one phase.
+
+    Args:
+        job: the script, without runs.
+        step: where the first fault comes.
+        phase: of the step.
+        prefix: of the names of the faults.
+        chance: the random numbers.
+    """
 
     job: Script
     step: int
@@ -28,20 +36,20 @@ class Scene:
 
     @property
     def rank(self) -> int:
-        """Any rank."""
+        """A random rank."""
         return self.chance.randrange(self.job.world_size)
 
     def several(self, least: int, most: int) -> tuple[int, ...]:
-        """Some ranks."""
+        """From ``least`` to ``most`` random ranks."""
         count = self.chance.randint(least, most)
         return tuple(sorted(self.chance.sample(range(self.job.world_size), count)))
 
     def seconds(self, least: float, most: float) -> float:
-        """Some time."""
+        """A random time in seconds."""
         return round(self.chance.uniform(least, most), 3)
 
     def here(self, what: str, who: Target, name: str = "first", seconds: float = 0.0) -> Fault:
-        """At this step and phase."""
+        """A fault at this step and phase."""
         seen_by = None if who.kind == "ranks" else self._rank_on_another_host(who)
         return Fault(f"{self.prefix} {name}", what, who, self.step, self.phase, seen_by, seconds=seconds)
 
@@ -50,15 +58,15 @@ class Scene:
         return self.chance.choice(others)
 
     def at_event(self, event: str, what: str, who: Target, name: str = "second") -> Fault:
-        """When the controller tells it."""
+        """A fault at an event of the controller."""
         return Fault(f"{self.prefix} {name}", what, who, event=event)
 
     def later(self, seconds: float, what: str, who: Target, name: str = "second", after: str = "first") -> Fault:
-        """After another fault."""
+        """A fault some seconds after another one."""
         return Fault(f"{self.prefix} {name}", what, who, after=f"{self.prefix} {after}", seconds=seconds)
 
     def next_start(self, phase: str, what: str, who: Target) -> Fault:
-        """When the job has been started again."""
+        """A fault at the next start of the job."""
         return Fault(f"{self.prefix} second", what, who, phase=phase)
 
 
@@ -69,17 +77,17 @@ class Kind:
     Args:
         title: its name in the report.
         faults: draws them.
-        expect: what it has to come to.
+        expect: the outcome that it has to have.
         weight: how often it is drawn.
         phases: where in a step it may begin.
-        shapes: names of the jobs that can bear it.
+        shapes: names of the jobs that it can be drawn for.
         needs: what the machine has to offer for it.
         features: of ``--include``.
-        diverges: it costs rank-local state.
+        diverges: rank-local state is lost in it, so later bits cannot be compared.
     """
 
     title: str
-    faults: Callable[[Scene], tuple[Fault, ...]]
+    faults: Callable[[RunDraw], tuple[Fault, ...]]
     expect: str = "saved"
     weight: int = 1
     phases: tuple[str, ...] = STEP_PHASES
@@ -89,12 +97,12 @@ class Kind:
     diverges: bool = False
 
     def run(self, job: Script, step: int, phase: str, prefix: str, chance: random.Random) -> Run:
-        """One of this kind."""
-        return Run(self.title, self.faults(Scene(job, step, phase, prefix, chance)), self.expect)
+        """Draw one run of this kind."""
+        return Run(self.title, self.faults(RunDraw(job, step, phase, prefix, chance)), self.expect)
 
 
 def ranks(*numbers: int) -> Target:
-    """These."""
+    """The ranks with these numbers."""
     return Target("ranks", numbers)
 
 
@@ -102,125 +110,125 @@ CONTROLLER, LAUNCHER, DISK, ALL = Target("controller"), Target("launcher"), Targ
 SAVER, COMMITTER, BYSTANDER = Target("saver"), Target("committer"), Target("bystander")
 
 
-def _kill(s: Scene) -> tuple[Fault, ...]:
+def _kill(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", ranks(s.rank)),)
 
 
-def _kill_any_moment(s: Scene) -> tuple[Fault, ...]:
+def _kill_any_moment(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", ranks(s.rank), seconds=s.seconds(0.0005, 0.02)),)
 
 
-def _one(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
+def _one(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
     return lambda s: (s.here(what, ranks(s.rank)),)
 
 
-def _several(s: Scene) -> tuple[Fault, ...]:
+def _several(s: RunDraw) -> tuple[Fault, ...]:
     most = s.job.world_size - 1
     return (s.here("kill", ranks(*s.several(min(2, most), most))),)
 
 
-def _everybody(s: Scene) -> tuple[Fault, ...]:
+def _everybody(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", ranks(*range(s.job.world_size))),)
 
 
-def _kill_then(event: str, who: Target) -> Callable[[Scene], tuple[Fault, ...]]:
+def _kill_then(event: str, who: Target) -> Callable[[RunDraw], tuple[Fault, ...]]:
     return lambda s: (s.here("kill", ranks(s.rank)), s.at_event(event, "kill", who))
 
 
-def _two_at_different_moments(s: Scene) -> tuple[Fault, ...]:
+def _two_at_different_moments(s: RunDraw) -> tuple[Fault, ...]:
     one, two = s.chance.sample(range(s.job.world_size), 2)
     return s.here("kill", ranks(one)), s.later(s.seconds(0, 0.2), "kill", ranks(two))
 
 
-def _kill_and_at_the_next_start(s: Scene) -> tuple[Fault, ...]:
+def _kill_and_at_the_next_start(s: RunDraw) -> tuple[Fault, ...]:
     phase = s.chance.choice(("joined", "restored"))
     return s.here("kill", ranks(s.rank)), s.next_start(phase, "kill", ranks(s.rank))
 
 
-def _controller(s: Scene) -> tuple[Fault, ...]:
+def _controller(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", CONTROLLER),)
 
 
-def _controller_then_rank(s: Scene) -> tuple[Fault, ...]:
+def _controller_then_rank(s: RunDraw) -> tuple[Fault, ...]:
     return s.here("kill", CONTROLLER), s.later(s.seconds(0, 2), "kill", ranks(s.rank))
 
 
-def _kill_then_controller(s: Scene) -> tuple[Fault, ...]:
+def _kill_then_controller(s: RunDraw) -> tuple[Fault, ...]:
     return s.here("kill", ranks(s.rank)), s.at_event(s.chance.choice(INCIDENT), "kill", CONTROLLER)
 
 
-def _kill_then_controller_and_saver(s: Scene) -> tuple[Fault, ...]:
+def _kill_then_controller_and_saver(s: RunDraw) -> tuple[Fault, ...]:
     both = s.at_event("plan", "kill", CONTROLLER), s.later(0, "kill", SAVER, "third", "second")
     return s.here("kill", ranks(s.rank)), *both
 
 
-def _pause(who: Callable[[Scene], Target], least: float, most: float) -> Callable[[Scene], tuple[Fault, ...]]:
-    def draw(s: Scene) -> tuple[Fault, ...]:
+def _pause(who: Callable[[RunDraw], Target], least: float, most: float) -> Callable[[RunDraw], tuple[Fault, ...]]:
+    def draw(s: RunDraw) -> tuple[Fault, ...]:
         paused = who(s)
         return s.here("stop", paused), s.later(s.seconds(least, most), "cont", paused)
 
     return draw
 
 
-def _stopped_while_another_dies(s: Scene) -> tuple[Fault, ...]:
+def _stopped_while_another_dies(s: RunDraw) -> tuple[Fault, ...]:
     stopped, dying = s.chance.sample(range(s.job.world_size), 2)
     return s.here("stop", ranks(stopped)), s.later(0.05, "kill", ranks(dying))
 
 
-def _controller_stopped_while_one_dies(s: Scene) -> tuple[Fault, ...]:
+def _controller_stopped_while_one_dies(s: RunDraw) -> tuple[Fault, ...]:
     dies = s.later(0.05, "kill", ranks(s.rank))
     return s.here("stop", CONTROLLER), dies, s.later(s.seconds(0.5, 3), "cont", CONTROLLER, "third")
 
 
-def _save(s: Scene) -> tuple[Fault, ...]:
+def _save(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("save", CONTROLLER),)
 
 
-def _save_and_kill(s: Scene) -> tuple[Fault, ...]:
+def _save_and_kill(s: RunDraw) -> tuple[Fault, ...]:
     event = s.chance.choice(("acknowledged", "answer", "plan", "saved", "commit"))
     return s.here("save", CONTROLLER), s.at_event(event, "kill", ranks(s.rank))
 
 
-def _quota(s: Scene) -> tuple[Fault, ...]:
+def _quota(s: RunDraw) -> tuple[Fault, ...]:
     poor, dying = s.chance.sample(range(s.job.world_size), 2)
     return s.here("disk-quota", ranks(poor)), s.later(0.02, "kill", ranks(dying))
 
 
-def _disk(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
-    def draw(s: Scene) -> tuple[Fault, ...]:
+def _disk(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
+    def draw(s: RunDraw) -> tuple[Fault, ...]:
         dies = s.later(0.02, "kill", ranks(s.rank))
         return s.here(what, DISK), dies, s.at_event("released", "disk-heal", DISK, "third")
 
     return draw
 
 
-def _disk_for_a_moment(s: Scene) -> tuple[Fault, ...]:
+def _disk_for_a_moment(s: RunDraw) -> tuple[Fault, ...]:
     dies = s.later(0.02, "kill", ranks(s.rank))
     return s.here("disk-full", DISK), dies, s.at_event("save_failed", "disk-heal", DISK, "third")
 
 
-def _host(what: str, number: int | None = None) -> Callable[[Scene], tuple[Fault, ...]]:
+def _host(what: str, number: int | None = None) -> Callable[[RunDraw], tuple[Fault, ...]]:
     """This host, or any but the first, on which the controller is."""
 
-    def draw(s: Scene) -> tuple[Fault, ...]:
+    def draw(s: RunDraw) -> tuple[Fault, ...]:
         host = s.chance.randrange(1, s.job.hosts) if number is None else number
         return (s.here(what, Target("host", (host,))),)
 
     return draw
 
 
-def _flap(s: Scene) -> tuple[Fault, ...]:
+def _flap(s: RunDraw) -> tuple[Fault, ...]:
     host = Target("host", (s.chance.randrange(1, s.job.hosts),))
     what = s.chance.choice(("partition", "unplug"))
     return s.here(what, host), s.later(s.seconds(0.2, 2.5), "heal", host)
 
 
-def _cut_and_healed_late(s: Scene) -> tuple[Fault, ...]:
+def _cut_and_healed_late(s: RunDraw) -> tuple[Fault, ...]:
     host = Target("host", (s.chance.randrange(1, s.job.hosts),))
     return s.here("partition", host), s.at_event("released", "heal", host)
 
 
-def _all_ranks_of_a_host(s: Scene) -> tuple[Fault, ...]:
+def _all_ranks_of_a_host(s: RunDraw) -> tuple[Fault, ...]:
     return (s.here("kill", ranks(*s.job.ranks_of(s.chance.randrange(s.job.hosts)))),)
 
 
@@ -269,16 +277,16 @@ KINDS: tuple[Kind, ...] = (
 )
 
 
-def _hung(what: str) -> Callable[[Scene], tuple[Fault, ...]]:
+def _hung(what: str) -> Callable[[RunDraw], tuple[Fault, ...]]:
     return lambda s: (s.here(what, ranks(s.rank)),)
 
 
-def _host_then_controller(s: Scene) -> tuple[Fault, ...]:
+def _host_then_controller(s: RunDraw) -> tuple[Fault, ...]:
     host = Target("host", (s.chance.randrange(1, s.job.hosts),))
     return s.here("kill", host), s.at_event("plan", "kill", CONTROLLER)
 
 
-def _flaps(s: Scene) -> tuple[Fault, ...]:
+def _flaps(s: RunDraw) -> tuple[Fault, ...]:
     """Several short losses of one host's network."""
     host, faults, before = Target("host", (s.chance.randrange(s.job.hosts),)), [], "first"
     for number in range(s.chance.randint(1, 3)):
@@ -290,7 +298,7 @@ def _flaps(s: Scene) -> tuple[Fault, ...]:
     return tuple(faults)
 
 
-def _stopped_while_cut(s: Scene) -> tuple[Fault, ...]:
+def _stopped_while_cut(s: RunDraw) -> tuple[Fault, ...]:
     """The controller, or all of a host, stands still while the network of another host is lost."""
     cut, host = Target("host", (s.chance.randrange(1, s.job.hosts),)), Target("host", (0,))
     stopped = s.chance.choice((CONTROLLER, host))
@@ -302,7 +310,7 @@ def _stopped_while_cut(s: Scene) -> tuple[Fault, ...]:
     )
 
 
-def _any_host(s: Scene) -> Target:
+def _any_host(s: RunDraw) -> Target:
     return Target("host", (s.chance.randrange(s.job.hosts),))
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from ttp.chaos import launching
+from ttp.chaos.injection import HurtJob, heal_all
 from ttp.chaos.place import Place
 from ttp.chaos.script import Script
-from ttp.chaos.strikes import Scene, heal_all
 
 GIVE_UP_S = 5.0
 """How long launchers may take to leave after another one has; then their hosts are taken away."""
@@ -29,7 +29,7 @@ class Launches:
         script: the job.
         folder: of the job.
         place: where it runs.
-        scene: gets the processes.
+        job: gets the processes of launchers and observers.
         socket_path: where ranks call in.
         inbox: gets what observers say.
     """
@@ -39,13 +39,13 @@ class Launches:
         script: Script,
         folder: Path,
         place: Place,
-        scene: Scene,
+        job: HurtJob,
         socket_path: Path,
         inbox: queue.SimpleQueue[Any],
     ) -> None:
         self.of_run = 0
         """Starts since the current run began."""
-        self._script, self._folder, self._place, self._scene = script, folder, place, scene
+        self._script, self._folder, self._place, self._job = script, folder, place, job
         self._socket_path, self._inbox = socket_path, inbox
         self._token = secrets.token_hex(16)
         self._count = 0
@@ -58,7 +58,7 @@ class Launches:
 
     @property
     def save_dirs(self) -> list[Path]:
-        """Where the job's checkpoints are: where it saves, and where it saves otherwise."""
+        """Where the job's checkpoints are: its ``save_dir`` and its fallback directory."""
         return [self.save_dir, self._folder / launching.FALLBACK]
 
     def start(self) -> None:
@@ -75,15 +75,15 @@ class Launches:
         )
         for host in range(script.hosts):
             hosts.power_on(host)
-            if host not in self._scene.observers:
+            if host not in self._job.observers:
                 self._observe(host)
-        self._scene.dead.clear()
-        self._scene.hurt.clear()
+        self._job.dead.clear()
+        self._job.hurt.clear()
         interface = "eth0" if script.hosts > 1 else ""
         for host in range(script.hosts):
             command = launching.command(script, host, hosts.addresses[0])
             settings = launching.on_host(env, self._folder / f"run-{host}", interface)
-            self._scene.launchers[host] = hosts.start(host, command, settings, self._folder / f"launcher-{host}.log")
+            self._job.launchers[host] = hosts.start(host, command, settings, self._folder / f"launcher-{host}.log")
         self._count, self.of_run, self._left_at = self._count + 1, self.of_run + 1, None
 
     def again(self) -> None:
@@ -92,15 +92,15 @@ class Launches:
             for host in range(self._script.hosts):
                 self._place.hosts.power_off(host)
             self._end_observers()
-        heal_all(self._scene)
+        heal_all(self._job)
         self.start()
 
     def over(self) -> bool:
         """Whether all launchers have left, or have had the time to."""
-        running = [host for host, process in self._scene.launchers.items() if process.poll() is None]
+        running = [host for host, process in self._job.launchers.items() if process.poll() is None]
         if not running:
             return True
-        alive = self._script.hosts - len(self._scene.dead)
+        alive = self._script.hosts - len(self._job.dead)
         if len(running) == alive:
             return False
         self._left_at = self._left_at or time.monotonic()
@@ -110,17 +110,17 @@ class Launches:
         """Whether all launchers leave within ``timeout_s``."""
         deadline = time.monotonic() + timeout_s
         with contextlib.suppress(subprocess.TimeoutExpired):
-            for process in self._scene.launchers.values():
+            for process in self._job.launchers.values():
                 process.wait(max(0.1, deadline - time.monotonic()))
             return True
         return False
 
     def codes(self) -> list[int | None]:
         """Exit codes of the launchers by host; None: it still runs."""
-        return [process.poll() for process in self._scene.launchers.values()]
+        return [process.poll() for process in self._job.launchers.values()]
 
     def close(self) -> None:
-        """Listen no more. What runs on the hosts ends with them."""
+        """End the observers. The launchers end with their hosts."""
         self._end_observers()
 
     # -------------------------------------------------------------------------------------------------------- observers
@@ -130,7 +130,7 @@ class Launches:
         command = [sys.executable, "-m", "ttp.chaos.observe", "127.0.0.1", str(self._place.port)]
         env = launching.clean_environment() | {"TTP_TOKEN": self._token, "GRPC_VERBOSITY": "NONE"}
         observer = self._place.hosts.listen(host, command, env)
-        self._scene.observers[host] = observer
+        self._job.observers[host] = observer
         threading.Thread(target=self._read, args=(host, observer), name="chaos-observer", daemon=True).start()
 
     def _read(self, host: int, observer: subprocess.Popen[str]) -> None:
@@ -139,7 +139,7 @@ class Launches:
             self._inbox.put({**json.loads(line), "host": host})
 
     def _end_observers(self) -> None:
-        for observer in self._scene.observers.values():
+        for observer in self._job.observers.values():
             observer.kill()
             observer.wait()
-        self._scene.observers.clear()
+        self._job.observers.clear()

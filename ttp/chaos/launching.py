@@ -7,7 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from ttp.chaos.line import LAUNCH, SOCKET
+from ttp.chaos.rank_connection import LAUNCH, SOCKET
 from ttp.chaos.script import Script
 
 MASTER_PORT = 29500

@@ -1,4 +1,4 @@
-"""``python -m ttp.chaos.observe ADDRESS PORT``: what a controller tells, as JSON lines on stdout; orders on stdin.
+"""``python -m ttp.chaos.observe ADDRESS PORT``: a controller's events as JSON lines on stdout; orders on stdin.
 
 A process of its own, because it has to live in the network of a host. Lines: ``{"event": kind, ...}``,
 ``{"stage": ..., "live": n}`` whenever that changes (``stage`` is empty while there is no controller),
@@ -28,7 +28,7 @@ _lock = threading.Lock()
 
 
 def say(**words: Any) -> None:
-    """One line on stdout; ends the process when nobody listens any more."""
+    """Print one line of JSON on stdout. Ends the process when nobody reads stdout any more."""
     try:
         with _lock:
             sys.stdout.write(json.dumps(words) + "\n")
@@ -38,7 +38,7 @@ def say(**words: Any) -> None:
 
 
 def watch(address: str, port: int, token: str) -> None:
-    """Tell every event; controllers come and go, and what a new connection repeats is dropped."""
+    """Print every event of the controllers at this address, once each; reconnect when a controller ends."""
     seen: set[tuple[int, float]] = set()
     while True:
         try:
@@ -55,7 +55,7 @@ def watch(address: str, port: int, token: str) -> None:
 
 
 def look(address: str, port: int, token: str) -> None:
-    """Tell the stage of the job and how many ranks are live, whenever that changes."""
+    """Print the stage of the job and the number of live ranks whenever they change."""
     last: tuple[str, int, int] | None = None
     while True:
         with contextlib.suppress(grpc.RpcError), open_channel(address, port) as channel:
@@ -91,7 +91,7 @@ def obey(order: dict[str, Any], address: str, port: int, token: str) -> None:
 
 
 def main() -> int:
-    """Until stdin ends."""
+    """Observe, and carry out orders, until stdin ends."""
     where = (sys.argv[1], int(sys.argv[2]), os.environ.get("TTP_TOKEN", ""))
     for work in (watch, look):
         threading.Thread(target=work, args=where, daemon=True).start()

@@ -1,4 +1,4 @@
-"""Somewhere to run a job: hosts, a disk where one is needed, a port; all of it is taken down in the end."""
+"""Where a job runs: its hosts, its disk where it needs one of its own, its port. All is taken down in the end."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ttp.chaos import world
-from ttp.chaos.desk import remove_abandoned
 from ttp.chaos.disk import Disk
 from ttp.chaos.hosts import Hosts
 from ttp.chaos.launching import CONTROLLER_PORT
 from ttp.chaos.namespaces import Namespaces
 from ttp.chaos.script import Script
+from ttp.chaos.switchboard import remove_abandoned
 from ttp.chaos.this_machine import ThisMachine, new_tag
 from ttp.errors import ConfigError
 from ttp.launch.ports import hold_port
@@ -36,14 +36,14 @@ class Place:
 
 @dataclass(slots=True)
 class Places:
-    """Makes them; no two that exist at the same time get in each other's way."""
+    """Makes places for jobs that run at the same time: no two share a network or a port."""
 
     _free: set[int] = field(default_factory=lambda: set(range(1, 255)))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @contextlib.contextmanager
     def place(self, script: Script, folder: Path) -> Iterator[Place]:
-        """For one job, whose files go to ``folder``.
+        """A place for one job, whose files go to ``folder``.
 
         Raises:
             ConfigError: this machine cannot offer what the script needs.

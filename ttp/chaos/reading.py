@@ -11,8 +11,8 @@ from typing import Any
 
 from ttp.chaos.script import Fault, Run, Script, settled, usual_outcome
 from ttp.chaos.vocabulary import (
-    DEEDS,
     EVENTS,
+    FAULT_WORDS,
     LAUNCHERS,
     OUTCOMES,
     RESTARTS,
@@ -156,7 +156,7 @@ def _target(text: str, where: str) -> Target:
 
 
 def _check_words(fault: Fault, where: str) -> None:
-    _known(fault.what, DEEDS, "something that can be done", f"{where}: what")
+    _known(fault.what, FAULT_WORDS, "something that can be done", f"{where}: what")
     if fault.phase:
         _known(fault.phase, (*STEP_PHASES, *START_PHASES), "a phase", f"{where}: phase")
     if fault.event:
@@ -173,12 +173,12 @@ def _check_words(fault: Fault, where: str) -> None:
 
 
 def _check_target(fault: Fault, script: Script, where: str) -> None:
-    deed = DEEDS[fault.what]
-    if fault.who.kind not in deed.targets:
-        raise ConfigError(f"{where}: {fault.what} cannot be done to {fault.who}, only to {', '.join(deed.targets)}")
-    if deed.inside and (not fault.phase or fault.seconds):
+    known = FAULT_WORDS[fault.what]
+    if fault.who.kind not in known.targets:
+        raise ConfigError(f"{where}: {fault.what} cannot be done to {fault.who}, only to {', '.join(known.targets)}")
+    if known.inside and (not fault.phase or fault.seconds):
         raise ConfigError(f"{where}: a rank does {fault.what!r} itself, so it needs a phase, and no seconds")
-    if deed.needs == "hosts" and script.hosts < 2:
+    if known.needs == "hosts" and script.hosts < 2:
         raise ConfigError(f"{where}: {fault.what} needs several hosts, and hosts = {script.hosts}")
     most = script.hosts if fault.who.kind == "host" else script.world_size
     for number in (*fault.who.numbers, *([] if fault.seen_by is None else [fault.seen_by])):

@@ -1,4 +1,4 @@
-"""What is known of one run when it is over: what was done, what the controller told, what is on the disk."""
+"""What is known of one run when it is over: the injected faults, the controller's events, the checkpoints on disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ttp.chaos.script import Run, Script
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Something that a controller recorded. ``at_s`` is the monotonic clock of this machine."""
+    """One event that a controller recorded. ``at_s``: seconds of this machine's monotonic clock."""
 
     kind: str
     at_s: float
@@ -22,16 +22,16 @@ class Seen:
 
 
 @dataclass(frozen=True, slots=True)
-class Strike:
-    """One fault, done.
+class Injection:
+    """One fault that was injected.
 
     Args:
         name: of the fault.
-        what: was done.
-        who: it was done to, in words, numbers resolved.
-        at_s: when, monotonic.
+        what: the word for what was done.
+        who: whom it was done to, in words; ranks by number.
+        at_s: when, in seconds of the monotonic clock.
         life: in which life of the job.
-        unreadable: ranks whose state cannot be had any more in that life.
+        unreadable: ranks whose state cannot be read any more in that life.
         cut_off: ranks that cannot be reached by the others; either side may be the one that goes on.
     """
 
@@ -46,7 +46,7 @@ class Strike:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A checkpoint on the disk: its version, what is wrong with it, and whose rank-local state it lacks."""
+    """A checkpoint on the disk: its version, what is wrong with it, and the ranks whose own state is not in it."""
 
     version: int
     problems: tuple[str, ...] = ()
@@ -60,7 +60,7 @@ class Record:
     Args:
         run: what was planned.
         lives: of the job while the run lasted, in order; the first is the one that was hurt.
-        strikes: what was done.
+        injections: the faults that were injected.
         missed: faults whose moment never came, with the reason.
         seen: what controllers told meanwhile.
         found: checkpoints after it.
@@ -72,7 +72,7 @@ class Record:
 
     run: Run
     lives: list[LifeKey] = field(default_factory=list)
-    strikes: list[Strike] = field(default_factory=list)
+    injections: list[Injection] = field(default_factory=list)
     missed: list[str] = field(default_factory=list)
     seen: list[Seen] = field(default_factory=list)
     found: list[Found] = field(default_factory=list)
@@ -81,9 +81,9 @@ class Record:
     trouble: str = ""
     back_s: float | None = None
 
-    def struck(self, *words: str) -> list[Strike]:
-        """Strikes of these kinds."""
-        return [strike for strike in self.strikes if strike.what in words]
+    def injected(self, *words: str) -> list[Injection]:
+        """The injected faults with one of these words."""
+        return [injection for injection in self.injections if injection.what in words]
 
     def told(self, kind: str) -> list[Seen]:
         """Events of this kind, in order."""

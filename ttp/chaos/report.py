@@ -1,4 +1,4 @@
-"""What a campaign has shown, as a page of Markdown. Every number comes from its results."""
+"""The report of a campaign, as a page of Markdown. Every number comes from its results."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ are, too (unless mirrored): weights and moments are compared then, and the job's
 
 @dataclass(frozen=True, slots=True)
 class Occasion:
-    """Of which campaign the page tells.
+    """The campaign that the page reports.
 
     Args:
-        command: that repeats it.
+        command: what repeats it.
         machine: what it ran on.
-        took_s: how long.
+        took_s: how long it took, in seconds.
     """
 
     command: str
@@ -58,7 +58,7 @@ def machine() -> str:
 
 
 def page(results: Sequence[Result], occasion: Occasion) -> str:
-    """All of it."""
+    """The whole page, as Markdown."""
     parts = [
         "# Reliability",
         _summary(results, occasion),
@@ -124,10 +124,10 @@ def _row(name: str, results: Sequence[Result], outcomes: Sequence[str]) -> list[
 
 def manner(result: Result) -> str:
     """What kind of sign a fault gives: those of one kind are noticed in about the same time."""
-    deeds = {fault.split()[0] for fault in result.faults}
-    if deeds & {"partition", "unplug"} or any(fault.startswith("kill host") for fault in result.faults):
+    done = {fault.split()[0] for fault in result.faults}
+    if done & {"partition", "unplug"} or any(fault.startswith("kill host") for fault in result.faults):
         return "all silent hosts"
-    return "all that stand still" if deeds & {"stop", "hang", "hang-gil"} else "all others"
+    return "all that stand still" if done & {"stop", "hang", "hang-gil"} else "all others"
 
 
 def by_phase(results: Sequence[Result]) -> str:
@@ -157,7 +157,7 @@ def findings(results: Sequence[Result]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """As Markdown."""
+    """A table as Markdown."""
     lines = [f"| {' | '.join(head)} |", f"|{'---|' * len(head)}"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
@@ -191,6 +191,6 @@ def _torch() -> str:
 
 
 def write(path: Path, results: Sequence[Result], occasion: Occasion) -> None:
-    """The page into a file."""
+    """Write the page to a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(page(results, occasion))

@@ -35,10 +35,10 @@ class Result:
         findings: what is wrong; empty: nothing.
         missed: faults whose moment never came.
         version: that the job went on from; None: it was not restarted.
-        lost_steps: see ``Verdict``.
-        detect_ms: see ``Verdict``.
-        commit_ms: see ``Verdict``.
-        back_ms: see ``Verdict``.
+        lost_steps: see ``Judgement``.
+        detect_ms: see ``Judgement``.
+        commit_ms: see ``Judgement``.
+        back_ms: see ``Judgement``.
         freezes: how many incidents there were, thawed ones too.
     """
 
@@ -73,25 +73,25 @@ class Result:
 
 def result_of(job: int, script: Script, folder: Path, judged: Judged) -> Result:
     """What is kept of a run that was judged."""
-    run, verdict = judged.record.run, judged.verdict
+    run, judgement = judged.record.run, judged.judgement
     return Result(
         job=job,
         folder=folder.name,
         title=run.title,
         phase=run.faults[0].moment,
         step=run.step,
-        faults=tuple(f"{s.what} {s.who}" for s in judged.record.strikes),
+        faults=tuple(f"{s.what} {s.who}" for s in judged.record.injections),
         world=f"{script.hosts}x{script.ranks_per_host}",
         launcher=script.launcher,
         expect=expected(judged.record),
-        outcome=verdict.outcome,
-        findings=verdict.findings,
+        outcome=judgement.outcome,
+        findings=judgement.findings,
         missed=tuple(judged.record.missed),
-        version=verdict.version,
-        lost_steps=verdict.lost_steps,
-        detect_ms=verdict.detect_ms,
-        commit_ms=verdict.commit_ms,
-        back_ms=verdict.back_ms,
+        version=judgement.version,
+        lost_steps=judgement.lost_steps,
+        detect_ms=judgement.detect_ms,
+        commit_ms=judgement.commit_ms,
+        back_ms=judgement.back_ms,
         freezes=sum(1 for _ in judged.record.told("opened")),
     )
 

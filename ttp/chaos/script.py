@@ -12,7 +12,7 @@ import random
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ttp.chaos.vocabulary import DEEDS, START_PHASES, Target
+from ttp.chaos.vocabulary import FAULT_WORDS, START_PHASES, Target
 from ttp.config import Config
 
 
@@ -22,7 +22,7 @@ class Fault:
 
     Args:
         name: for ``after``, and for the report.
-        what: a word of ``DEEDS``.
+        what: a word of ``FAULT_WORDS``.
         who: the target.
         step: counted from 0; None: not bound to a step.
         phase: one of ``STEP_PHASES`` or ``START_PHASES``; empty: not bound to one.
@@ -123,7 +123,7 @@ class Script:
     @property
     def needs(self) -> frozenset[str]:
         """What of ``hosts`` and ``mount`` this machine has to offer."""
-        wanted = {DEEDS[fault.what].needs for fault in self.faults} | {"hosts" if self.hosts > 1 else ""}
+        wanted = {FAULT_WORDS[fault.what].needs for fault in self.faults} | {"hosts" if self.hosts > 1 else ""}
         return frozenset(wanted - {""})
 
     @property
@@ -182,12 +182,12 @@ def _value(value: Any) -> str:
 
 def usual_outcome(faults: tuple[Fault, ...], ranks: int) -> str:
     """What to expect of a run whose script does not say: ``saved`` if somebody is left to save, and so on."""
-    deeds = {fault.what for fault in faults}
-    if {"disk-full", "disk-ro"} & deeds:
+    done = {fault.what for fault in faults}
+    if {"disk-full", "disk-ro"} & done:
         return "any"
     fatal = [f for f in faults if f.what in _FATAL and f.who.kind not in ("controller", "disk")]
     if not fatal:
-        return "any" if {"partition", "unplug", "hang", "hang-gil"} & deeds else "unhurt"
+        return "any" if {"partition", "unplug", "hang", "hang-gil"} & done else "unhurt"
     dead = {n for f in fatal if f.who.kind == "ranks" and f.what != "raise" for n in f.who.numbers}
     everybody = len(dead) >= ranks or any(f.who.kind == "all" and f.what not in ("raise", "term") for f in fatal)
     elsewhere = any(f.who.kind == "host" for f in fatal) or any(f.phase in START_PHASES for f in faults)

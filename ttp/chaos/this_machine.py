@@ -1,4 +1,4 @@
-"""The one host that there is where namespaces are not to be had: this machine as it is."""
+"""This machine as the only host of a job, where namespaces cannot be made."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ JOB_TAG = "CHAOS_JOB"
 
 
 class ThisMachine:
-    """One host, without anything of its own: where namespaces are not to be had.
+    """One host that shares network, disk and processes with this machine.
 
     Args:
         tag: names the job; its processes are found by it.

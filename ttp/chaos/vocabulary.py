@@ -54,13 +54,14 @@ EVENTS = (
     "stack",
     "standby",
     "thawed",
+    "waits",
     "witness_asked",
 )
-"""What the controller tells whoever watches it; see ``WatchEvents``."""
+"""Kinds of events that a controller sends to its watchers; see ``WatchEvents``."""
 
 LAUNCHERS = ("ttp", "torchrun")
 RESTARTS = ("agent", "scheduler")
-"""Who starts a job again: the launcher, in place; or, after the launchers have left, whoever started them."""
+"""Who starts a job again: the launcher, in place; or the scheduler, after the launchers have left."""
 
 OUTCOMES = ("saved", "unhurt", "refused", "any")
 """What a run may be expected to come to; see ``ttp.chaos.checks``."""
@@ -72,8 +73,8 @@ _PROCESSES = ("ranks", "all", "saver", "committer", "bystander")
 
 
 @dataclass(frozen=True, slots=True)
-class Deed:
-    """One way to hurt.
+class FaultWord:
+    """One kind of fault.
 
     Args:
         targets: the kinds of target that it can be done to.
@@ -86,25 +87,25 @@ class Deed:
     needs: str = ""
 
 
-DEEDS: dict[str, Deed] = {
-    "kill": Deed((*_PROCESSES, "controller", "launcher", "host")),
-    "segv": Deed((*_PROCESSES, "controller")),
-    "term": Deed((*_PROCESSES, "launcher")),
-    "stop": Deed((*_PROCESSES, "controller", "host")),
-    "cont": Deed((*_PROCESSES, "controller", "host")),
-    "raise": Deed(("ranks", "all"), inside=True),
-    "exit": Deed(("ranks", "all"), inside=True),
-    "hang": Deed(("ranks", "all"), inside=True),
-    "hang-gil": Deed(("ranks", "all"), inside=True),
-    "partition": Deed(("host",), needs="hosts"),
-    "unplug": Deed(("host",), needs="hosts"),
-    "heal": Deed(("host",), needs="hosts"),
-    "disk-quota": Deed(_PROCESSES),
-    "disk-full": Deed(("disk",), needs="mount"),
-    "disk-ro": Deed(("disk",), needs="mount"),
-    "disk-heal": Deed(("disk",), needs="mount"),
-    "save": Deed(("controller",)),
-    "report": Deed(_PROCESSES),
+FAULT_WORDS: dict[str, FaultWord] = {
+    "kill": FaultWord((*_PROCESSES, "controller", "launcher", "host")),
+    "segv": FaultWord((*_PROCESSES, "controller")),
+    "term": FaultWord((*_PROCESSES, "launcher")),
+    "stop": FaultWord((*_PROCESSES, "controller", "host")),
+    "cont": FaultWord((*_PROCESSES, "controller", "host")),
+    "raise": FaultWord(("ranks", "all"), inside=True),
+    "exit": FaultWord(("ranks", "all"), inside=True),
+    "hang": FaultWord(("ranks", "all"), inside=True),
+    "hang-gil": FaultWord(("ranks", "all"), inside=True),
+    "partition": FaultWord(("host",), needs="hosts"),
+    "unplug": FaultWord(("host",), needs="hosts"),
+    "heal": FaultWord(("host",), needs="hosts"),
+    "disk-quota": FaultWord(_PROCESSES),
+    "disk-full": FaultWord(("disk",), needs="mount"),
+    "disk-ro": FaultWord(("disk",), needs="mount"),
+    "disk-heal": FaultWord(("disk",), needs="mount"),
+    "save": FaultWord(("controller",)),
+    "report": FaultWord(_PROCESSES),
 }
 """Every word for ``what``."""
 
@@ -114,7 +115,7 @@ ALONE = ("all", "bystander", "committer", "controller", "disk", "launcher", "ran
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Who is hurt. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
+    """Whom a fault is for. ``numbers``: of ranks (kind ``ranks``) or of the one host (kind ``host``); else empty."""
 
     kind: str
     numbers: tuple[int, ...] = ()

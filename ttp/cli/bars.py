@@ -1,4 +1,4 @@
-"""Progress of commands that read and write many bytes, on stderr."""
+"""Progress bars on stderr, for commands that read or write many bytes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from ttp.cli.output import aside
 
 Watch = Callable[[str, "int | None"], Callable[[int], None]]
-"""Begins a phase of so many bytes, if that is known; what it returns is called with the bytes that are done."""
+"""Begins a phase: takes its name and its bytes (None: unknown), returns what is told of each number of done bytes."""
 
 
 @contextmanager
 def bars() -> Iterator[Watch]:
-    """A bar for every phase, on a terminal."""
+    """Show a bar for every phase while the block runs; nothing where stderr is no terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     console = aside()
     with Progress(

@@ -1,4 +1,4 @@
-"""``ttp chaos``: hurt real jobs on this machine, and see what comes of it."""
+"""``ttp chaos``: injects faults into real jobs on this machine and checks what happens."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ Keep = Annotated[bool, typer.Option("--keep", help="Keep the checkpoints of jobs
 
 @dataclass(slots=True)
 class Board:
-    """What the terminal shows meanwhile, and all results."""
+    """The results so far, and the progress that the terminal shows.
+
+    Args:
+        total: number of runs.
+        results: of the runs that are over.
+    """
 
     total: int
     results: list[Result] = field(default_factory=list)
@@ -61,7 +66,7 @@ class Board:
             yield self
 
     def tell(self, result: Result) -> None:
-        """A run is over."""
+        """Add the result of a run that is over, and show it."""
         self.results.append(result)
         assert self._progress is not None and self._task is not None
         self._progress.update(self._task, advance=1)

@@ -1,4 +1,4 @@
-"""Finding the controller of a job and asking it; what gRPC says is translated into what to do about it."""
+"""Finds the controller of a job and asks it. Errors of gRPC become messages that say what to do."""
 
 from __future__ import annotations
 
@@ -45,12 +45,19 @@ LOCAL = "127.0.0.1"
 
 
 class UnreachableError(TtpError):
-    """There is no controller, or none that answers. Not the user's mistake: jobs end."""
+    """No controller answers. This is no mistake of the user: jobs end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Where:
-    """A controller's place, the secret that it asks for, and where others may lead the job by now (``host:port``)."""
+    """Where a controller is.
+
+    Args:
+        address: its host.
+        port: its port.
+        token: the job's secret; may be empty.
+        others: places (``host:port``) of other controllers that may lead the job by now.
+    """
 
     address: str
     port: int
@@ -62,14 +69,16 @@ class Where:
 
     @property
     def around(self) -> tuple[str, ...]:
-        """All places, the likeliest first."""
+        """All places (``host:port``) to ask, the likeliest first."""
         from ttp.wire.address import target
 
         return tuple(dict.fromkeys((*self.others, target(self.address, self.port))))
 
 
 def find(address: str | None, port: int | None, token: str | None) -> Where:
-    """The controller that is meant. What is not given comes from the environment, then from what jobs here left.
+    """Where the controller of the meant job is.
+
+    What is not given comes from the environment, then from the run directories of this user's jobs on this host.
 
     A run directory of the job on this host says where its other controllers are, unless an address is given.
 
@@ -95,7 +104,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:
-    """Where the controller of a job without a token is: on loopback, whatever the host is called."""
+    """The address of a job without a token: its controller is on loopback, whatever the host is called."""
     from ttp.launch.admission import admitted
     from ttp.launch.presence import listens
 
@@ -106,7 +115,7 @@ def _on_this_host(config: Config, address: str, port: int) -> str:
 
 
 def _port_of(config: Config) -> int | None:
-    """Of the job whose run directory the environment names."""
+    """The port of the job whose run directory the environment names; None: it names none."""
     from ttp.launch.ring import read_ring
     from ttp.wire.address import split
 
@@ -145,21 +154,21 @@ def _known_ports() -> list[int]:
 
 
 class Client:
-    """The controller's questions and answers, with its errors in plain words. Use ``connected``.
+    """Asks a controller; make one with ``connected``. Every method raises ``ConfigError`` or ``UnreachableError``.
 
-    With several controllers each first question, and each after one that came to nothing, goes to the one that reigns.
+    Where a job has several controllers, the first request, and each one after a failure, looks for the one that leads.
     """
 
     def __init__(self, where: Where) -> None:
         from ttp.wire.channel import metadata
 
         self.where = where
-        """Who was asked last."""
+        """The controller that was asked last."""
         self._channel: grpc.Channel | None = None
         self._metadata = metadata(where.token)
 
     def status(self) -> pb.GetStatusResponse:
-        """A picture of the job now."""
+        """The state of the job now."""
         from ttp.wire.v1 import controller_pb2 as pb
 
         with self._asking(ANSWER_S) as stub:
@@ -173,7 +182,7 @@ class Client:
             return stub.SaveNow(pb.SaveNowRequest(reason=reason), timeout=timeout_s, metadata=self._metadata)
 
     def report_fault(self, ranks: list[int], host: str, reason: str) -> pb.ReportFaultResponse:
-        """Accuse ranks, or all ranks of a host."""
+        """Report these ranks, or all ranks of a host, as broken."""
         from ttp.wire.v1 import controller_pb2 as pb
 
         request = pb.ReportFaultRequest(ranks=ranks, host=host, reason=reason)
@@ -181,7 +190,7 @@ class Client:
             return stub.ReportFault(request, timeout=ANSWER_S, metadata=self._metadata)
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._channel is not None:
             self._channel.close()
             self._channel = None
@@ -204,7 +213,7 @@ class Client:
 
 
 def _reigning(where: Where) -> Where:
-    """Where the job is led from now.
+    """Where the controller is that leads the job now.
 
     Raises:
         UnreachableError: several controllers are known, and none of them answers.
@@ -226,7 +235,7 @@ def _reigning(where: Where) -> Where:
 
 @contextlib.contextmanager
 def connected(where: Where) -> Iterator[Client]:
-    """A client for as long as the block runs. Connects with the first question."""
+    """A client for as long as the block runs. It connects when it is asked first."""
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its own log lines would garble one clear message
     client = Client(where)
     try:

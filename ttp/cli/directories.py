@@ -46,7 +46,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def bears_name(entry: CatalogEntry) -> bool:
-    """Whether a reader would take it for a checkpoint, be it one or not."""
+    """Whether its name is that of a checkpoint, whatever it holds."""
     return entry.version is not None and entry.kind in ("checkpoint", "foreign")
 
 

@@ -1,4 +1,4 @@
-"""Reads incident files as ``ttp.controller.journal`` writes them; forgives what a crash leaves, such as a torn line.
+"""Reads incident files, which ``ttp.controller.journal`` writes. Lines that a crash has torn are counted and left out.
 
 Several controllers may have written to one file: a new one that takes over an incident begins with an ``opened`` that
 says ``recovered``, counts its lines anew, and may run on another host, whose monotonic clock means nothing here.
@@ -20,7 +20,7 @@ from ttp.store.plain_file import open_plain
 SUFFIX = ".jsonl"
 
 EXPLAINS = ("exited", "exception", "lost", "outside", "preempted", "hung", "silent", "ailing", "collective", "snapshot")
-"""Kinds of evidence, the ones that explain the most first; as the controller ranks them."""
+"""Kinds of evidence, the most telling first, in the order of the controller."""
 
 LINE_MAX = 16 << 20
 """Bytes. A plan names every shard of the job."""
@@ -77,12 +77,12 @@ class IncidentLog:
 
     @property
     def opened_unix_s(self) -> float:
-        """Wall time of the first sign; 0 for an empty file."""
+        """When the incident was opened: seconds since 1970; 0 for an empty file."""
         return self.lines[0].unix_s if self.lines else 0.0
 
     @property
     def cause(self) -> str:
-        """The evidence that explains the most; what was taken back only if nothing else is left."""
+        """The text of the most telling evidence. Withdrawn evidence counts only if there is no other."""
         accused = {_accusation(line): line for line in self.of("evidence")}
         retracted = {_accusation(line) for line in self.of("retracted")}
         standing = [line for key, line in accused.items() if key not in retracted] or list(accused.values())
@@ -113,7 +113,7 @@ class IncidentLog:
 
     @property
     def saved_after_ms(self) -> float | None:
-        """From the first sign to the commit, in milliseconds."""
+        """Milliseconds from the opening to the last commit; None: nothing was committed."""
         line = self.last("committed")
         return line.at_ms if line is not None else None
 
@@ -144,7 +144,7 @@ def incident_files(directory: Path) -> list[Path]:
 
 
 def _sort_key(path: Path) -> tuple[str, str, int, str]:
-    """Ids are sortable but for the number in the middle: ``20261120-094512-10-3fa9`` comes after ``...-9-...``."""
+    """For sorting by time: in ``20261120-094512-10-3fa9`` the ``10`` counts as a number, so it comes after ``9``."""
     day, _, rest = path.stem.partition("-")
     clock, _, rest = rest.partition("-")
     number = rest.partition("-")[0]
@@ -195,7 +195,7 @@ def _parse(line: bytes | None) -> dict[str, Any] | None:
 
 
 def _timed(records: Iterable[dict[str, Any]]) -> Iterator[Line]:
-    """Within one controller time is monotonic; from one to the next only the wall clock tells."""
+    """Add the time since the opening: by the monotonic clock within a controller, by the wall clock between two."""
     start_unix_s: float | None = None
     offset_ms, began_s = 0.0, 0.0
     for record in records:
@@ -215,7 +215,7 @@ def _number(record: Mapping[str, Any], name: str) -> float:
 
 
 def _accusation(line: Line) -> tuple[str, str]:
-    """Whom and what an ``evidence`` or its ``retracted`` is about."""
+    """Rank and kind of an ``evidence`` line, or of the ``retracted`` line that withdraws it."""
     return str(line.facts.get("rank")), str(line.facts.get("evidence"))
 
 

@@ -41,7 +41,7 @@ def list_checkpoints(directory: SaveDir, everything: All = False, json: Json = F
 
 
 def _newer_elsewhere(found: list[CatalogEntry], directory: Path) -> str:
-    """What a restart would take from the fallback directory instead, in one line; empty for nothing."""
+    """A line about a newer checkpoint in the fallback directory, which a restart would take; empty: there is none."""
     fallback = Config.from_env().fallback_dir
     if fallback is None or Path(fallback) == directory:
         return ""

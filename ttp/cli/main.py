@@ -49,7 +49,7 @@ app = typer.Typer(
 
 @app.callback()
 def _root() -> None:
-    """Makes ``ttp`` a group even if it had one command only."""
+    """Makes typer treat ``ttp`` as a group of commands."""
 
 
 def _launch(argv: list[str]) -> int:
@@ -114,7 +114,7 @@ _register("version", _ABOUT, version.version)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code. What went wrong is said on stderr, in one line."""
+    """Run one command and return its exit code. Errors are printed as one line on stderr."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in PASSED_ON:

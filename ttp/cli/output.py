@@ -1,4 +1,4 @@
-"""Where words go: what was asked for to stdout, everything else to stderr."""
+"""Output of commands: what was asked for goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from rich.table import Table
 from rich.text import Text
 
 WIDE = 200
-"""Columns where nobody told how many there are: a path in a pipe must not be broken into lines."""
+"""Columns where stdout is no terminal: long enough that paths in a pipe are not broken."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON on stdout, and nothing else there.")]
 
 
 def screen() -> Console:
-    """Stdout, for people."""
+    """A console on stdout."""
     return _console(stderr=False)
 
 
 def aside() -> Console:
-    """Stderr: progress, notes, complaints."""
+    """A console on stderr, for progress, notes and errors."""
     return _console(stderr=True)
 
 
@@ -37,12 +37,12 @@ def _console(*, stderr: bool) -> Console:
 
 
 def say(text: str | Text, console: Console | None = None) -> None:
-    """One paragraph, never cut and never taken for markup."""
+    """Print one paragraph. It is not cut, and brackets in it are no markup."""
     (console or screen()).print(shown(text), soft_wrap=True)
 
 
 def shown(text: str | Text) -> Text:
-    """``text`` as any terminal can show it. Names and errors may hold what steers one, or has no form in UTF-8."""
+    """``text`` with every unprintable character replaced: file names and errors may hold control characters."""
     safe = text.copy() if isinstance(text, Text) else Text(text)
     if not safe.plain.isprintable():
         safe.plain = "".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in safe.plain)
@@ -50,12 +50,12 @@ def shown(text: str | Text) -> Text:
 
 
 def complain(text: str) -> None:
-    """What is wrong, as one line on stderr."""
+    """Print an error as one line on stderr."""
     say(Text.assemble(("ttp: ", "bold red"), " ".join(text.split())), aside())
 
 
 def print_json(value: Any) -> None:
-    """``value`` on stdout, readable by people and machines."""
+    """Print ``value`` as indented JSON on stdout."""
     text = json.dumps(value, indent=2, ensure_ascii=False) + "\n"
     try:
         text.encode(sys.stdout.encoding or "utf-8")

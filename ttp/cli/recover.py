@@ -1,4 +1,4 @@
-"""``ttp recover``: what can be had again from the replicas of lost or damaged files?"""
+"""``ttp recover``: rebuilds lost or damaged files from the files of replicas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN_MAX = 100
 
 
 class Way(str, Enum):
-    """How a replica stands for a file."""
+    """How the file of a replica is offered in place of a lost one."""
 
     MAP = "map"
     LINK = "link"

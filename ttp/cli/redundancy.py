@@ -1,4 +1,4 @@
-"""``ttp redundancy``: which ranks hold the same?"""
+"""``ttp redundancy``: lists the ranks that hold the same slices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ReplicaGroups = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What a file says.
+    """Which ranks hold the same, as a file says.
 
     Args:
         kind: ``group_info``, ``strategy`` or ``manifest``.
@@ -57,7 +57,7 @@ def redundancy(source: Source, json: Json = False) -> None:
 
 
 def read(source: Path) -> Told:
-    """What ``source`` says of who holds the same.
+    """Read from ``source`` which ranks hold the same.
 
     Raises:
         UsageError: it does not exist.

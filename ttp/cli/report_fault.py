@@ -1,4 +1,4 @@
-"""``ttp report-fault``: evidence from outside."""
+"""``ttp report-fault``: tells a job that some of its ranks are broken."""
 
 from __future__ import annotations
 

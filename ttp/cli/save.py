@@ -1,4 +1,4 @@
-"""``ttp save``: a checkpoint now."""
+"""``ttp save``: makes a running job write a checkpoint now."""
 
 from __future__ import annotations
 

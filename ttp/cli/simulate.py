@@ -1,4 +1,4 @@
-"""``ttp simulate``: whole jobs in virtual time, and everything that goes wrong."""
+"""``ttp simulate``: plays whole jobs with faults in virtual time, and checks them."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _played(wish: Wish, seeds: range, jobs: int, trace: bool) -> Iterator[Outcom
 
 @dataclass(slots=True)
 class Tally:
-    """All runs together.
+    """Counts over all runs.
 
     Args:
         wish: what is played.
@@ -143,7 +143,7 @@ class Tally:
     _hash: Any = field(default_factory=hashlib.sha256)
 
     def add(self, outcome: Outcome) -> None:
-        """One more run."""
+        """Add the outcome of one run."""
         if outcome.problem:
             self.broken.append(outcome)
         self.incarnations += len(outcome.exits)
@@ -157,11 +157,11 @@ class Tally:
 
     @property
     def digest(self) -> str:
-        """Of what has happened in all of them."""
+        """Digest of all traces: equal if the same has happened."""
         return self.last.digest if self.runs == 1 and self.last is not None else str(self._hash.hexdigest())
 
     def command(self, seed: int) -> str:
-        """What repeats one run and shows what happens in it."""
+        """The command that repeats the run of one seed and prints its trace."""
         w = self.wish
         options = {
             "--shards": w.shards,
@@ -175,7 +175,7 @@ class Tally:
         return shlex.join(["ttp", "simulate", "--seed", str(seed), *words, *relays, "--trace"])
 
     def facts(self, elapsed_s: float) -> dict[str, Any]:
-        """What ``--json`` prints."""
+        """What ``ttp simulate --json`` prints."""
         return {
             "seed": self.seed,
             "runs": self.runs,
@@ -190,7 +190,7 @@ class Tally:
         }
 
     def tell(self, elapsed_s: float) -> None:
-        """What is printed for people."""
+        """Print the result for people."""
         for outcome in self.broken[:BROKEN_SHOWN]:
             say(f"BROKEN  {outcome.problem}")
             say(f"        {self.command(outcome.seed)}")

@@ -1,4 +1,4 @@
-"""``ttp status``: the job now."""
+"""``ttp status``: shows the state of a running job."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> No
 
 
 def _looks(client: Client, interval_s: float) -> Iterator[pb.GetStatusResponse | UnreachableError]:
-    """A controller that is gone may be replaced within seconds: watching goes on."""
+    """The status every ``interval_s`` seconds, for ever. An error is no end: another controller may soon lead."""
     while True:
         try:
             yield client.status()

@@ -1,4 +1,4 @@
-"""Tells an incident line by line, for people."""
+"""The lines of an incident in words, for people."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def style_of(kind: str) -> str:
 
 
 def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
-    """What to show: a line and its words. Like answers of several ranks become one row, at the time of the last."""
+    """The rows to show: a line and its text. Equal answers of several ranks become one row, at the time of the last."""
     group: list[Line] = []
     for line in log.lines:
         if group and _answer_text(line) != _answer_text(group[0]):
@@ -52,7 +52,7 @@ def rows(log: IncidentLog) -> Iterator[tuple[Line, str]]:
 
 
 def words(line: Line) -> str:
-    """One event in words; of a kind that is not known here, its fields."""
+    """One event in words. An unknown kind is shown by its fields."""
     if _answer_text(line):
         return _merged([line])[1]
     tell = _WORDS.get(line.kind)
@@ -98,7 +98,7 @@ def _evidence(f: Facts) -> str:
 
 
 def _cut(text: str) -> str:
-    """Errors of collectives are as long as a page; ``--json`` has all of it."""
+    """Shorten a long error, such as those of collectives; ``--json`` has all of it."""
     line = " ".join(text.split())
     return line if len(line) <= TEXT_MAX else f"{line[:TEXT_MAX]}…"
 
@@ -176,6 +176,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "misfit": lambda f: f"replicas of {_listed(_texts(f.get('shards')))} cut it in different ways: it is written whole",
     "replan": lambda f: f"savers {compact_ranks(f.get('lost_savers') or ())} are gone or failed: plan again",
     "nothing_new": _nothing_new,
+    "waits": lambda f: f"no plan yet: {f.get('reason')}",
     "saved": _saved,
     "save_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
     "commit": lambda f: f"rank {f.get('rank')} writes the manifest and renames the draft",

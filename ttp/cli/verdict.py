@@ -1,4 +1,4 @@
-"""``ttp verdict``: what became of a job, in one word, for scripts that decide whether to start it again."""
+"""``ttp verdict``: how a job ended, in one word, for scripts that decide whether to start it again."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, js
 
 
 def _judge(launches: list[Launch], incident: IncidentLog | None) -> Verdict:
-    """Of the last launch; an incident that is newer than what was written of it speaks for it."""
+    """The verdict on the last launch. Where its end was not recorded, the newest incident decides."""
     last = launches[-1] if launches else None
     if last is None and incident is None:
         return Verdict(
@@ -77,7 +77,7 @@ def _judge(launches: list[Launch], incident: IncidentLog | None) -> Verdict:
 
 
 def _last_fault(place: Path, run_id: str | None, since: float | None) -> IncidentLog | None:
-    """The newest incident that did not just write a checkpoint or end with a false alarm."""
+    """The newest incident that neither was a checkpoint on request nor ended as a false alarm; None: there is none."""
     for path in incident_files(place)[:INCIDENTS_READ] if (place / INCIDENTS).is_dir() else ():
         try:
             log = read_incident(path)
@@ -93,10 +93,10 @@ def _last_fault(place: Path, run_id: str | None, since: float | None) -> Inciden
 
 
 def _check_ours(place: Path, run_id: str | None) -> None:
-    """Nobody shall take a wrong path for a job that came to nothing.
+    """Refuse a directory that ttp never wrote to: a mistyped path must not look like a lost job.
 
     Raises:
-        UsageError: there is nothing of ttp's.
+        UsageError: ttp has written nothing there.
     """
     if (place / INCIDENTS).is_dir() or any(entry.kind != "foreign" for entry in scan(place)):
         return

@@ -1,4 +1,4 @@
-"""``ttp verify``: is it what its manifest says?"""
+"""``ttp verify``: compares checkpoints with their manifests."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ All = Annotated[bool, typer.Option("--all", help="Verify every checkpoint; exit 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What reading one checkpoint has shown.
+    """The result of reading one checkpoint.
 
     Args:
         path: the checkpoint.
@@ -49,7 +49,7 @@ class Finding:
 
     @property
     def whole(self) -> bool:
-        """Whether it can be restored from."""
+        """Whether a job can be restored from it."""
         return not self.problems
 
 

@@ -1,4 +1,4 @@
-"""``ttp version``."""
+"""``ttp version``: prints the versions of ttp, its protocol and its formats."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How numbers are said to people."""
+"""Numbers and times as texts for people."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def duration_text(seconds: float) -> str:
 
 
 def when_text(unix_s: float) -> str:
-    """Wall time of this machine's zone, to the second; empty for 0 and for what is no time."""
+    """Seconds since 1970 as local time, to the second; empty for 0 and for numbers that are no time."""
     if not unix_s:
         return ""
     try:

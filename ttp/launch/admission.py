@@ -1,4 +1,4 @@
-"""Whether a job may run as it is: with a token anywhere, without one on the loopback of one host."""
+"""Whether a job may run with its settings: with a token anywhere, without one only on the loopback of one host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GIVE_A_TOKEN = (
 
 
 def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Config, str]:
-    """Settings and the controller's address as a process of the job is to use them.
+    """The settings and the controller's address that a process of the job has to use.
 
     Without a token all is on loopback: where ``address`` is another name of this host, 127.0.0.1 is used in its place.
 
@@ -49,7 +49,7 @@ def admitted(config: Config, address: str, *, several: bool = False) -> tuple[Co
 
 
 def spans_hosts(environ: Mapping[str, str], world_size: int) -> bool:
-    """Whether a launcher has told this rank that others than it has started here take part."""
+    """Whether a launcher has told this rank that ranks of other hosts take part."""
     try:
         told = in_torchruns_names(environ)
     except ConfigError:

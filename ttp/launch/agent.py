@@ -1,4 +1,4 @@
-"""Torch's elastic agent, with patience.
+"""Torch's elastic agent, made to wait for workers that save.
 
 ``TtpAgent`` differs from ``LocalElasticAgent`` in when it stops workers, not in how, and only if ranks armed
 themselves (see ``ttp.launch.hold``). Everything of ours fails open: an error in it is logged, and torch goes on as it
@@ -45,7 +45,7 @@ class TtpAgent(LocalElasticAgent):
         give_fresh_stores(self._worker_group.spec)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """As torch's; ends what we started, and learns ``job_code``."""
+        """Run the job as torch does; then end what ttp started, and set ``job_code``."""
         result = None
         try:
             result = super().run(*args, **kwargs)
@@ -62,7 +62,7 @@ class TtpAgent(LocalElasticAgent):
         self.job_code = self._host.close(several_nodes, self.job_code)
 
     def exit_codes(self) -> list[int]:
-        """How the workers of the last attempt ended, negative for a signal."""
+        """Exit codes of the workers of the last attempt; negative for a signal."""
         codes = [worker.poll() for worker in self._workers().values()]
         return [code for code in codes if code is not None]
 
@@ -93,7 +93,7 @@ class TtpAgent(LocalElasticAgent):
         return result
 
     def _forgo_restarts(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """A program or settings that are wrong are so the next time too. Torch does the same for a stuck worker."""
+        """Allow no restart where none can help: program or settings are wrong, or the job makes no progress."""
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(
@@ -118,7 +118,7 @@ class TtpAgent(LocalElasticAgent):
         super()._shutdown(*args, **kwargs)
 
     def _obey(self, workers: Mapping[int, Popen[Any]], how: signal.Signals, grace_s: float) -> None:
-        """Pass an operator's signal on and be patient; schedulers repeat SIGTERM, a second Ctrl-C means it."""
+        """Pass an operator's signal on and wait for workers that save. A second Ctrl-C ends the wait, SIGTERM not."""
         while True:
             try:
                 self._fail_open(lambda: self._host.stop(workers, how, grace_s))
@@ -144,10 +144,10 @@ class TtpAgent(LocalElasticAgent):
 
 
 def _world_size(worker_group: Any) -> int:
-    """Ranks of the job; 0: torch does not say."""
+    """Number of ranks of the job; 0: torch does not say."""
     return int(next((worker.world_size for worker in worker_group.workers), 0) or 0)
 
 
 def _root_causes_first(failures: dict[int, Any]) -> dict[int, Any]:
-    """Torch names the first of the failures it saw in the same second as the root cause: never a rank that saved."""
+    """Failures, those of ranks that saved last: torch takes the first one of a second for the root cause."""
     return dict(sorted(failures.items(), key=lambda item: (item[1].exitcode in ORDERLY_EXITS, item[0])))

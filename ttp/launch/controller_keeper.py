@@ -16,11 +16,11 @@ from ttp.launch.presence import listens
 logger = logging.getLogger("ttp.launch")
 
 LOOK_S = 0.2
-"""How often the process is looked after; a controller that died is replaced within this and its starting time."""
+"""How often the process is checked. A controller that died is replaced within this plus its starting time."""
 FOREIGN_LOOK_S = 1.0
 RETRY_S = 1.0
 KEPT_S = 30 * 86400.0
-"""Ours is ended by us, or ends when we are gone. Ranks may prepare data for hours before they first speak to it."""
+"""A controller without ranks ends after this. Ranks may prepare data for hours; its owner ends it earlier."""
 
 
 class ControllerKeeper:
@@ -50,7 +50,7 @@ class ControllerKeeper:
             self._config = config
 
     def start(self, address: str) -> None:
-        """Have a controller serving at ``address``, from now until ``stop``. Call it before each start of workers.
+        """Keep a controller serving at ``address`` until ``stop``. Call it before each start of workers.
 
         Raises:
             ConfigError: there is none and none can be started; the text says why.
@@ -65,7 +65,7 @@ class ControllerKeeper:
             self._thread.start()
 
     def stop(self) -> None:
-        """Look after it no more, and end it if it is ours."""
+        """Stop keeping it, and end the controller if this process started it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()

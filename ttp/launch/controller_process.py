@@ -1,4 +1,4 @@
-"""Finding, starting and stopping the controller process. Used by launchers and by rank 0's processor alike.
+"""Finds, starts and stops the controller process, for launchers and for the processor of rank 0.
 
 Several processes may want to start one at the same time: the port decides. The loser exits with code 64, and whoever
 listens on the port and answers as a controller of this job is used. Having lost says little: the winner may still be
@@ -26,7 +26,7 @@ LOG_FILE = "controller.log"
 COMMAND = (sys.executable, "-m", "ttp.controller")
 
 STRANGER_S = 10.0
-"""A controller that is just starting listens for a moment before it answers; on a busy host, for seconds."""
+"""How long something may listen and not answer: a controller that starts needs seconds on a busy host."""
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 """After a lost start: how long it is left to the winner to serve, before another one is started."""
@@ -52,10 +52,10 @@ def start_controller(
         bind: address to bind to; empty: every address.
         run_dir: where its log goes; created when missing.
         token: the job's shared secret. It travels in the environment: arguments are visible to everybody.
-        owner_pid: a process whose end makes the controller superfluous.
+        owner_pid: process whose end makes the controller unnecessary.
         abandoned_s: seconds without any rank after which it ends.
         orphan_s: seconds without owner and ranks after which it ends.
-        save_dir: where it may write the story of incidents; empty: where processes of this host say.
+        save_dir: where it may write incident files; empty: where processes of this host allow it.
 
     Raises:
         ConfigError: the log cannot be written or the interpreter not be started.
@@ -172,7 +172,7 @@ def ensure_controller(
 
 
 class _Start:
-    """One attempt to have a controller at a port: what was started, and what is wrong with what is found."""
+    """One attempt to have a controller at a port: the process that was started, and what is wrong with what answers."""
 
     def __init__(self, address: str, port: int, token: str, run_dir: Path, bind: str) -> None:
         self._address, self._port, self._token, self._run_dir, self._bind = address, port, token, run_dir, bind
@@ -198,7 +198,7 @@ class _Start:
         )
 
     def finished(self) -> subprocess.Popen[bytes] | None:
-        """A controller serves. Ours, when another one was faster, may not have noticed yet: it would lie in wait."""
+        """A controller serves. Ours, or None: another one was faster, and ours is ended."""
         if self._child is None or self._child.poll() is not None:
             return None
         serving = controller_pid(self._address, self._port, self._token)
@@ -212,7 +212,7 @@ class _Start:
             stop_controller(self._child)
 
     def complain(self, presence: Presence) -> None:
-        """Raise when waiting longer is of no use."""
+        """Raise ``ConfigError`` if waiting longer cannot help."""
         if presence == "refused":
             raise ConfigError(
                 f"port {self._port} of {self._address} is used by the controller of another job{self._owner()}: choose "

@@ -1,4 +1,4 @@
-"""Rank-local pages of workers that have died, for when nobody is left on this host to read them.
+"""Hands over the rank-local pages of dead workers when no rank of this host is left to save them.
 
 The page of a dead rank stays in the host's shared memory. Usually another rank of the host adds it to the checkpoint.
 With one rank on each host, or when all of them die together, only the launcher is left: it hands the pages over with
@@ -22,7 +22,7 @@ logger = logging.getLogger("ttp.launch")
 
 
 class DeadPages:
-    """The pages of one group of workers. May be asked on several threads.
+    """The pages of one group of workers. Thread safe.
 
     Args:
         run_dir: of the job on this host.
@@ -37,9 +37,9 @@ class DeadPages:
         self._lock = threading.Lock()
 
     def after(self, rank: int) -> list[Mirror]:
-        """``rank`` has died: pages to hand over, of all workers if it was the last one, else none. Never raises.
+        """``rank`` has died: the pages of all workers if it was the last one of this host, else none. Never raises.
 
-        Of each rank the two newest versions: its peers have one of them.
+        Of each rank the two newest versions: one of them is what its peers have reached.
         """
         with self._lock:
             if rank not in self._living:

@@ -1,4 +1,4 @@
-"""Seeing at once that a child process ended, without taking its exit status from ``subprocess.Popen``."""
+"""Notices at once that a child process has ended, and leaves its exit status to ``subprocess.Popen``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class DeathWatch:
                 time.sleep(min(POLL_S, left_s))
 
     def close(self) -> None:
-        """Give the descriptors back; ``wait`` sees nothing any more."""
+        """Close the descriptors. ``wait`` reports nothing from now on."""
         for key in list(self._children):
             self._forget(key)
 
@@ -89,7 +89,7 @@ class DeathWatch:
 
 
 def exit_code(child: Popen[Any]) -> int | None:
-    """How ``child`` ended, as ``Popen.returncode`` would say; None while it runs. Does not reap it."""
+    """Exit code of ``child``, as ``Popen.returncode`` has it; None while it runs. Does not reap it."""
     if child.returncode is not None:
         return int(child.returncode)
     try:

@@ -1,8 +1,8 @@
-"""Telling the controller that reigns from outside that a rank's process has ended.
+"""Reports the end of a rank's process to the controller that leads the job, from the launcher.
 
 A report goes at once to the controller that was known last, on a connection that is open already. Where it is not
-accepted, because that controller has just died with its host or has been replaced, it goes round the ring
-(``ttp.launch.ring``) until somebody accepts it or ``PATIENCE_S`` have passed.
+accepted, because that controller has just died with its host or has been replaced, it is sent to all controllers of the
+job (``ttp.launch.ring``) until one accepts it or ``PATIENCE_S`` have passed.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from ttp.launch.presence import channel_options
 logger = logging.getLogger("ttp.launch")
 
 TIMEOUT_S = 1.0
-"""How long one controller may take."""
+"""Seconds that one controller may take to answer."""
 PATIENCE_S = 15.0
 """How long a report is repeated: ranks take seconds to agree on a new controller, if hosts do not answer at all."""
 LAST_S = 3.0
-"""How long ``close`` waits for reports that nobody could be told yet."""
+"""Seconds that ``close`` waits for reports that no controller has accepted yet."""
 LOOK_S = 1.0
 AGAIN_S = 0.2
 
 
 @dataclass(slots=True)
 class _Report:
-    """One death, until somebody has accepted it."""
+    """One death, until a controller has accepted the report."""
 
     rank: int
     request: Any
     until: float
     heard: set[str] = field(default_factory=set)
-    """Who has answered that it accuses nobody; it may once it leads the job."""
+    """Controllers that answered without accepting it. They may accept it later, when they lead the job."""
     waited_for: bool = True
-    """``close`` waits for it: somebody may lead the job and not know of it."""
+    """Whether ``close`` waits for it: some controller may lead the job and not know of this death."""
 
 
 class FaultReporter:
@@ -77,7 +77,7 @@ class FaultReporter:
         self._thread.start()
 
     def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
-        """Accuse ``rank``, whose process ``pid`` ended for ``reason``, with this exit code (0: not known)."""
+        """Report that process ``pid`` of ``rank`` has ended for ``reason``, with exit code ``code`` (0: unknown)."""
         from ttp.wire.v1 import controller_pb2 as wire
 
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
@@ -101,7 +101,7 @@ class FaultReporter:
             call.add_done_callback(lambda done: self._answered(place, report, done))
 
     def close(self) -> None:
-        """Wait a moment for reports that nobody could be told yet, and drop the connections."""
+        """Wait ``LAST_S`` at most for reports that no controller has accepted yet, then close the connections."""
         with self._all_heard:
             self._all_heard.wait_for(lambda: self._unheard == 0, LAST_S)
             self._closing = True
@@ -138,7 +138,7 @@ class FaultReporter:
             return None
 
     def _answered(self, place: str, report: _Report, call: Any) -> None:
-        """The first attempt has come to an end."""
+        """Called when the first attempt is over."""
         if self._accepted(place, report, call):
             self._settle(report)
         else:
@@ -179,7 +179,7 @@ class FaultReporter:
                 reports.append(report)
 
     def _went_round(self, report: _Report) -> bool:
-        """Whether nobody has to be told any more: one has accepted it, or it took too long."""
+        """Send a report to all controllers. Whether it is done: one has accepted it, or it took too long."""
         calls = {place: self._send(place, report) for place in self._around}
         accepted = [place for place, call in calls.items() if call is not None and self._told(place, report, call)]
         over = bool(accepted) or time.monotonic() >= report.until

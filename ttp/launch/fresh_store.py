@@ -20,7 +20,7 @@ KEY = "ttp/workers_store_port"
 
 
 class FreshStoreRendezvous(RendezvousHandler):
-    """A static rendezvous, but for the address of the workers' store after a restart.
+    """Torch's static rendezvous with another store for the workers after each restart.
 
     Args:
         inner: what is asked for everything else.
@@ -34,7 +34,7 @@ class FreshStoreRendezvous(RendezvousHandler):
         self._store: Any = None  # held: the server ends with its last reference
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Meet the other nodes; from the second time on with a store that nobody has used."""
+        """Meet the other nodes. From the second time on the workers get a store that is new."""
         info = self._inner.next_rendezvous()
         attempt, self._attempt = self._attempt, self._attempt + 1
         if attempt == 0:
@@ -44,7 +44,7 @@ class FreshStoreRendezvous(RendezvousHandler):
         return RendezvousInfo(info.store, info.rank, info.world_size, where)
 
     def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
-        """Every node restarts when its ranks were released, so all come here as often as the first one does."""
+        """The port of the new store. All nodes call this equally often: each restarts when its ranks were released."""
         if info.rank == 0:
             self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
             info.store.set(key, str(self._store.port))
@@ -56,7 +56,7 @@ class FreshStoreRendezvous(RendezvousHandler):
         return bool(self._inner.use_agent_store)
 
     def get_backend(self) -> str:
-        """Name of the inner one: this is no other kind."""
+        """The name of the inner rendezvous."""
         return str(self._inner.get_backend())
 
     def is_closed(self) -> bool:

@@ -1,4 +1,4 @@
-"""When may a launcher stop the surviving workers of a failed group? Pure: facts in, verdict out.
+"""When a launcher may stop the surviving workers of a failed group. Pure: facts in, decision out.
 
 Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s later. We let it wait:
 
@@ -27,7 +27,7 @@ STRAGGLER_S = 1.0
 Pid = int
 
 
-class Verdict(enum.Enum):
+class HoldDecision(enum.Enum):
     """What the launcher does now."""
 
     WAIT = "wait"  # somebody is saving, or may be about to
@@ -38,8 +38,8 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Scene:
-    """One look at the workers of this host.
+class WorkersNow:
+    """What a launcher sees of the workers of this host at one moment.
 
     Args:
         alive: pids of workers that run.
@@ -55,7 +55,7 @@ class Scene:
 
 
 class Hold:
-    """One wait for survivors, from the moment the launcher wanted to stop them.
+    """One wait for surviving workers, which begins when the launcher wanted to stop them.
 
     Args:
         now: seconds on any clock that does not go back; the clock of the leases.
@@ -71,10 +71,10 @@ class Hold:
         self._held: set[Pid] = set()
         self._given_up: frozenset[Pid] = frozenset()
         self.hung: frozenset[Pid] = frozenset()
-        """With ``KILL_HUNG``: whom. They are not mentioned again: a process in the kernel may take long to die."""
+        """With ``KILL_HUNG``: the pids to kill. Each is named once: a process in the kernel may take long to die."""
 
-    def look(self, now: float, scene: Scene) -> Verdict:
-        """Decide with what is seen now. Ask again after ``WAIT`` and ``KILL_HUNG``."""
+    def look(self, now: float, scene: WorkersNow) -> HoldDecision:
+        """Decide at time ``now`` by what is seen. Call again after ``WAIT`` and ``KILL_HUNG``."""
         alive = scene.alive - self._given_up
         holding = {pid for pid in alive if scene.deadlines.get(pid, now) > now}
         if holding:
@@ -83,24 +83,24 @@ class Hold:
         elif self._quiet_since is None:
             self._quiet_since = now
         if not alive:
-            return Verdict.LEFT
+            return HoldDecision.LEFT
         armed = alive & (scene.armed | holding)
         if not armed:
-            return Verdict.STOP
+            return HoldDecision.STOP
         if now - self._started >= self._patience_s:
-            return Verdict.OUT_OF_PATIENCE if holding else Verdict.STOP
-        return Verdict.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
+            return HoldDecision.OUT_OF_PATIENCE if holding else HoldDecision.STOP
+        return HoldDecision.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
 
-    def _without_lease(self, now: float, scene: Scene, armed: frozenset[Pid]) -> Verdict:
+    def _without_lease(self, now: float, scene: WorkersNow, armed: frozenset[Pid]) -> HoldDecision:
         assert self._quiet_since is not None
         quiet_s = now - self._quiet_since
         self.hung = armed - self._held
         if self.hung and quiet_s >= STRAGGLER_S and self._peers_were_released(scene.exits):
             self._given_up |= self.hung
-            return Verdict.KILL_HUNG
-        return Verdict.WAIT if quiet_s < self._first_lease_s else Verdict.STOP
+            return HoldDecision.KILL_HUNG
+        return HoldDecision.WAIT if quiet_s < self._first_lease_s else HoldDecision.STOP
 
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
-        """A single 70 is no proof: a fenced rank leaves with it while its peers have yet to save."""
+        """Whether peers were released. A 70 of a rank without a lease is no proof: fenced ranks exit with it, too."""
         saved = any(code == EXIT_SAVED for code in exits.values())
         return saved or any(exits.get(pid) == EXIT_NOT_SAVED for pid in self._held)

@@ -1,4 +1,4 @@
-"""What a launcher does for ttp on one host, whatever launches the workers. Knows nothing of torch."""
+"""The part of ttp in a launcher, for one host. Independent of torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ttp.errors import EXIT_TRAINED, ConfigError
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
 from ttp.launch.fault_report import FaultReporter
-from ttp.launch.hold import FIRST_LEASE_S, Hold, Scene, Verdict
+from ttp.launch.hold import FIRST_LEASE_S, Hold, HoldDecision, WorkersNow
 from ttp.launch.job_verdict import ask_verdict, say_start, settled_code
 from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places
@@ -40,11 +40,11 @@ LOOK_S = 0.02
 GRACE_S = 30.0
 """How long torch leaves a worker between SIGTERM and SIGKILL."""
 OTHERS_S = 10.0
-"""How long the first node keeps the controller for launchers of other hosts, whose ranks have left, to ask it."""
+"""Seconds that the first node keeps the controller for launchers of other hosts that still have to ask it."""
 
 
 class Host:
-    """Patience with saving workers, witness of their deaths, heir of their pages, on the first node the controller.
+    """Waits for workers that save, reports deaths, hands over pages; on the first node it keeps the controller.
 
     Args:
         config: settings; ``config.port`` is set.
@@ -66,7 +66,7 @@ class Host:
         forget_ring(run_dir)
 
     def use(self, config: Config) -> None:
-        """Settings that the launchers of the job have agreed on, from now on; its token is left for this host's users.
+        """Use the settings that the launchers have agreed on. The token is written for commands on this host.
 
         Raises:
             ConfigError: the token cannot be written.
@@ -77,7 +77,7 @@ class Host:
         self._keeper.use(config)
 
     def forget_token(self) -> None:
-        """The job is over, and its token was made for it alone."""
+        """Remove the token file: the job is over, and the token was made for it alone."""
         (self._run_dir / TOKEN_FILE).unlink(missing_ok=True)
 
     def before_workers(self, address: str, first_node: bool, world_size: int = 0) -> None:
@@ -102,7 +102,7 @@ class Host:
             say_start(self._places(), self._config.token, self._name)
 
     def _keep_relay(self, world_size: int) -> None:
-        """One for all starts; without it ranks connect by themselves."""
+        """Start the relay of this host where one is wanted. If that fails, ranks connect by themselves."""
         if self._relay is not None or self._config.relay == "off":
             return
         from ttp.launch import relay
@@ -125,7 +125,7 @@ class Host:
         self._sentinels.watch(pids, self._on_death)
 
     def has_ended(self, worker: Popen[Any]) -> bool:
-        """Whether the program of a worker came to its end, so that what killed it afterwards was no failure."""
+        """Whether the program of a worker has come to its end: what kills the process afterwards is no failure."""
         return self._leases.has_ended(worker.pid)
 
     def hold(self, workers: Workers) -> None:
@@ -134,7 +134,7 @@ class Host:
         Survivors that are armed but get no lease are asked with SIGTERM, which a processor understands as "save now".
         """
         verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, FIRST_LEASE_S))
-        if verdict is Verdict.STOP and self._armed(workers):
+        if verdict is HoldDecision.STOP and self._armed(workers):
             logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
             self.stop(workers, signal.SIGTERM, GRACE_S)
 
@@ -152,22 +152,22 @@ class Host:
             return
         self._send(_alive(workers), how, workers)
         verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, grace_s))
-        if verdict in (Verdict.STOP, Verdict.OUT_OF_PATIENCE):
+        if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
             self._send(self._armed(workers), signal.SIGKILL, workers)
 
     def expect_stop(self, workers: Workers) -> None:
-        """The launcher stops what is left of these now."""
+        """Report no deaths of these workers: the launcher stops them now."""
         self._watch.expect(_alive(workers))
 
     def is_final(self) -> bool:
-        """Whether the job's verdict is one that no restart mends."""
+        """Whether the job's verdict says that no restart helps."""
         answer = ask_verdict(self._places(), self._config.token, "", EXIT_TRAINED) if self._address else None
         if answer is not None and answer.final:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
 
     def close(self, several_nodes: bool, code: int) -> int:
-        """The job is over here. With several nodes the controller outlives us until nobody needs it.
+        """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
 
         Args:
             several_nodes: other hosts take part.
@@ -191,7 +191,7 @@ class Host:
             self._leases.sweep()
 
     def _ask_verdict(self, several_nodes: bool, code: int) -> int:
-        """The first node looks on while other launchers may still want to ask: it ends the controller."""
+        """The job's exit code. The first node ends the controller, so it waits until the other launchers have asked."""
         if not self._address:
             return code
         deadline_s = time.monotonic() + OTHERS_S
@@ -209,31 +209,31 @@ class Host:
         return self._config.host or socket.gethostname()
 
     def _on_death(self, rank: int, pid: int) -> None:
-        """Called before the kernel has freed its memory; how it died ``WorkerWatch`` will say."""
+        """Report a death at once, before the kernel has freed the memory. ``WorkerWatch`` reports later how it died."""
         if self._reporter is not None and not self._watch.expects(pid):
             self._reporter.exited(rank, pid, REASON)
 
-    def _wait(self, workers: Workers, hold: Hold) -> Verdict:
+    def _wait(self, workers: Workers, hold: Hold) -> HoldDecision:
         waiting = False
         while True:
             verdict = hold.look(time.monotonic(), self._scene(workers))
-            if verdict is Verdict.KILL_HUNG:
+            if verdict is HoldDecision.KILL_HUNG:
                 logger.warning("killing %s: hung while the others saved and left", _names(workers, hold.hung))
                 self._send(hold.hung, signal.SIGKILL, workers)
-            elif verdict is not Verdict.WAIT:
+            elif verdict is not HoldDecision.WAIT:
                 break
             elif not waiting:
                 waiting = True
                 logger.info("waiting up to %.0f s for ranks that save", self._config.rescue_patience_s)
             time.sleep(LOOK_S)
-        if verdict is Verdict.OUT_OF_PATIENCE:
+        if verdict is HoldDecision.OUT_OF_PATIENCE:
             patience_s = self._config.rescue_patience_s
             logger.error("%s still saving after TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
         return verdict
 
-    def _scene(self, workers: Workers) -> Scene:
+    def _scene(self, workers: Workers) -> WorkersNow:
         exits = {worker.pid: worker.poll() for worker in workers.values()}
-        return Scene(
+        return WorkersNow(
             alive=frozenset(pid for pid, code in exits.items() if code is None),
             exits={pid: code for pid, code in exits.items() if code is not None},
             armed=frozenset(self._leases.armed()),
@@ -250,7 +250,7 @@ class Host:
                 os.killpg(pid, how)
 
     def _wait_for_other_nodes(self) -> None:
-        """Their ranks may still be saving: ours can have died without a local survivor to wait for."""
+        """Wait while ranks of other nodes save; all ranks of this node may have died."""
         deadline_s = time.monotonic() + self._config.rescue_patience_s
         while time.monotonic() < deadline_s and job_is_busy(self._places(), self._config.token):
             time.sleep(LOOK_S * 10)
@@ -261,7 +261,7 @@ class Host:
         return target(self._address, self._config.port)
 
     def _places(self) -> tuple[str, ...]:
-        """Where the job may have its controller by now."""
+        """Places (``host:port``) where the job's controller may be now."""
         return places(self._run_dir, self._home)
 
 

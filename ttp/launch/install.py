@@ -1,4 +1,4 @@
-"""Making torch's launcher use our agent. Shared by ``ttp run`` and the plug-in for stock torchrun."""
+"""Makes torch's launcher use our agent, for ``ttp run`` and for the plug-in of stock torchrun."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def replaceable(launcher_api: Any) -> bool:
 
 @contextmanager
 def installed(maker: Callable[..., Any]) -> Iterator[None]:
-    """Let torch's launcher make its agents with ``maker`` meanwhile."""
+    """Let torch's launcher make its agents with ``maker`` while the block runs."""
     from torch.distributed.launcher import api
 
     launcher_api: Any = api

@@ -1,4 +1,4 @@
-"""One exit code for all launchers of a job: the controller knows it, and each launcher asks for it at its end."""
+"""The exit code of a launcher: that of the whole job, which it asks the controller for at its end."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ ASK_S = 1.0
 
 
 def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, starts: bool = False) -> Any:
-    """Tell the controllers how a launcher begins or ends, and ask what becomes of the job (``GetVerdictResponse``).
+    """Tell the controllers that a launcher begins or ends, and ask for the job's verdict.
 
     Args:
         around: where the controller may be.
         token: the job's.
         host: name of this host, as its ranks give it.
         code: exit code that the launcher would leave with.
-        starts: it does not end, it starts ranks.
+        starts: whether the launcher starts ranks; else it ends.
 
     Returns:
-        The answer of the controller that reigns, as far as one came within ``ASK_S``; else None.
+        The answer of the controller that leads (``GetVerdictResponse``); None: none came within ``ASK_S``.
     """
     ends = time.monotonic() + ASK_S
     best: Any = None
@@ -43,16 +43,20 @@ def ask_verdict(around: Iterable[str], token: str, host: str, code: int, *, star
 
 
 def say_start(around: Iterable[str], token: str, host: str) -> None:
-    """Ranks are started now; does not wait for anybody."""
+    """Tell the controllers that ranks are started now. Does not wait."""
     threading.Thread(
         target=lambda: ask_verdict(around, token, host, EXIT_TRAINED, starts=True), name="ttp-say-start", daemon=True
     ).start()
 
 
 def settled_code(own: int, answer: Any) -> int:
-    """With which code a launcher leaves that would leave with ``own``, given the job's verdict (None: nobody answers).
+    """The exit code of a launcher whose own ranks ended with ``own``.
 
     A job that has trained to its end does not excuse a program that failed afterwards.
+
+    Args:
+        own: exit code by what this host has seen.
+        answer: the job's verdict (``GetVerdictResponse``); None: no controller answered.
     """
     if answer is None or not answer.HasField("code") or own == EXIT_BAD_CONFIG:
         return own

@@ -37,12 +37,12 @@ class Leases:
         _write(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
-        """Take back ``arm`` and any lease: the process needs no patience any more."""
+        """Undo ``arm`` and any lease: nobody has to wait for this process any more."""
         _remove(self._armed / str(pid))
         _remove(self._leases / str(pid))
 
     def end(self, pid: int) -> None:
-        """Say that ``pid`` has done what it had to do: a crash from now on, of a library that is unloaded, is none."""
+        """Say that the program of ``pid`` has ended: a later crash, of a library that is unloaded, is no failure."""
         _write(self._ended / str(pid), "")
 
     def grant(self, pid: int, deadline_s: float) -> None:
@@ -50,7 +50,7 @@ class Leases:
         _write(self._leases / str(pid), repr(float(deadline_s)))
 
     def revoke(self, pid: int) -> None:
-        """The process has nothing to save any more."""
+        """End the lease: the process has nothing to save any more."""
         _remove(self._leases / str(pid))
 
     def armed(self) -> set[int]:
@@ -86,7 +86,7 @@ def _entries(directory: Path) -> list[Path]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Write and rename, so that a reader never sees half a number."""
+    """Write a draft and rename it, so that a reader never sees half a number."""
     draft = path.with_name(f".{path.name}.draft")
     try:
         make_private(path.parent)

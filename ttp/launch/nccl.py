@@ -1,4 +1,4 @@
-"""Who may end a rank whose collective hangs: not NCCL, as long as its state is not on disk.
+"""Keeps NCCL from ending a rank whose collective hangs before its state is on disk.
 
 Torch watches NCCL's collectives from a thread, the watchdog. After an error or a time-out it does what
 ``TORCH_NCCL_ASYNC_ERROR_HANDLING`` says: 0 nothing, 1 abort and end the process, 2 abort, 3 end the process. Unset it
@@ -69,7 +69,7 @@ class Objection:
 
 
 def settings(environ: Mapping[str, str], config: Config, launcher: Mapping[str, str] | None = None) -> dict[str, str]:
-    """What to export before a process group is made. Nothing that somebody has set on purpose is among it.
+    """Environment variables to export before a process group is made; none that the user has set.
 
     Args:
         environ: of the process, or of the launcher that hands it on.
@@ -107,7 +107,7 @@ def objections(
 
 
 def heartbeat_s(config: Config) -> int:
-    """Seconds after which torch's monitor may end a rank: a hang is noticed, the ranks freeze and save, and some."""
+    """Seconds after which torch's monitor may end a rank: time to notice a hang, freeze and save, and a minute."""
     noticed_s = 3 * (config.hang_s or 0.0)
     rescued_s = config.freeze_patience_s + config.answer_patience_s + config.rescue_patience_s
     return max(_HEARTBEAT_OF_TORCH_S, math.ceil(noticed_s + rescued_s + _MARGIN_S))
@@ -142,9 +142,9 @@ def check(config: Config) -> None:
 
 
 def launcher_environ(proc: Path = Path("/proc")) -> dict[str, str] | None:
-    """What torchrun was started with, which has launched this process, perhaps through a shell or a profiler.
+    """The environment that torchrun itself was started with.
 
-    That is the nearest ancestor which is none of its workers. None: it cannot be read.
+    It is the nearest ancestor of this process that is none of its workers. None: its environment cannot be read.
     """
     pid = os.getppid()
     for _ in range(_ANCESTORS_MAX):
@@ -168,7 +168,7 @@ def _of_torchrun(environ: Mapping[str, str], launcher: Mapping[str, str] | None)
 
 
 def _impatience(environ: Mapping[str, str], config: Config) -> list[Objection]:
-    """The monitor may end a rank that still saves."""
+    """The objection that the monitor may end a rank which still saves."""
     heartbeat = _number(environ.get(HEARTBEAT), _HEARTBEAT_OF_TORCH_S)
     off = MONITORING in environ and not _switch(environ[MONITORING])
     if off or heartbeat >= config.rescue_patience_s:
@@ -197,7 +197,7 @@ def _switch(text: str) -> bool:
 
 
 def _number(text: str | None, default: int) -> int:
-    """What torch makes of it; what is no number torch refuses itself."""
+    """A setting as a number; ``default`` where it is none: torch refuses such a setting itself."""
     try:
         return default if text is None else int(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Kills by the out-of-memory killer, told from others: the kernel counts them for every cgroup.
+"""Tells kills by the out-of-memory killer from others, by the kernel's counters for each cgroup.
 
 SIGKILL says nothing of its sender. But ``oom_kill`` in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) of
 the victim's own cgroup is raised before the signal is sent, whatever limit was hit. Where the memory controller is not
@@ -62,7 +62,7 @@ class OomWatch:
             self._remember(pid, mounts)
 
     def explain(self, pid: int) -> str:
-        """Why ``pid`` was killed, if it was for lack of memory; else empty. To be asked once, after its death."""
+        """A text if ``pid`` was killed for lack of memory, else empty. Ask once, after its death."""
         place = self._place.get(pid)
         count = _read(place.file) if place is not None else None
         if place is None or count is None or count <= self._before[place.file]:

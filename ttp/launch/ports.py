@@ -1,4 +1,4 @@
-"""Ports that stay ours from when they are drawn until nobody of the job needs them any more."""
+"""Free ports that are held for a job until it is over."""
 
 from __future__ import annotations
 

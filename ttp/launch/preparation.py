@@ -1,4 +1,4 @@
-"""What every launcher of ours does before the first worker starts, and what it makes of the last ones' exit codes."""
+"""What every launcher of ttp does before it starts workers, and the exit code that it makes of theirs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MINDIO_HELP = "let programs written for mindio_ttp run on ttp"
 
 
 def show_log(config: Config) -> None:
-    """Let operators see what the launcher waits for, unless the program that calls us logs already."""
+    """Show the log of the launcher on stderr, unless the calling program has configured logging."""
     ours = logging.getLogger("ttp")
     try:
         ours.setLevel(config.log_level.upper())
@@ -43,7 +43,7 @@ def show_log(config: Config) -> None:
 
 @contextlib.contextmanager
 def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
-    """The settings completed, left in the environment for the workers, and with a run directory, until the job ends.
+    """Complete the settings (port, token, run directory) and export them to the workers, while the block runs.
 
     Raises:
         ConfigError: several nodes without a port, or the run directory cannot be used.
@@ -58,14 +58,14 @@ def settled(config: Config, several_nodes: bool) -> Iterator[Config]:
 
 
 def forget_run_dir(asked: Config, job: Config) -> None:
-    """After a good end: nobody will look for the log of a port that was drawn."""
+    """Remove the run directory after a good end, unless the user has chosen the port or the directory."""
     if asked.port is None and asked.run_dir is None:
         shutil.rmtree(job.resolved_run_dir(), ignore_errors=True)
 
 
 @contextlib.contextmanager
 def _port_kept(config: Config, several_nodes: bool) -> Iterator[Config]:
-    """With a port; one that was drawn stays ours as long as the job runs, also while its controller is replaced."""
+    """The settings with a port. A free port is held while the block runs, also while its controller is replaced."""
     if config.port is not None:
         yield config
         return
@@ -96,11 +96,11 @@ def saved_code(text: str) -> int:
 
 
 def verdict(codes: Collection[int]) -> int:
-    """Exit code of a job that failed, from how its last workers ended; what a restart cannot mend comes first."""
+    """Exit code of a job that failed, from the exit codes of its last workers: 64 before 70 before 75, else 1."""
     return next((code for code in (EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED) if code in codes), EXIT_FAILED)
 
 
 def refuse(text: str) -> int:
-    """Say what is wrong with the command or the settings; returns the exit code for that."""
+    """Print what is wrong with the command or the settings. Returns the exit code for that."""
     print(f"ttp run: {text}", file=sys.stderr)
     return EXIT_BAD_CONFIG

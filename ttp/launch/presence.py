@@ -1,4 +1,4 @@
-"""Who is at a port: our controller, another job's, something else, or nobody."""
+"""Finds out who listens at a port: this job's controller, another job's, something else, or nobody."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _can_bind(family: int, where: Any) -> bool:
 
 
 def may_be_bound(bind: str, port: int) -> bool:
-    """Whether waiting can help: the port is free, or held; not when this machine lacks the address or the right to it.
+    """Whether waiting for a port can help. False where this machine lacks the address, or the right to bind the port.
 
     Args:
         bind: an address of this machine; empty: every address.
@@ -108,14 +108,14 @@ def probe(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Pr
     return "controller"
 
 
-def controller_pid(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> int | None:
+def controller_pid(address: str, port: int, token: str) -> int | None:
     """Process id of the controller that serves there, as it sees itself; None if none answers."""
-    status = ask_status(address, port, token, timeout_s)
+    status = ask_status(address, port, token)
     return None if status is None else int(status.pid)
 
 
 def ask_status(address: str, port: int, token: str, timeout_s: float = PROBE_S) -> Any:
-    """What goes on there (``GetStatusResponse``); None if no controller answers, or it does not take our token."""
+    """The status of the controller there (``GetStatusResponse``); None: none answers, or it refuses the token."""
     import grpc
 
     from ttp.wire.channel import metadata, open_channel, stub

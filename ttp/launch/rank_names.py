@@ -1,4 +1,4 @@
-"""What launchers call a process: the names of msrun, of mpirun and of rank tables, in torchrun's spelling."""
+"""Translates the variables of msrun, mpirun and rank tables into torchrun's names."""
 
 from __future__ import annotations
 

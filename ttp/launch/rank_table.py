@@ -1,4 +1,4 @@
-"""``RANK_TABLE_FILE``: who runs where in a job on Ascend, as JSON (versions 1.0 and 1.2 of HCCL's format).
+"""Reads ``RANK_TABLE_FILE``: the hosts, devices and ranks of a job on Ascend (HCCL's JSON, versions 1.0 and 1.2).
 
 ``{"version": "1.0", "server_count": "1", "server_list": [{"server_id": "10.0.0.1", "device": [{"device_id": "0",
 "device_ip": "192.1.27.6", "rank_id": "0"}]}], "status": "completed"}``. Numbers are written as texts.
@@ -41,7 +41,7 @@ class RankTable:
 
     @property
     def in_order(self) -> tuple[Server, ...]:
-        """The hosts as launchers count them: that of rank 0 first."""
+        """The hosts in the order of their lowest ranks."""
         return tuple(sorted(self.servers, key=lambda server: min(server.ranks)))
 
     @property

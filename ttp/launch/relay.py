@@ -1,4 +1,4 @@
-"""The relay of a host: ranks here open their streams to it, and it holds one to the controller for all of them.
+"""The relay of a host: its ranks open their streams to it, and it has one stream to the controller for all of them.
 
 It lives in the launcher's agent, or without one in the first rank of the host. Ranks find it by a file in the run
 directory, and say to which controller they want: failing over works as without it. A rank whose relay is gone connects
@@ -51,7 +51,7 @@ ACCEPT_S = 60.0
 
 
 def wanted(config: Config, world_size: int) -> bool:
-    """Whether ranks of such a job go through relays."""
+    """Whether the ranks of a job of this size use relays."""
     return config.relay == "on" or (config.relay == "auto" and world_size > AUTO_RANKS)
 
 
@@ -60,7 +60,7 @@ def _file(config: Config, run_dir: Path) -> Path:
 
 
 def port_of_relay(config: Config, run_dir: Path) -> int | None:
-    """Where the relay of this host listens on loopback; None: there is none whose process lives."""
+    """Port of the relay of this host, on loopback; None: there is none whose process lives."""
     try:
         found = json.loads(_file(config, run_dir).read_text())
         port, pid = int(found["port"]), int(found["pid"])
@@ -81,14 +81,14 @@ class _Local:
 
 @dataclass(frozen=True, slots=True)
 class _Ended:
-    """Nothing follows for a line; ``code`` OK: the controller has ended it."""
+    """The end of a rank's stream. With ``code`` OK the controller has ended it; ``text`` says why."""
 
     code: Any = grpc.StatusCode.OK
     text: str = ""
 
 
 class _Threads(concurrent.futures.Executor):
-    """A thread for each call, which lasts as long as a stream; the process does not wait for it when it ends."""
+    """A daemon thread for each call: a call lasts as long as a stream."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> concurrent.futures.Future[Any]:
         """See Executor."""
@@ -105,12 +105,12 @@ class _Threads(concurrent.futures.Executor):
 
 
 class RelayServer(rpc.ControllerServicer):
-    """See the module. Serves ``Attach`` alone, on loopback.
+    """The service for the ranks of this host: ``Attach`` only, on loopback.
 
     Args:
-        config: the job's; ``heartbeat_s``, and what it asks whoever calls.
+        config: the job's settings.
         run_dir: where ranks look for it.
-        accepted: called when a stream of a rank, or the one to a controller, stands; gets the port at its server's end.
+        accepted: called with the server's port when a stream of a rank, or the one to a controller, is established.
 
     Raises:
         RuntimeError: no port can be had.
@@ -140,7 +140,7 @@ class RelayServer(rpc.ControllerServicer):
         fresh.replace(self._file)
 
     def close(self) -> None:
-        """The streams of the ranks end; those that still run open others."""
+        """End all streams. Ranks that still run connect to the controller by themselves."""
         with contextlib.suppress(OSError, ValueError):
             if json.loads(self._file.read_text()).get("port") == self.port:
                 self._file.unlink()
@@ -192,7 +192,7 @@ class RelayServer(rpc.ControllerServicer):
 
 
 def _read(reports: Iterator[pb.RankReport], uplink: _Uplink, local: _Local) -> None:
-    """What a rank says, until its stream ends."""
+    """Pass a rank's reports on until its stream ends."""
     with contextlib.suppress(Exception):  # the stream broke: that is what its end says
         for message in reports:
             try:
@@ -230,13 +230,13 @@ class _Uplink:
         threading.Thread(target=self._read, name="ttp-relay-up", daemon=True).start()
 
     def open(self) -> _Local:
-        """Another rank has come."""
+        """Add a rank."""
         local = _Local(LineId(next(self._ids)))
         self._lines[local.id] = local
         return local
 
     def leave(self, local: _Local) -> None:
-        """A rank has gone; with the last one goes the stream."""
+        """Remove a rank. With the last one the stream ends."""
         self._lines.pop(local.id, None)
         self._inbox.put(lambda: self._machine.ended(local.id, time.monotonic()))
         if not self._lines:
@@ -244,23 +244,23 @@ class _Uplink:
             self._inbox.put(None)
 
     def reported(self, local: _Local, report: m.Report) -> None:
-        """A rank says something."""
+        """Pass a rank's report on."""
         self._inbox.put(lambda: self._machine.reported(local.id, report, time.monotonic()))
 
     def wait_accepted(self) -> _Ended | None:
-        """Until the controller has accepted the stream; why it has not."""
+        """Wait until the controller has accepted the stream. Returns why it has not, else None."""
         if not self._answered.wait(ACCEPT_S):
             return _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}no controller answers at {self.to}")
         return self._problem
 
     def abort(self) -> None:
-        """Drop the stream."""
+        """End the stream at once."""
         self._inbox.put(None)
         self._call.cancel()
         self._channel.close()
 
     def _frames(self) -> Iterator[pb.RelayFrame]:
-        """What goes up. Whatever waits in the inbox goes together."""
+        """The frames for the controller. Reports that wait in the inbox are sent together."""
         going_on = True
         while going_on:
             due = self._machine.deadline()
@@ -276,7 +276,7 @@ class _Uplink:
                 yield frame_to_wire(frame)
 
     def _read(self) -> None:
-        """What comes down, to those for whom it is meant."""
+        """Pass orders on to the ranks that they are for, until the stream ends."""
         end = _Ended(grpc.StatusCode.UNAVAILABLE, f"{RELAYED}the controller ended the stream")
         try:
             self._call.initial_metadata()

@@ -1,4 +1,4 @@
-"""Which controllers a job has, for whoever speaks to the one that reigns without being a rank of the job.
+"""The controllers of a job, for launchers and commands that have to find the one that leads.
 
 Ranks know the ring: the job's home address and the controllers that stand by (``rank.failover``). Each rank leaves it
 in the run directory of its host whenever it changes. Launchers, the command line and managers read it there, ask
@@ -39,10 +39,10 @@ class Ring:
     Args:
         run_id: the job.
         incarnation: of it.
-        term: of the controller that reigned when this was written.
+        term: of the controller that led when this was written.
         home: the address that the job was started with.
-        address: where the controller reigned.
-        standbys: where others stand by.
+        address: of the controller that led.
+        standbys: of the standby controllers.
     """
 
     run_id: str
@@ -54,12 +54,12 @@ class Ring:
 
     @property
     def places(self) -> tuple[str, ...]:
-        """All of them, the one that reigned first."""
+        """All addresses; that of the controller which led is first."""
         return tuple(dict.fromkeys((self.address, self.home, *self.standbys)))
 
 
 def write_ring(run_dir: Path, ring: Ring) -> None:
-    """Leave it for others on this host, unless a rank there knows of a later controller of the same incarnation.
+    """Write ``ring.json``, unless it names a controller of a higher term in the same incarnation.
 
     Never raises: a full disk must not stop a training job.
     """
@@ -77,7 +77,7 @@ def write_ring(run_dir: Path, ring: Ring) -> None:
 
 
 def read_ring(run_dir: Path) -> Ring | None:
-    """What a rank of this host has left; None if there is none, or if it is not readable."""
+    """Read ``ring.json``; None: there is none, or it cannot be read."""
     try:
         with (run_dir / FILE).open("rb") as file:
             found = json.loads(file.read(BYTES_MAX))
@@ -97,7 +97,7 @@ def read_ring(run_dir: Path) -> Ring | None:
 
 
 def forget_ring(run_dir: Path) -> None:
-    """A new job begins on this host."""
+    """Remove ``ring.json``: a new job begins on this host."""
     with contextlib.suppress(OSError):
         (run_dir / FILE).unlink(missing_ok=True)
 
@@ -109,7 +109,7 @@ def places(run_dir: Path, home: str) -> tuple[str, ...]:
 
 
 def reigning(around: Iterable[str], token: str, timeout_s: float = PROBE_S) -> tuple[str, Any] | None:
-    """Ask all these places at once; where the job is led, and what is going on there (``GetStatusResponse``).
+    """Ask all these places at once for the controller that leads: its place and its status (``GetStatusResponse``).
 
     A controller that leads nobody is taken only when no other leads the job; of several that do, the one with the
     newest incarnation and the highest term is: the others have been replaced and do not know it. Takes ``timeout_s``
@@ -157,7 +157,7 @@ def ask_everybody(
 
 
 def job_is_busy(around: Iterable[str], token: str) -> bool:
-    """Whether a rank is attached that still trains or saves; False if no controller answers."""
+    """Whether a connected rank still trains or saves. False if no controller answers."""
     found = reigning(around, token)
     return found is not None and _attached(found[1])
 

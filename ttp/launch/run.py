@@ -1,4 +1,4 @@
-"""``ttp run``: torchrun, with the controller, patience for ranks that save, and restarts that resume.
+"""``ttp run``: torchrun that also runs the controller, waits for ranks that save, and restarts jobs to resume.
 
 ``ttp run --mindspore`` is the same for jobs that msrun would launch, see ``ttp.launch.mindspore``.
 """
@@ -53,7 +53,7 @@ class Launch(Protocol):
 
     @property
     def saved_exit_code(self) -> int | None:
-        """With what to leave instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
+        """Exit code instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
     def run(self, config: Config) -> int:
         """Launch it with these settings and return the exit code."""

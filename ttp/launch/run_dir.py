@@ -1,4 +1,4 @@
-"""The run directory: where the processes of one job on one host meet. Only its owner may look into it."""
+"""The run directory: what the processes of one job share on one host. Only its owner can read it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _is_shared(path: Path) -> bool:
 
 
 def allow_journal(run_dir: Path, *directories: Path | None) -> None:
-    """Let this host's controller write the story of incidents below these, as a process that may write there says.
+    """Allow the controller of this host to write incident files below these directories.
 
     The controller hears of directories from whoever speaks to it, hosts away; it writes only where it was told to when
     it was started, or where a process with this host's run directory, which is its user's alone, has said so.
@@ -83,7 +83,7 @@ def allow_journal(run_dir: Path, *directories: Path | None) -> None:
 
 
 def journals_allowed(run_dir: Path) -> frozenset[str]:
-    """The directories that ``allow_journal`` was told; none where it was not."""
+    """The directories that ``allow_journal`` has allowed."""
     try:
         text = (run_dir / JOURNALS_FILE).read_text()
     except (OSError, UnicodeDecodeError):

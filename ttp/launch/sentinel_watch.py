@@ -1,4 +1,4 @@
-"""Threads of the launcher that learn of a worker's death before the kernel has freed its memory."""
+"""Tells the launcher of a worker's death before the kernel has freed its memory; a thread for each worker."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class SentinelWatch:
             ).start()
 
     def close(self) -> None:
-        """Say nothing any more; the threads end within ``look_s``."""
+        """Report nothing from now on. The threads end within ``look_s``."""
         self._over.set()
 
     def _run(self, rank: int, pid: int, on_death: OnDeath, over: threading.Event, living: set[int]) -> None:

@@ -24,12 +24,12 @@ WAIT_S = 60.0
 
 
 def new_token() -> str:
-    """A secret that nobody guesses."""
+    """A random secret: 32 hexadecimal digits."""
     return secrets.token_hex(16)
 
 
 class SharedToken:
-    """What the nodes of a job agree on.
+    """The token that the nodes of a job agree on.
 
     Args:
         config: as it was given to this node.
@@ -45,7 +45,7 @@ class SharedToken:
         return not self._given
 
     def agree(self, store: Any, *, first: bool) -> Config:
-        """The settings with the job's token; call it on all nodes whenever they have met.
+        """The settings with the job's token. Call it on all nodes each time they have met.
 
         Args:
             store: torch's, common to the launchers.

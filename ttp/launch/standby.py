@@ -1,4 +1,4 @@
-"""Controllers that stand by on other hosts, and what a host needs to know of its place in the network."""
+"""Starts standby controllers, and finds the address of this host."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def own_address(config: Config, master_addr: str) -> str:
 
 
 def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool, str]:
-    """Whether a host answers at all: an open port and a refused connection both say that its kernel lives."""
+    """Whether a host answers. An open port and a refused connection both show that its kernel runs."""
     try:
         socket.create_connection((address, port), timeout_s).close()
     except OSError as problem:
@@ -54,7 +54,7 @@ def reachable(address: str, port: int, timeout_s: float = PROBE_S) -> tuple[bool
 
 
 def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) -> str:
-    """Start a controller on this host that waits to be spoken to; returns ``host:port``.
+    """Start a standby controller on this host. Returns its ``host:port``.
 
     Raises:
         TtpError: it does not start; the text says why.
@@ -82,7 +82,7 @@ def start_standby(config: Config, run_dir: Path, address: str, save_dir: str) ->
 
 
 def _free_port(bind: str, wanted: int | None) -> int:
-    """The job's own port where it is free, as firewalls know it."""
+    """The job's own port where it is free: firewalls may allow only that one."""
     family, _, _, _, where = socket.getaddrinfo(bind, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     for port in (wanted or 0, 0):
         with socket.socket(family, socket.SOCK_STREAM) as probing:

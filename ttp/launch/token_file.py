@@ -1,4 +1,4 @@
-"""The job's secret in a file: one that ``TTP_TOKEN_FILE`` names, or one that a launcher leaves for its host."""
+"""The job's token in a file: the one that ``TTP_TOKEN_FILE`` names, or the one that a launcher writes for its host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ TOKEN_BYTES_MAX = 4096
 
 
 def write_token(run_dir: Path, token: str) -> None:
-    """Leave the job's token (mode 0600) where ``ttp status`` and friends on this host find it.
+    """Write the job's token (mode 0600) where ``ttp status`` and other commands on this host find it.
 
     Raises:
         ConfigError: the file cannot be written.
@@ -41,7 +41,7 @@ def read_token(run_dir: Path) -> str | None:
 
 
 def secret_in(path: Path, named: str) -> str:
-    """What a secret file says, without the end of the line.
+    """The content of a secret file, without the end of the line.
 
     Args:
         path: a plain file of this user or of root that nobody else may read.

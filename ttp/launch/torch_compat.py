@@ -1,4 +1,4 @@
-"""What we rely on inside torch's elastic agent, and whether this torch still has it.
+"""Checks that this torch has what ttp relies on inside torch's elastic agent.
 
 The agent is extended through names that are not public. A torch that differs is left alone: the job runs as under the
 stock launcher, with one warning.
@@ -14,7 +14,7 @@ logger = logging.getLogger("ttp.launch")
 
 
 def differences() -> list[str]:
-    """What of torch is not as we know it; empty when the agent can be extended."""
+    """What of torch is different from what ttp expects; empty: the agent can be extended."""
     try:
         return [text for text, holds in _expectations() if not holds]
     except Exception as problem:

@@ -1,4 +1,4 @@
-"""A thread of the launcher that tells the controller about a dead worker at once."""
+"""Reports a dead worker to the controller at once, from a thread of the launcher."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TURN_S = 0.2
 
 
 class Reporter(Protocol):
-    """Who is told. Must neither block nor raise."""
+    """Gets the reports. Must neither block nor raise."""
 
     def exited(self, rank: int, pid: int, reason: str, code: int = 0) -> None:
         """``rank``, process ``pid``, ended for ``reason``, with this exit code (0: not known)."""
@@ -48,12 +48,12 @@ class WorkerWatch:
             self._expected = set()
 
     def expect(self, pids: Iterable[int]) -> None:
-        """The launcher is about to stop these: their deaths are no news."""
+        """Report no deaths of these workers: the launcher is about to stop them."""
         with self._lock:
             self._expected.update(pids)
 
     def expects(self, pid: int) -> bool:
-        """Whether the launcher stops this one."""
+        """Whether ``expect`` was called for this worker."""
         with self._lock:
             return pid in self._expected
 

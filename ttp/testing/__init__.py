@@ -1,1 +1,1 @@
-"""Tools that test ttp and may test what is built on it: simulated jobs, enumerated worlds."""
+"""Tools to test ttp and programs that use it: simulated jobs, small worlds in every state, disks that fail."""

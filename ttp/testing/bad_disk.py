@@ -29,9 +29,12 @@ from ttp.testing.fuse_server import Rule
 
 __all__ = ["BadDisk", "Rule", "why_not"]
 
+HIT_S = 60.0
+"""How long a rule may take to hit a request."""
+
 
 class BadDisk:
-    """Mounted while the context is open. Whatever happens to this process, the mount goes with it.
+    """A mounted file system that fails by rules. It is unmounted when the context ends or this process dies.
 
     Args:
         mountpoint: made if it is not there.
@@ -63,58 +66,58 @@ class BadDisk:
             raise
 
     def _teach(self) -> None:
-        """The kernel closes a file and learns that FLUSH is not answered; see ``fuse_wire.OPCODES``."""
+        """Close a file once, so that the kernel learns that FLUSH is not supported; see ``fuse_wire.OPCODES``."""
         probe = self.mountpoint / ".bad-disk"
         probe.touch()
         probe.unlink()
         self._ask("begin")
 
     def rules(self, *rules: Rule) -> None:
-        """From now on these apply, the first that fits; without any all goes well."""
+        """Set the rules; the first that fits a request applies. Without rules nothing fails."""
         self._ask("rules", [asdict(rule) for rule in rules])
 
     def hits(self) -> list[int]:
-        """How often each rule has struck."""
+        """How many requests each rule has hit."""
         return list(self._ask("hits"))
 
-    def wait_hit(self, timeout_s: float = 60.0) -> None:
-        """Return as soon as a rule has struck.
+    def wait_hit(self) -> None:
+        """Wait until a rule has hit a request.
 
         Raises:
-            TimeoutError: none has.
+            TimeoutError: none has within ``HIT_S``.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + HIT_S
         while not any(self.hits()):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"nothing has met a rule of the bad disk within {timeout_s:g} s")
+                raise TimeoutError(f"nothing has met a rule of the bad disk within {HIT_S:g} s")
             time.sleep(0.01)
 
     def thaw(self) -> None:
-        """A mount that hangs goes on."""
+        """Let a mount that hangs go on."""
         self._ask("thaw")
 
     def mark(self, text: str) -> None:
-        """Put a line of one's own into the journal."""
+        """Add a line of text to the journal."""
         self._ask("mark", text)
 
     def journal(self) -> list[list[Any]]:
-        """Every change so far, in order."""
+        """All changes so far, in order."""
         with tempfile.NamedTemporaryFile() as file:
             self._ask("journal", file.name)
             read: list[list[Any]] = msgpack.unpackb(Path(file.name).read_bytes())
         return read
 
     def die(self) -> None:
-        """The server is gone, the mount is not: whoever looks is told ENOTCONN."""
+        """End the server and keep the mount: every access fails with ENOTCONN."""
         self._ask("die", None)
         self._server.wait()
 
     def vanish(self) -> None:
-        """As ``umount -l``: the path is that of an empty directory below; what was open meets ENOTCONN."""
+        """Unmount as ``umount -l`` does: the path is the empty directory below, and open files fail with ENOTCONN."""
         self.close()
 
     def close(self) -> None:
-        """Take the mount away, whoever still waits for it."""
+        """Unmount, even if processes still wait for it."""
         with contextlib.suppress(OSError):
             assert self._server.stdin is not None and self._server.stdout is not None
             self._server.stdin.close()
@@ -149,7 +152,7 @@ class BadDisk:
 
 
 def why_not() -> str:
-    """Why there can be no ``BadDisk`` here; empty when there can."""
+    """Why this machine cannot have a ``BadDisk``; empty: it can."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             with BadDisk(Path(folder, "mount"), Path(folder, "directory")):

@@ -1,4 +1,4 @@
-"""Many simulated jobs, one for each seed, on as many processes as there are cores to spare."""
+"""Plays many simulated jobs, one for each seed, on several processes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SEEDS_AT_ONCE = 100
 
 @dataclass(frozen=True, slots=True)
 class Wish:
-    """What is asked for; whatever is ``None`` is drawn by the seed.
+    """The options of the jobs to play. What is ``None`` is drawn by the seed.
 
     Args:
         shards: distinct pieces of state.
@@ -91,7 +91,7 @@ class Outcome:
 
 
 def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
-    """One run; never raises for what goes wrong in it."""
+    """Play one run. An error in it is part of the outcome, and not raised."""
     simulation = Simulation(wish.scenario(seed), keep_trace=keep_trace)
     try:
         with no_collections():
@@ -106,7 +106,7 @@ def play(wish: Wish, seed: int, *, keep_trace: bool = False) -> Outcome:
 
 
 def play_many(wish: Wish, seeds: range, jobs: int) -> Iterator[Outcome]:
-    """One run for each seed, in order.
+    """Play one run for each seed, in order.
 
     Args:
         wish: what is played.
@@ -145,7 +145,7 @@ def _begin_process() -> None:
 
 @contextlib.contextmanager
 def no_collections() -> Iterator[None]:
-    """Looking for cycles costs half the time of a large world, and finds nothing that could go before its end."""
+    """Switch the collection of cycles off: it takes half the time of a large world and frees nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:

@@ -1,4 +1,4 @@
-"""Virtual time: what happens next, and the text of what has happened."""
+"""Virtual time: a queue of calls, and the trace of what they did."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class Clock:
         heapq.heappush(self._queue, (when, next(self._order), what, args))
 
     def after(self, seconds: float, what: Callable[..., None], *args: Any) -> None:
-        """``at``, from now."""
+        """Call ``what(*args)`` after so many seconds."""
         heapq.heappush(self._queue, (self.now + seconds, next(self._order), what, args))
 
     def step(self) -> bool:
-        """Let the next thing happen; false when there is none."""
+        """Make the next call. Returns False when there is none."""
         if not self._queue:
             return False
         self.now, _, what, args = heapq.heappop(self._queue)
@@ -47,19 +47,19 @@ class Clock:
         return True
 
     def run_until(self, when: float) -> None:
-        """Let everything happen that is due by then."""
+        """Make all calls that are due by ``when``."""
         while self._queue and self._queue[0][0] <= when:
             self.step()
         self.now = max(self.now, when)
 
     def trace(self, who: str, what: str) -> None:
-        """Write down what happens."""
+        """Add a line to the trace."""
         self._fresh.append(f"{self.now:10.6f} {who:12} {what}\n")
         if len(self._fresh) >= LINES_AT_ONCE:
             self._absorb()
 
     def digest(self) -> str:
-        """Of the trace: two runs in which the same happened have the same."""
+        """Digest of the trace. Runs in which the same happened have equal digests."""
         self._absorb()
         return self._hash.hexdigest()
 

@@ -1,4 +1,4 @@
-"""What a disk may hold after a power cut, from the journal of a ``BadDisk``.
+"""Works out what a disk may hold after a power cut, from the journal of a ``BadDisk``.
 
 The journal is what the kernel was really asked, in order. A cut may come between any two lines. What was not synced
 then may be there or not: bytes of a file without an ``fsync`` after them, names without one of their directory. POSIX
@@ -23,7 +23,7 @@ _RENAMES = ("rename", "exchange")
 
 
 class Loss(enum.Enum):
-    """What of the unsynced is gone."""
+    """Which unsynced bytes and names are lost."""
 
     NOTHING = "nothing"  # the process died, the machine did not
     ALL = "all"
@@ -57,7 +57,7 @@ class _Change:
 
 
 class Disk:
-    """What was done to a disk that was empty at first.
+    """A disk that was empty at first, with all that was done to it.
 
     Args:
         journal: of a ``BadDisk``, up to the power cut.
@@ -71,7 +71,7 @@ class Disk:
             self._take(*line)
 
     def after(self, loss: Loss, seed: int = 0) -> Tree:
-        """What somebody finds who starts the machine again. ``seed`` is for ``Loss.SOME``."""
+        """What the disk holds when the machine starts again. ``seed`` draws the losses of ``Loss.SOME``."""
         lot = random.Random(seed)
         directories: dict[int, dict[str, int]] = {inode: {} for inode in self._directories}
         for change in self._changes:
@@ -177,7 +177,7 @@ def _tree(inode: int, directories: dict[int, dict[str, int]], contents: dict[int
 
 
 def fingerprint(tree: Tree) -> int:
-    """Equal for equal trees, in this process."""
+    """A hash of a tree, equal for equal trees within this process."""
     return hash(tuple(sorted((n, hash(c) if isinstance(c, bytes) else fingerprint(c)) for n, c in tree.items())))
 
 

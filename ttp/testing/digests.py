@@ -1,4 +1,4 @@
-"""Whether two runs have made the same, bit for bit."""
+"""Digests of states, to compare two runs bit for bit."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def digest(state: Any) -> str:
 
 
 def leaves(state: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value that is no container, with the keys that lead to it."""
+    """Every value of a nested state that is no container, with its path of keys."""
     if isinstance(state, dict):
         for key in sorted(state, key=str):
             yield from leaves(state[key], f"{name}.{key}")

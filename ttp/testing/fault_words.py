@@ -1,4 +1,4 @@
-"""Faults of a simulated job, as they are written on a command line.
+"""Reads the faults of a simulated job from the command line.
 
 ``kill:3@0.2``         rank 3 is killed 0.2 s after the launch
 ``kill:1%@0.2``        so is one rank in a hundred, drawn by the seed; ``*`` is every rank

@@ -58,7 +58,7 @@ class Rule:
     seen: int = 0
 
     def applies(self, op: str, name: str) -> bool:
-        """Whether this request is hit; counts."""
+        """Whether the rule hits this request. Counts requests that match."""
         if (self.ops and op not in self.ops) or not re.search(self.name, name):
             return False
         self.seen += 1
@@ -69,7 +69,7 @@ class Rule:
 
 @dataclass(slots=True)
 class Server:
-    """Between the kernel and a directory.
+    """Answers the kernel's requests from a directory.
 
     Args:
         device: descriptor of ``/dev/fuse``.
@@ -121,7 +121,7 @@ class Server:
         self.done = self.died = True
 
     def _journal(self, file: str) -> None:
-        """Write down everything so far; the journal goes on."""
+        """Write the journal so far to its file."""
         Path(file).write_bytes(msgpack.packb(self.tree.journal or []))
 
     # ------------------------------------------------------------------------------------------------------ requests
@@ -178,7 +178,7 @@ class Server:
 
 
 def main(mountpoint: str, directory: str, *options: str) -> None:
-    """Mount, say so, serve."""
+    """Mount, print that it is mounted, and serve."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     tree = Tree(Path(directory), [] if "--journal" in options else None)

@@ -60,7 +60,7 @@ class Tree:
         self._node(os.open(self.root, os.O_PATH | os.O_DIRECTORY), "")
 
     def name_of(self, request: Request) -> str:
-        """Of the file that the request is about, for rules; of a rename the new one."""
+        """Name of the file that a request is about; of a rename the new name."""
         forms = {"CREATE": "4I", "MKDIR": "2I", "LINK": "Q", "RENAME": "Q", "RENAME2": "QII", "UNLINK": "", "RMDIR": ""}
         if request.op == "LOOKUP":
             return request.names("")[0]
@@ -70,7 +70,7 @@ class Tree:
         return node.name if node is not None else ""
 
     def handle(self, request: Request) -> bytes:
-        """What is answered to ``request``.
+        """The answer to ``request``.
 
         Raises:
             OSError: what the directory below says.
@@ -170,7 +170,7 @@ class Tree:
         return count.to_bytes(4, "little") + b"\0" * 4
 
     def _fsync(self, request: Request) -> bytes:
-        """Nothing is synced below: what counts is that it was asked for."""
+        """Record the fsync. Nothing is synced below."""
         self.note("fsync", request.node)
         return b""
 
@@ -255,6 +255,6 @@ class Tree:
         return self._ids[key]
 
     def note(self, what: str, *facts: Any) -> None:
-        """Write down one line of the journal."""
+        """Add a line to the journal."""
         if self.journal is not None:
             self.journal.append([what, *(bytes(f) if isinstance(f, memoryview) else f for f in facts)])

@@ -41,7 +41,7 @@ _BIG_WRITES, _MAX_PAGES = 1 << 5, 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question of the kernel.
+    """One request of the kernel.
 
     Args:
         op: its name in ``OPCODES``; the number as text for others.
@@ -140,5 +140,5 @@ def mount(mountpoint: Path) -> int:
 
 
 def unmount(mountpoint: Path) -> None:
-    """Take the mount away at once, whoever still uses it (``umount -l``)."""
+    """Unmount at once, even if processes use it (``umount -l``)."""
     _libc.umount2(os.fsencode(mountpoint), _MNT_DETACH)

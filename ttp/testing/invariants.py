@@ -49,7 +49,7 @@ def largest_version(
 
 
 class Judge:
-    """Looks at everything that happens in one simulation.
+    """Checks the invariants on everything that happens in one simulation.
 
     Args:
         world: the simulation.
@@ -66,7 +66,7 @@ class Judge:
 
     @property
     def base(self) -> ToyState:
-        """What this incarnation started from."""
+        """The state that this incarnation started from."""
         return self._reference[0]
 
     def begin(self, start: ToyState) -> None:
@@ -82,7 +82,7 @@ class Judge:
     # -------------------------------------------------------------------------------------------------------- decisions
 
     def controller_acted(self, machine: ControllerMachine, actions: list[Action]) -> None:
-        """The controller has decided something: was it right?"""
+        """Check what the controller has decided."""
         for action in actions:
             if isinstance(action, Record):
                 self._decided(machine, action)
@@ -154,7 +154,7 @@ class Judge:
         return full if best is None else max(best, best if full is None else full)
 
     def committed(self, version: Version) -> None:
-        """A checkpoint has appeared, or was there already."""
+        """Check a checkpoint that has appeared, or that was there already."""
         there = self._world.storage.checkpoints
         if self._seen.keys() - there.keys() and len(there) < self._world.storage.keep:
             raise InvariantBroken(f"I5: of the checkpoints {sorted(self._seen)} only {sorted(there)} are left")
@@ -192,7 +192,7 @@ class Judge:
             raise InvariantBroken(f"I6: ranks {left} are never released")
 
     def trained(self, ranks: Mapping[Rank, SimRank]) -> None:
-        """Every rank ended with 0."""
+        """Check the end of a job of which every rank has ended with 0."""
         final = self.expected(Version(self._world.steps))
         if not self.approximate:
             state = ToyState.initial(self._world.layout)

@@ -1,4 +1,4 @@
-"""Streams as gRPC gives them: in order, delayed, and broken at any moment; what was on its way may or may not arrive.
+"""Simulated gRPC streams: messages are in order and delayed. A stream may break at any moment and lose what was sent.
 
 Messages of one stream are neither lost nor reordered while it lives; different streams are independent, and the two
 ends learn of a break at different times. On request messages are repeated, at once or after their stream is gone.
@@ -16,7 +16,7 @@ from ttp.testing.clock import Clock
 
 
 class RankEnd(Protocol):
-    """A rank, as its stream sees it."""
+    """The rank's end of a stream."""
 
     def on_order(self, stream: Stream, order: Any) -> None:
         """An order has arrived."""
@@ -26,7 +26,7 @@ class RankEnd(Protocol):
 
 
 class ControllerEnd(Protocol):
-    """A controller, as its streams see it."""
+    """The controller's end of streams."""
 
     machine: ControllerMachine
 
@@ -73,30 +73,30 @@ class Stream:
         self._held_until = 0.0
 
     def report(self, report: Any) -> None:
-        """The rank speaks, or a relay for several."""
+        """Send a report of the rank, or a frame of a relay."""
         if self.open:
             self._last_up = self._later(self._last_up)
             self._clock.at(self._last_up, self._arrive, self._last_up, report)
 
     def order(self, order: Any) -> None:
-        """The controller speaks."""
+        """Send an order of the controller."""
         if self.open:
             self._last_down = self._later(self._last_down)
             self._clock.at(self._last_down, self._obey, self._last_down, order)
 
     def end(self) -> None:
-        """One end has said its last word; everything on its way arrives."""
+        """End the stream in good order: everything that was sent arrives."""
         self._break(self._last_up, self._last_down, 0.0, 0.0)
 
     def cut(self, *, rank_learns_s: float, controller_learns_s: float) -> None:
-        """The stream breaks now. What is on its way arrives up to some point."""
+        """Break the stream now. Messages on their way arrive up to a random point."""
         now = self._clock.now
         up = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         down = now + (self._rng.random() * self._delay_s if self._rng.random() < 0.5 else self._delay_s * 3)
         self._break(up, down, rank_learns_s, controller_learns_s)
 
     def hold(self, until: float) -> None:
-        """Nothing arrives before that; then all that was said does, as TCP says it again, unless it is cut."""
+        """Hold all messages until ``until``. They arrive then, as TCP repeats them, unless the stream is cut."""
         self._held_until = until
 
     def _break(self, up: float, down: float, rank_learns_s: float, controller_learns_s: float) -> None:

@@ -1,4 +1,4 @@
-"""A disk whose plug is pulled at a call of your choice, and what then is left on it.
+"""A disk that loses its power at a chosen call, and what is left on it.
 
 A process that dies leaves what it gave to the kernel. A power cut may leave less: names that nobody synced are gone,
 all of them or some. ``PluggedDisk`` remembers which those are, so that a test can look at each outcome.
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 
 class PowerCut(BaseException):
-    """The process is no more. Not an Exception: nobody handles this."""
+    """The machine has lost its power. No ``Exception``, so that no handler catches it."""
 
 
 class Moment(enum.Enum):
-    """When, relative to the call at which the plug is pulled."""
+    """When the power is cut, relative to the chosen call."""
 
     BEFORE = "before"
     DURING = "during"  # half a file is written, half a tree is removed; other calls are atomic: not done
@@ -35,7 +35,7 @@ class Moment(enum.Enum):
 
 
 class Loss(enum.Enum):
-    """Which names are gone that were made and not synced."""
+    """Which unsynced names are lost."""
 
     NOTHING = "nothing"  # the process died, the machine did not
     ALL = "all"
@@ -64,7 +64,7 @@ class PluggedDisk(Disk):
         self._unsynced: list[tuple[tuple[int, int], bool, Callable[[], None]]] = []
 
     def lose(self, loss: Loss) -> None:
-        """Take back the names that were not synced, the latest first."""
+        """Undo the names that were not synced, the latest first."""
         for _, is_rename, undo in reversed(self._unsynced):
             if loss is Loss.ALL or (loss is Loss.ALL_BUT_RENAMES and not is_rename):
                 with contextlib.suppress(OSError):  # what it hung on is gone already

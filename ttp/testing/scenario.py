@@ -1,4 +1,4 @@
-"""What a simulated job looks like and what goes wrong in it; everything follows from the seed."""
+"""Simulated jobs and their faults, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ KINDS = {
     "commit": "the disk of a rank refuses to commit for LASTS after the first time",
     "slow": "each file takes a rank LASTS longer",
 }
-"""What can go wrong."""
+"""Kinds of faults."""
 
 LARGE = 64
 """From so many ranks on a world has hosts of eight."""
@@ -85,18 +85,18 @@ LASTS: dict[str, tuple[float, ...]] = {
 
 AT_POINTS = ("kill", "kill", "kill", "flap", "flap", "controller", "stop", "silent", "hang", "host", "partition",
              "power", "silence", "controller_twice", "controller_stop")  # fmt: skip
-"""Kinds that strike when a rank is at a point, weighted."""
+"""Kinds of faults that come when a rank is at a point, with weights."""
 ANY_TIME = (
     "kill", "kill", "kill", "flap", "flap", "controller", "raise", "raise", "sigterm", "save", "save", "write", "write",
     "commit", "commit", "host", "power", "silence", "stop", "silent", "hang", "partition", "split",
     "controller_restart", "controller_stop", "slow",
 )  # fmt: skip
-"""Kinds that strike at some time, weighted."""
+"""Kinds of faults that come at some time, with weights."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """One thing that goes wrong.
+    """One fault.
 
     Args:
         kind: one of ``KINDS``.
@@ -235,7 +235,7 @@ def _fault(rng: random.Random, world: int) -> Fault:
 
 
 def random_fault(rng: random.Random, world: int, kind: str) -> Fault:
-    """One of this kind, at a random time on a random rank."""
+    """A fault of this kind, at a random time on a random rank."""
     rank, at = Rank(rng.randrange(world)), 0.03 + rng.random() * 0.25
     if kind == "raise":
         return Fault(kind, rng.randint(1, 4), rank, rng.choice(("forward", "update")))

@@ -1,4 +1,4 @@
-"""All-reduces and barriers of a simulated job: over when all have come; if one dies some are let go, others held."""
+"""Simulated all-reduces and barriers: over when all ranks have come. If one dies, some get away and others hang."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 Told = Callable[[int | None], None]
-"""Is told what came out; None: it failed."""
+"""Gets the result; None: it failed."""
 
 
 class _Collective:
@@ -29,7 +29,7 @@ class _Collective:
 
 
 class Collectives:
-    """Those of one incarnation; constant time for each rank that comes or goes.
+    """The collectives of one incarnation. Each arrival or death takes constant time.
 
     Args:
         world: the simulation.
@@ -64,7 +64,7 @@ class Collectives:
             self._ranks[rank].run(collective.told[rank], total)
 
     def broken_by(self, dead: Rank) -> None:
-        """Whoever waits for the dead rank hangs or is told; of those that have all they need some get away."""
+        """A rank has died: ranks that wait for it hang or fail; some of those that have all they need get away."""
         self._somebody_died = True
         for collective in self._open.values():
             if not collective.complete:

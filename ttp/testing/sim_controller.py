@@ -60,7 +60,7 @@ class SimController:
         self._plan_timer()
 
     def accept(self, rank: SimRank, connection: ConnectionId) -> Stream:
-        """A rank opens a stream."""
+        """Accept the stream of a rank."""
         stream = self._world.stream(rank, self, connection)
         self._streams[connection] = stream
         return stream
@@ -71,8 +71,16 @@ class SimController:
         self._streams[connection] = line
         return connection
 
+    def carries(self, uplink: Stream) -> None:
+        """A relay opens a stream."""
+        self._streams[uplink.connection] = uplink
+
+    def carries_no_more(self, uplink: Stream) -> None:
+        """It has ended."""
+        self._streams.pop(uplink.connection, None)
+
     def kill(self) -> None:
-        """SIGKILL."""
+        """Kill the process."""
         if self.alive:
             self.alive = False
             self._world.trace(self.name, "is killed")
@@ -82,11 +90,11 @@ class SimController:
 
     @property
     def stopped(self) -> bool:
-        """It does nothing at all."""
+        """Whether the process is stopped."""
         return self._missed is not None
 
     def stop(self, lasts_s: float) -> None:
-        """SIGSTOP; SIGCONT comes ``lasts_s`` later."""
+        """Stop the process (SIGSTOP), and let it go on ``lasts_s`` seconds later."""
         if self.alive and self._missed is None:
             self._world.trace(self.name, f"does nothing for {lasts_s} s")
             self._missed = []
@@ -105,7 +113,7 @@ class SimController:
             self._world.after(0.0, self.on_event, event)
 
     def kill_in(self, events: int, actions: int) -> None:
-        """SIGKILL while it carries out what the machine said."""
+        """Kill the process while it carries out actions."""
         self._events_left, self._actions_left = events, actions
 
     def on_event(self, event: Event) -> None:
@@ -156,7 +164,7 @@ class SimController:
                     stream.end()
 
     def _plan_timer(self) -> None:
-        """One call is due at a time, at the deadline or before."""
+        """Keep one call due, at the machine's deadline or before."""
         deadline = self.machine.deadline()
         if deadline is not None and deadline < self._timer_at and self.alive:
             self._timer_at = max(deadline, self._world.now)

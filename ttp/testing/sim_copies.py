@@ -41,7 +41,7 @@ class SimCopies:
         self._deferred: list[pm.SettleCopy] = []
 
     def named(self, order: m.CopyTo) -> None:
-        """Copies go there from now on."""
+        """Send copies to this rank from now on."""
         self._buddy = order.buddy
 
     def updated(self, version: Version) -> None:
@@ -81,7 +81,7 @@ class SimCopies:
             self._rank.put(pm.CopyMade(version, True))
 
     def settle(self, action: pm.SettleCopy) -> None:
-        """The fate of a version is known."""
+        """The controller has decided which copies stay."""
         if self._rank.machine.incident:
             self._deferred.append(action)
             return
@@ -96,16 +96,16 @@ class SimCopies:
             self.settle(action)
 
     def held(self) -> tuple[m.KeptCopy, ...]:
-        """What can be brought."""
+        """The copies that this rank can bring."""
         return tuple(m.KeptCopy(of, version) for of, version in sorted(self._world.copies(self._rank.host)))
 
     def shard(self, shard: Shard, version: Version) -> Words | None:
-        """Of a kept copy, if it is still there."""
+        """The shard of a kept copy; None: it is gone."""
         keeper = next(rank for rank, shards in self._world.keepers.items() if shard in shards)
         copy = self._world.copies(self._rank.host).get((keeper, version))
         return None if copy is None else copy[0][shard]
 
     def page(self, of: Rank, version: Version) -> int | None:
-        """Of a kept copy, if there is one."""
+        """The page of a kept copy; None: there is none."""
         found = self._world.copies(self._rank.host).get((of, version))
         return None if found is None else found[1]

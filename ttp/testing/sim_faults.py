@@ -1,4 +1,4 @@
-"""What goes wrong in a simulated incarnation: carries out its faults. ``scenario.KINDS`` explains them."""
+"""Injects the faults of a simulated incarnation. ``scenario.KINDS`` explains them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ RESTARTS = {"controller": 0, "controller_restart": 1, "controller_twice": 2}
 
 
 class Faults:
-    """Those of one incarnation.
+    """The faults of one incarnation.
 
     Args:
         world: the simulation; its ranks exist already.
@@ -58,7 +58,7 @@ class Faults:
     # ------------------------------------------------------------------------------------------- asked by the processes
 
     def reached(self, point: str, rank: SimRank) -> None:
-        """A rank is at a point where something may happen to it."""
+        """A rank has come to a point: inject the faults that wait for it."""
         if self._at_points:
             for left, fault in self._at_points.get((point, rank.rank), ()):
                 left[0] -= 1
@@ -79,7 +79,7 @@ class Faults:
         return lasts_s is not None and now < self._heals_at.setdefault((kind, rank.rank), now + lasts_s) + TINY_S
 
     def disk_extra_s(self, rank: SimRank) -> float:
-        """How much longer a file takes than usual; infinite: the call never returns."""
+        """Extra seconds that a file takes; infinite: the call never returns."""
         return self._slow.get(rank.rank, 0.0)
 
     # ------------------------------------------------------------------------------------------------------ it happens

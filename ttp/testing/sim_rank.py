@@ -36,14 +36,14 @@ SHARD_BYTES = 8 * PART_BYTES_MIN
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """What was seen under the gate; ``closure`` counts how often it was opened before."""
+    """What was seen while the gate was closed. ``closure``: how often it had been opened before."""
 
     closure: int
     quiet: pm.Quiet
 
 
 class Killed(Exception):  # noqa: N818 - not an error
-    """The process is gone; nothing of it runs on."""
+    """The process was killed: nothing of it runs on."""
 
 
 class SimRank:
@@ -85,18 +85,18 @@ class SimRank:
 
     @property
     def truth(self) -> tuple[Version, m.Phase]:
-        """How the copy really stands."""
+        """The real state of this rank's copy."""
         state = self.trainer.gate.state()
         return state.version, state.phase
 
     def takes(self, seconds: float) -> float:
-        """How long something takes that usually takes so long."""
+        """A random duration around ``seconds``."""
         return seconds * self.mood * (0.5 + self._rng.random())
 
     # ----------------------------------------------------------------------------------------------------- the process
 
     def run(self, what: Callable[..., None], *args: Any) -> None:
-        """Whatever this process does; nothing when it is gone, later when it is stopped."""
+        """Run a call of this process: not if it is gone, later if it is stopped."""
         if self._missed is not None:
             self._missed.append((what, args))
         elif self.alive:
@@ -107,11 +107,11 @@ class SimRank:
 
     @property
     def stopped(self) -> bool:
-        """It does nothing at all."""
+        """Whether the process is stopped."""
         return self._missed is not None
 
     def stop(self, lasts_s: float) -> None:
-        """SIGSTOP; SIGCONT comes ``lasts_s`` later."""
+        """Stop the process (SIGSTOP), and let it go on ``lasts_s`` seconds later."""
         if self.alive and self._missed is None:
             self._missed = []
             if lasts_s < NEVER:
@@ -123,11 +123,11 @@ class SimRank:
             self.world.after(0.0, self.run, what, *args)
 
     def preempt(self) -> None:
-        """SIGTERM."""
+        """Send SIGTERM to the process."""
         self.put(pm.Raised(m.FaultKind.PREEMPTED, f"rank {self.rank} was sent SIGTERM"))
 
     def exit(self, code: int | None) -> None:
-        """The process ends; ``None``: it is killed."""
+        """End the process with an exit code; ``None``: it is killed."""
         if not self.alive:
             return
         self.alive, self.exit_code, self._missed = False, code, None
@@ -137,7 +137,7 @@ class SimRank:
     # ------------------------------------------------------------------------------------------------- the owner thread
 
     def put(self, event: pm.Event | _Look) -> None:
-        """Into the inbox."""
+        """Put an event into the inbox."""
         if not self.machine.gone:
             self._inbox.append(event)
             if not self._pumping:
@@ -163,7 +163,7 @@ class SimRank:
         self._plan_timer()
 
     def _plan_timer(self) -> None:
-        """One call is due at a time, at the deadline or before."""
+        """Keep one call due, at the machine's deadline or before."""
         deadline = self.machine.deadline()
         if deadline is not None and deadline < self._timer_at:
             self._timer_at = max(deadline, self.world.now)
@@ -239,7 +239,7 @@ class SimRank:
                 world.pages(self.host)[order.of, order.version % SLOTS] = page
 
     def mirror(self, version: Version, random: int) -> None:
-        """The page of this rank goes to its keeper, if that can be reached."""
+        """Send the page of this rank to its keeper, if that can be reached."""
         keeper = self.world.ranks.get(self.keeper) if self.keeper is not None else None
         if keeper is not None and self.world.roads.hosts_speak(self.host, keeper.host):
             page = (version, random)
@@ -264,7 +264,7 @@ class SimRank:
     # ------------------------------------------------------------------------------------------------------------ gate
 
     def on_quiet(self) -> None:
-        """Called by the gate."""
+        """Called by the gate when the state is quiet."""
         if self.machine.incident:
             self._say_quiet(self.trainer.gate.state())
 
@@ -307,7 +307,7 @@ class SimRank:
     # ---------------------------------------------------------------------------------------------------------- stream
 
     def attached(self, stream: Stream) -> None:
-        """A stream is open."""
+        """A stream was opened for this rank."""
         self.stream = stream
         self.run(self.put, pm.StreamUp())
 

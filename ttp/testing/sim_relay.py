@@ -6,10 +6,11 @@ the relay dies all of them break at once, and ranks connect without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.layout import Rank
 from ttp.core.relay import LineId, Relay, Unfolded, folded, ordered
 from ttp.testing.network import Stream
 
@@ -69,12 +70,14 @@ class Uplink:
         self.host, self.machine = relay.host, controller.machine
         self._relay, self._world = relay, relay.world
         self._said = Relay(relay.world.manners.heartbeat_s)
-        self._ranks: dict[LineId, tuple[m.Rank, Stream]] = {}
+        self._ranks: dict[LineId, tuple[Rank, Stream]] = {}
         self._lines = 0
         self._due = float("inf")
         world, port = relay.world, _Port(relay.world, controller)
         delay_s = world.scenario.delay_s
-        self.up = port.up = Stream(world, world.rng, self, port, ConnectionId(0), delay_s=delay_s, repeats=0)
+        connection = world.roads.next_connection()
+        self.up = port.up = Stream(world, world.rng, self, port, connection, delay_s=delay_s, repeats=0)
+        controller.carries(self.up)
 
     def attach(self, rank: SimRank) -> Stream:
         """A rank opens a stream."""
@@ -139,11 +142,11 @@ class Uplink:
                     else:
                         stream.order(ordered(order, rank))
 
-    def on_down(self, _: Stream | None) -> None:
+    def on_down(self, stream: Stream | None) -> None:
         """The controller, or the way to it, is gone."""
         if self._relay.alive:
-            for _, stream in self._ranks.values():
-                stream.end()
+            for _, attached in self._ranks.values():
+                attached.end()
 
 
 class _Port:
@@ -163,8 +166,9 @@ class _Port:
         if isinstance(event, StreamEnded):
             for line in list(self._lines.values()):
                 self._ended(line)
+            self._controller.carries_no_more(self.up)
             return
-        for number, report in self._unfolded.reports(event.report):
+        for number, report in self._unfolded.reports(cast(Any, event.report)):
             known = self._lines.get(number)
             if known is None and isinstance(report, m.Hello):
                 known = self._lines[number] = Line(self, number)

@@ -1,4 +1,4 @@
-"""Who reaches whom in a simulated job: controllers, the streams to them, and what cuts them off.
+"""The connections of a simulated job: controllers, the streams to them, and faults of the network.
 
 A controller listens at an address: the job's own, on the host of rank 0, where ranks of that host start another one
 when nobody answers; or that of a host where one stands by. Hosts can be cut off, ranks be blocked, and the network can
@@ -68,7 +68,7 @@ class Roads:
         self._beyond: set[Rank] = set()
 
     def new_incarnation(self) -> None:
-        """What cut off the last one is over."""
+        """End the network faults of the last incarnation."""
         self._blocked_until.clear()
         self._cut_off_until.clear()
         self._silent_since.clear()
@@ -79,7 +79,7 @@ class Roads:
 
     @property
     def controller(self) -> SimController | None:
-        """Whom somebody outside of the job reaches: who leads it, as far as that can be seen."""
+        """The controller that commands from outside reach: the one that leads, as far as that can be seen."""
         alive = [c for c in self._at.values() if c.alive and not c.stopped]
         return max(alive, key=lambda c: len(c.machine.job.live), default=None)
 
@@ -94,7 +94,7 @@ class Roads:
         return not any(r.alive and not r.stopped and r.host == self._home for r in self._world.ranks.values())
 
     def start_standby(self, host: str) -> str:
-        """Where a controller stands by on ``host``; empty: it could not be started."""
+        """Start a standby controller on ``host``. Returns its address; empty: it could not be started."""
         if self._world.rng.random() < NO_STANDBY:
             return ""
         address = f"{host}:1"
@@ -110,7 +110,7 @@ class Roads:
         return controller
 
     def controller_died(self, dead: SimController) -> None:
-        """Its supervisor may start another one at once."""
+        """A controller has died: its supervisor may start another one."""
         if dead.restarts:
             address = next(a for a, c in self._at.items() if c is dead)
             self._world.after(self._world.rng.random() * 0.02, self._restart, dead, address)
@@ -124,7 +124,7 @@ class Roads:
             successor.kill_in(events=rng.randint(1, 40), actions=rng.randint(0, 4))
 
     def host_died(self, host: str) -> None:
-        """Whatever ran there is gone."""
+        """A host has died: remove what ran there."""
         for controller in list(self._at.values()):
             if controller.host == host:
                 controller.restarts = 0
@@ -162,7 +162,7 @@ class Roads:
             self._world.after(self._world.delay(), self._attach, rank, stream)
 
     def next_connection(self) -> ConnectionId:
-        """A number that no stream has had."""
+        """A new number for a stream."""
         self._connections += 1
         return ConnectionId(self._connections)
 
@@ -208,13 +208,13 @@ class Roads:
     # --------------------------------------------------------------------------------------------------------- cut off
 
     def block(self, rank: SimRank, lasts_s: float) -> None:
-        """The stream of a rank breaks; for a while it cannot open another one."""
+        """Break the stream of a rank. For a while it cannot open another one."""
         self._blocked_until[rank.rank] = self._world.now + lasts_s
         self._world.trace(rank.name, f"cannot be reached for {lasts_s} s")
         self._cut(rank)
 
     def cut_off(self, host: str, lasts_s: float) -> None:
-        """Nobody on ``host`` reaches a controller elsewhere, nor the other way round."""
+        """Cut ``host`` off: no rank there reaches a controller elsewhere, nor the other way round."""
         self._cut_off_until[host] = self._world.now + lasts_s
         self._world.trace(host, f"is cut off for {lasts_s} s")
         for rank in self._world.ranks.values():
@@ -230,7 +230,7 @@ class Roads:
         return [stream for relay in self._relays.values() if relay.alive for stream in relay.crossing(host)]
 
     def fall_silent(self, host: str, lasts_s: float) -> None:
-        """The same, and no stream breaks: nothing passes on it, until it is given up."""
+        """Cut ``host`` off without breaking streams: nothing passes on them until they are given up."""
         world = self._world
         self._cut_off_until[host], self._silent_since[host] = world.now + lasts_s, world.now
         world.trace(host, f"falls silent for {lasts_s} s")
@@ -253,7 +253,7 @@ class Roads:
             stream.cut(rank_learns_s=self._world.rng.random() * 0.2, controller_learns_s=self._world.rng.random() * 0.2)
 
     def lose_power(self, host: str) -> None:
-        """Nothing on it says a last word."""
+        """Cut the power of a host: its streams do not end."""
         self._silent_since[host], self._cut_off_until[host] = self._world.now, NEVER
 
     def learns_late(self, rank: SimRank) -> float:

@@ -1,4 +1,4 @@
-"""The saver thread of a simulated rank: works off saves and commits one after the other, on a toy storage."""
+"""The saver thread of a simulated rank: makes saves and commits on a toy storage, one after the other."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ class Saver:
         self._cancelled: list[bool] = [False]
 
     def save(self, order: m.Save) -> None:
-        """Write pieces."""
+        """Write the pieces of an order."""
         self._cancelled = [False]
         self._submit(self._save(order, self._cancelled))
 
     def commit(self, order: m.Commit) -> None:
-        """Rename."""
+        """Commit a draft."""
         self._submit(self._commit(order))
 
     def cancel(self) -> None:
-        """Give up on the last save."""
+        """Cancel the last save."""
         self._cancelled[0] = True
 
     def _submit(self, job: Job) -> None:

@@ -30,7 +30,7 @@ class Parked(Exception):  # noqa: N818 - not an error
 
 
 class Turnstile:
-    """Stands in for the event on which the gate blocks: there is no thread to block here."""
+    """Replaces the event on which the gate blocks: no thread can block in virtual time."""
 
     __slots__ = ("_opened",)
 
@@ -87,7 +87,7 @@ class Trainer:
     # ------------------------------------------------------------------------------------------------ from outside
 
     def go_on(self, value: int | None = None) -> None:
-        """Let the thread run until it waits; a collective that is over hands it the gradient."""
+        """Run the thread until it waits. A finished collective hands it the gradient."""
         if self.hanging:
             self._held.append(value)
             return
@@ -99,7 +99,7 @@ class Trainer:
             self._world.after(wait, self._rank.run, self.go_on)
 
     def hang(self, lasts_s: float) -> None:
-        """The thread does not move any more, wherever it is; the rest of the process does."""
+        """Stop this thread for good, wherever it is. The rest of the process goes on."""
         self.hanging = True
         if lasts_s < FOR_EVER:
             self._world.after(lasts_s, self._rank.run, self._wake)
@@ -121,7 +121,7 @@ class Trainer:
         self.look_up()
 
     def look_up(self) -> None:
-        """In the barrier: has it ended, is the gate closed?"""
+        """Look, while in the barrier, whether it has ended or the gate was closed."""
         if self._polling:
             self.go_on()
 
@@ -244,7 +244,7 @@ class Trainer:
             yield from self._raise("in a broken barrier", m.FaultKind.COLLECTIVE)
 
     def _meet(self) -> Generator[float | None, int | None, bool]:
-        """Whether the barrier lets it go, or an order does."""
+        """Wait in the barrier. Whether it lets the rank go, or an order does."""
         while not self._barrier:
             if self._barrier is False:
                 self._rank.put(pm.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))

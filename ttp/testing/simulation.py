@@ -1,4 +1,4 @@
-"""A whole job in one thread and in virtual time: real machines, a toy trainer, and everything that goes wrong.
+"""Plays a whole job in one thread and in virtual time: the real machines, a toy trainer, and faults.
 
 One seed is one run: ``ttp simulate --seed 7 --trace`` repeats it and prints what happened. A run ends well when the job
 was trained to the end, through as many restarts as its faults cause, with every invariant of ``ttp.testing.invariants``
@@ -153,7 +153,7 @@ class Simulation(Clock):
     # ------------------------------------------------------------------------------------------------------------- run
 
     def run(self) -> Result:
-        """Train to the end.
+        """Play the job until it has trained to the end.
 
         Raises:
             InvariantBroken: with the seed in its text.
@@ -230,7 +230,7 @@ class Simulation(Clock):
     # -------------------------------------------------------------------------------------------- the launcher, people
 
     def ended(self, rank: SimRank) -> None:
-        """A process is gone, its stream with it."""
+        """A process has ended: its stream ends, and peers may see the death."""
         self._alive -= 1
         if rank.stream is not None:
             if rank.exit_code is None:
@@ -264,19 +264,19 @@ class Simulation(Clock):
             self.end_by_hand()
 
     def end_by_hand(self) -> None:
-        """Nobody waits any longer."""
+        """End all ranks by hand."""
         self.judge.needed_the_launcher([r for r in self.ranks.values() if not self.roads.nobody_to_ask(r)])
         for rank in self.ranks.values():
             rank.exit(None)
 
     def tell_controller(self, event: Accused | SaveRequested) -> None:
-        """Somebody outside of the job says something."""
+        """Send an event from outside to the controller."""
         controller = self.roads.controller
         if controller is not None:
             controller.on_event(event)
 
     def next_request(self) -> int:
-        """Number of a request to save."""
+        """A new number for a request to save."""
         self._requests += 1
         return self._requests
 
@@ -309,7 +309,7 @@ class Simulation(Clock):
     # ---------------------------------------------------------------------------------------------------------- storage
 
     def state_at(self, version: Version) -> ToyState:
-        """What a rank loads. A page that nobody could read is made again, and then no bits are promised."""
+        """The state that a rank restores. If its page was lost, its random stream is a new one."""
         if version == self.judge.base.version:
             return self.judge.base
         found = self.storage.checkpoints[version]

@@ -24,7 +24,7 @@ SLOTS = 3
 
 
 class InvariantBroken(AssertionError):  # noqa: N818 - it is what it says
-    """What must never happen has happened; the text says which invariant."""
+    """An invariant was broken; the text says which."""
 
 
 def mix(*words: int | str) -> int:
@@ -34,7 +34,7 @@ def mix(*words: int | str) -> int:
 
 @dataclass(slots=True)
 class ToyState:
-    """The whole job at one version: what a fault-free run holds."""
+    """The state of the whole job at one version."""
 
     version: Version
     shards: dict[Shard, Words]
@@ -83,7 +83,7 @@ def update(word: int, gradient: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """What the storage shows after a rename."""
+    """A committed checkpoint."""
 
     version: Version
     incident: str
@@ -115,14 +115,14 @@ class ToyStorage:
     checkpoints: dict[Version, Checkpoint] = field(default_factory=dict)
 
     def begin(self, draft: str, file: str, writer: Rank) -> None:
-        """A writer creates a file."""
+        """Create a file of a draft."""
         files = self.drafts.setdefault(draft, {})
         if file in files:
             raise InvariantBroken(f"I4: ranks {files[file].writer} and {writer} write one file, {draft}/{file}")
         files[file] = File(writer)
 
     def finish(self, draft: str, file: str, content: tuple[object, ...]) -> None:
-        """The file is durable."""
+        """Make a file durable."""
         self.drafts[draft][file].content = content
 
     def commit(self, order: m.Commit) -> None:
@@ -169,10 +169,10 @@ class ToyStorage:
 
     @property
     def newest(self) -> Checkpoint | None:
-        """What a restart resumes from."""
+        """The newest checkpoint, from which a restart resumes."""
         return self.checkpoints[max(self.checkpoints)] if self.checkpoints else None
 
 
 def digest(content: tuple[object, ...]) -> str:
-    """Of a file's content."""
+    """Digest of a file's content."""
     return f"{mix(repr(content)):08x}"

@@ -36,7 +36,7 @@ State = tuple[Position, ...]
 
 
 class Barrier(enum.Enum):
-    """What stands between the reduction and the update."""
+    """The kind of barrier between the reduction and the update."""
 
     ATOMIC = "atomic"
     REAL = "real"
@@ -83,7 +83,7 @@ class World:
             stack.extend(fresh)
 
     def _moves(self, state: State) -> Iterator[tuple[State, bool]]:
-        """What may happen next, and whether it is bound to."""
+        """The moves that may happen next, and whether each has to happen."""
         for rank, (p, alive) in enumerate(state):
             step, phase = divmod(p, PHASES)
             if not alive or step >= self.steps:

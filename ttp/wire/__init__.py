@@ -1,1 +1,1 @@
-"""What goes over the wire, and how it is turned into values of the core."""
+"""Messages on the wire: protobuf and its conversion, channels, token, TLS."""

@@ -37,7 +37,7 @@ TOKEN_KEY = "ttp-token"
 LOOPBACK = "127.0.0.1"
 EVERYWHERE = "0.0.0.0"
 OPEN_TO_ALL = "/grpc.health.v1.Health/"
-"""Health checks say nothing but that a process lives."""
+"""Served without a token: health checks tell only that a process lives."""
 NO_TOKEN = (
     "the request does not carry this job's token: set TTP_TOKEN or TTP_TOKEN_FILE to what the job was started with"
 )
@@ -72,7 +72,7 @@ def listening_address(config: Config) -> str:
 
 @functools.cache
 def warn_if_open(insecure: bool) -> None:
-    """Said once by each process of a job that everybody may speak to."""
+    """Warn, once in each process, that the job serves everybody."""
     if insecure:
         log.warning(
             "TTP_INSECURE=1 and no token: whoever reaches a port of this job can end it, save it and read what it "
@@ -81,7 +81,7 @@ def warn_if_open(insecure: bool) -> None:
 
 
 class Door:
-    """Judges requests.
+    """Decides which requests are served.
 
     Args:
         config: the job's; its token, and whether it is ``insecure``.
@@ -97,12 +97,12 @@ class Door:
         warn_if_open(not config.token and config.insecure)
 
     def about_token(self, metadata: Iterable[tuple[str, Any]] | None) -> str:
-        """Why a request is refused by what it carries; empty: it is not."""
+        """Why a request is refused for its token; empty: it is not."""
         given = str(dict(metadata or ()).get(TOKEN_KEY, "")).encode()
         return "" if not self._token or hmac.compare_digest(given, self._token) else NO_TOKEN
 
     def about_peer(self, peer: str, auth_context: Mapping[str, list[bytes]]) -> str:
-        """Why a request is refused by where it comes from; empty: it is not. May ask openssl or the kernel.
+        """Why a request is refused for its certificate or its user; empty: it is not. May ask openssl or the kernel.
 
         Args:
             peer: as gRPC names it, ``ipv4:127.0.0.1:4711``.
@@ -123,7 +123,7 @@ UNKNOWN = -1
 
 
 def owner_of(peer: str) -> int | None:
-    """User id of the process that has opened a connection from this host; ``UNKNOWN``: there is none such.
+    """User id of the process that has opened a connection from this host; ``UNKNOWN``: there is no such process.
 
     None: this system does not say (``/proc/net`` is missing).
 
@@ -172,7 +172,7 @@ def _as_in_proc(address: ipaddress.IPv4Address | ipaddress.IPv6Address, port: in
 
 
 def guards(config: Config) -> list[grpc.ServerInterceptor]:
-    """What stands before the services of a server with threads.
+    """Interceptors for a server with threads: they refuse requests that ``Door`` refuses.
 
     Raises:
         ConfigError: TLS is asked for and cannot be had.
@@ -181,7 +181,7 @@ def guards(config: Config) -> list[grpc.ServerInterceptor]:
 
 
 def aio_guards(config: Config) -> list[grpc.aio.ServerInterceptor]:
-    """What stands before the services of a server with an event loop.
+    """Interceptors for a server with an event loop: they refuse requests that ``Door`` refuses.
 
     Raises:
         ConfigError: TLS is asked for and cannot be had.

@@ -1,4 +1,4 @@
-"""How every gRPC channel and server of ttp is set up."""
+"""Options of all gRPC channels and servers of ttp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ttp.wire.address import target
 from ttp.wire.v1 import controller_pb2_grpc as rpc
 
 MESSAGE_BYTES_MAX = 256 << 20
-"""Tables of pieces travel in messages: about 300 bytes per tensor."""
+"""Largest message. Tables of pieces travel in messages: about 300 bytes per tensor."""
 
 
 def _keepalive(after_ms: int, patience_ms: int) -> list[tuple[str, Any]]:
@@ -65,10 +65,10 @@ def open_channel(address: str, port: int, options: Sequence[tuple[str, Any]] = (
 
 
 def metadata(token: str) -> tuple[tuple[str, str], ...]:
-    """What every request carries."""
+    """The metadata that every request carries: the token."""
     return ((TOKEN_KEY, token),) if token else ()
 
 
 def stub(channel: grpc.Channel) -> rpc.ControllerStub:
-    """The service's client."""
+    """A client of the controller's service."""
     return rpc.ControllerStub(channel)

@@ -1,4 +1,4 @@
-"""Between the core's values and the protobuf messages. Protobuf types stop here.
+"""Converts between the core's values and protobuf messages. Protobuf types stop here.
 
 Both sides use the same field names, so the conversion is driven by the dataclasses: enums by name, nested values and
 tuples recursively. A field that one side does not know is an error at import time of the tests, not in production.
@@ -44,12 +44,12 @@ ORDERS: tuple[type, ...] = typing.get_args(m.Order)
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
     """Core report -> protobuf."""
-    return pb.RankReport(**{_snake(type(report)): _to_wire(report)})
+    return pb.RankReport(**{_snake(type(report).__name__): _to_wire(report)})
 
 
 def order_to_wire(order: m.Order) -> pb.ControllerOrder:
     """Core order -> protobuf."""
-    return pb.ControllerOrder(**{_snake(type(order)): _to_wire(order)})
+    return pb.ControllerOrder(**{_snake(type(order).__name__): _to_wire(order)})
 
 
 def parse_report(data: bytes) -> m.Report:
@@ -97,7 +97,7 @@ def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[m.Mirror, ...]:
 def enum_to_wire(value: enum.Enum) -> int:
     """Core enum -> protobuf number."""
     kind = type(value)
-    number: int = getattr(pb, f"{_snake(kind).upper()}_{value.name}")
+    number: int = getattr(pb, f"{_snake(kind.__name__).upper()}_{value.name}")
     return number
 
 
@@ -111,7 +111,7 @@ def enum_from_wire(kind: type[enum.Enum], number: int) -> Any:
     names = getattr(pb, kind.__name__).DESCRIPTOR.values_by_number
     name = names[number].name if number in names else str(number)
     try:
-        return kind[name.removeprefix(f"{_snake(kind).upper()}_")]
+        return kind[name.removeprefix(f"{_snake(kind.__name__).upper()}_")]
     except KeyError:
         raise WireError(f"{kind.__name__} {name} is not known here") from None
 
@@ -175,8 +175,8 @@ def _entries(name: str, read: Callable[[Any], Any], items: Any) -> tuple[Any, ..
 
 
 @functools.cache
-def _snake(kind: type) -> str:
-    return re.sub(r"(?<!^)(?=[A-Z])", "_", kind.__name__).lower()
+def _snake(name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
 def _known_fields() -> dict[type, list[tuple[str, Callable[[Any], Any]]]]:
@@ -191,7 +191,7 @@ def _known_fields() -> dict[type, list[tuple[str, Callable[[Any], Any]]]]:
 
 
 _FIELDS = _known_fields()
-_REPORT_TYPES = {_snake(kind): kind for kind in REPORTS}
-_ORDER_TYPES = {_snake(kind): kind for kind in ORDERS}
+_REPORT_TYPES = {_snake(kind.__name__): kind for kind in REPORTS}
+_ORDER_TYPES = {_snake(kind.__name__): kind for kind in ORDERS}
 
 assert isinstance(m.Report, types.UnionType)

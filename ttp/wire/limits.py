@@ -1,4 +1,4 @@
-"""What a message may say at most. Whoever can reach the port can send anything; more than this is refused or cut.
+"""Limits of messages. Everybody who reaches the port can send anything: more than this is refused or cut.
 
 Names are refused when they are too long, numbers when nothing could be computed from them any more, lists when a
 message of that length cannot be meant. Texts for people are cut: an error that is as long as a book is still an error

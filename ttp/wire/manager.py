@@ -1,4 +1,4 @@
-"""Between what managers and controllers say to each other and the protobuf messages of ``rounds.proto``."""
+"""Converts between messages of managers and controllers and the protobuf messages of ``rounds.proto``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Between a relay's frames and protobuf. Reports and orders stay serialised inside: each is looked at for itself."""
+"""Converts between a relay's frames and protobuf. Reports and orders inside stay serialised: each is parsed alone."""
 
 from __future__ import annotations
 

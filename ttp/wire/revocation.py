@@ -1,4 +1,4 @@
-"""Revocation lists: a certificate of the job's authority that was stolen is not believed until it ends by itself.
+"""Revocation lists: they make a stolen certificate of the job's authority invalid before it ends.
 
 gRPC's Python takes no such lists, so they are looked at around it. A server has openssl judge the certificate of
 whoever calls, before anything is done for them. Who connects meets the server first in a handshake of its own, which
@@ -34,7 +34,7 @@ _WHY = re.compile(r"lookup: ?(.+)")
 
 @dataclass(frozen=True, slots=True)
 class Guard:
-    """Judges certificates.
+    """Checks certificates against the lists.
 
     Args:
         lists: PEM, a list of each authority that has signed something.
@@ -51,11 +51,11 @@ class Guard:
     password: str
 
     def problem(self, certificate: bytes) -> str:
-        """Why a certificate (PEM) is not to be believed; empty: it is. Takes some 20 ms when it is asked first."""
+        """Why a certificate (PEM) is not valid; empty: it is. The first check of a certificate takes some 20 ms."""
         return _judged(certificate, self, _changed(self.lists), int(time.time() // AGAIN_S))
 
     def caller_problem(self, auth_context: Mapping[str, list[bytes]]) -> str:
-        """The same of whoever calls a gRPC server, by what the call's context says."""
+        """Why the certificate of a gRPC caller is not valid; empty: it is."""
         shown = auth_context.get("x509_pem_cert", [])
         return self.problem(shown[0]) if shown else "no certificate was shown"
 

@@ -1,4 +1,4 @@
-"""Mutual TLS between the processes of a job: who speaks to whom shows a certificate, and asks for one.
+"""Mutual TLS between the processes of a job: both sides of a connection show a certificate.
 
 Every process of a job may become its controller, so all have the same kind of identity: a certificate of the job's own
 authority, its key, and that authority. A server takes whoever shows a certificate of the authority. Who connects asks
@@ -30,14 +30,16 @@ if TYPE_CHECKING:
 log = logging.getLogger("ttp.tls")
 
 WARN_DAYS = 30
-"""How long before its end a certificate is complained about."""
+"""A certificate that ends within so many days is warned about."""
 OPENSSL_S = 30.0
 DAY_S = 86_400
+GREETING_S = 2.0
+"""How long a server may take to accept a connection when it is asked whether it speaks TLS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """What a process shows, and whom it believes.
+    """The certificate of a process, and the authority that it trusts.
 
     Args:
         certificate: PEM, the process' own first, then those in between.
@@ -55,7 +57,7 @@ class Identity:
 
 
 def identity(config: Config | None = None) -> Identity | None:
-    """That of this process; None: connections are not encrypted.
+    """The identity of this process; None: connections are not encrypted.
 
     Args:
         config: names the files; None: the environment does.
@@ -124,13 +126,13 @@ def add_port(server: Any, where: str) -> int:
 
 
 class _Shown:
-    """What a server shows whoever comes."""
+    """The certificate that a server shows, read again for each connection."""
 
     def __init__(self, config: Config, mine: Identity) -> None:
         self._config, self._mine, self._problem = config, mine, ""
 
     def again(self) -> Any:
-        """What to show from now on, as gRPC takes it; None: what was shown before.
+        """The certificate to show from now on, in gRPC's form; None: the same as before.
 
         Called by gRPC, which no exception may reach.
         """
@@ -156,7 +158,7 @@ def _as_grpc(mine: Identity) -> grpc.ServerCertificateConfiguration:
 
 
 def diagnose(address: str, port: int, details: str) -> str | None:
-    """What is wrong with the encryption of a connection that failed; None: it is something else.
+    """What is wrong with the encryption of a failed connection; None: the reason is another one.
 
     Args:
         address: of the server.
@@ -189,7 +191,7 @@ def diagnose(address: str, port: int, details: str) -> str | None:
     return None
 
 
-def speaks_tls(address: str, port: int, timeout_s: float = 2.0) -> bool | None:
+def speaks_tls(address: str, port: int) -> bool | None:
     """Whether the server there answers a TLS greeting; None: nobody answers at all."""
     import socket
 
@@ -197,7 +199,7 @@ def speaks_tls(address: str, port: int, timeout_s: float = 2.0) -> bool | None:
     asking.check_hostname, asking.verify_mode = False, ssl.CERT_NONE
     asking.set_alpn_protocols(["h2"])
     try:
-        with socket.create_connection((address, port), timeout_s) as plain, asking.wrap_socket(plain):
+        with socket.create_connection((address, port), GREETING_S) as plain, asking.wrap_socket(plain):
             return True
     except ssl.SSLError as problem:
         return "ALERT" in (problem.reason or "")  # an answer in TLS, if not a friendly one
@@ -222,7 +224,7 @@ _File = tuple[Path, int]
 
 @functools.lru_cache(maxsize=4)
 def _loaded(certificate: _File, key: _File, authority: _File, password: Path | None, revoked: _File | None) -> Identity:
-    """By time of last change: what was renewed is read anew."""
+    """Read and check an identity. Cached by the files' times of change, so renewed files are read again."""
     (cert, _), (own, _), (ca, _) = certificate, key, authority
     secret = _password(password)
     shown = _shake_hands(cert, own, ca, secret)
@@ -255,7 +257,7 @@ def _read(path: Path) -> bytes:
 
 
 def _shake_hands(cert: Path, key: Path, ca: Path, password: str) -> dict[str, Any]:
-    """Have this identity meet itself, as server and as client, in memory; what its certificate says.
+    """Make a TLS handshake of this identity with itself, in memory. Returns the content of its certificate.
 
     Raises:
         ConfigError: a peer would not believe it; why.
@@ -302,7 +304,7 @@ def _about_pair(cert: Path, key: Path, password: str, problem: Exception) -> str
 
 
 def _plain_key(path: Path, password: str) -> bytes:
-    """The key without its encryption: gRPC takes no other."""
+    """The key without its encryption, as gRPC needs it."""
     data = _read(path)
     if b"ENCRYPTED" not in data[:4096]:
         return data

@@ -55,6 +55,15 @@ class ControllerTimeouts:
     """After the last goodbye: how long the controller still answers questions."""
 
 
+QUEUE_FROM, QUEUE_S = 100, 0.001
+"""From so many ranks on that speak at once, each adds so much to the time that they are given."""
+
+
+def in_queue(seconds: float, ranks: int) -> float:
+    """``seconds``, where one controller reads what so many ranks say: one of ten thousand waits behind the others."""
+    return seconds + QUEUE_S * max(0, ranks - QUEUE_FROM)
+
+
 # -------------------------------------------------------------------------------------------------------------- events
 
 

@@ -26,6 +26,16 @@ class Stage(enum.Enum):
     RELEASED = "released"
 
 
+_EDGES = {
+    Stage.FREEZING: {Stage.FREEZING, Stage.SAVING, Stage.MENDING, Stage.SAVED, Stage.RELEASED},
+    Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
+    Stage.MENDING: {Stage.SAVED, Stage.RELEASED},
+    Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
+    Stage.SAVED: {Stage.FREEZING, Stage.RELEASED},
+    Stage.RELEASED: set(),
+}
+"""Which stage may follow on which; see ``Incident.enter``."""
+
 _EXPLAINS = (
     m.FaultKind.EXITED,
     m.FaultKind.EXCEPTION,
@@ -97,7 +107,16 @@ class Incident:
     """What is waited for before it ends, and until when; once that is over the time is in the past."""
     look_again_at: float = 0.0
     """A plan fell short, and none is made before: answers that may mend it come by the thousand. 0: none fell short."""
+    planned_at: float = 0.0
+    losses: int = 0
+    """How often a plan had to be made again because savers were lost."""
+    next_plan_at: float = 0.0
+    """When that may be done at the earliest."""
     stage: Stage = Stage.FREEZING
+    why: str = "a fault was seen, or a checkpoint was asked for"
+    """Why it is in this stage; only ``enter`` changes both."""
+    waits_for: str = ""
+    """Why no plan is made yet, as it was recorded last."""
     evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
     """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""
     retracted: list[Evidence] = field(default_factory=list)
@@ -170,6 +189,29 @@ class Incident:
         """Directory name under which the planned checkpoint is written."""
         assert self.plan is not None
         return f".draft-step_{self.plan.version}-{self.id}{self.reign}"
+
+    def enter(self, stage: Stage, why: str) -> None:
+        """Go to another stage; the only way to one. A thaw closes the incident in whatever stage it is.
+
+        ::
+
+            FREEZING ---> SAVING ---> COMMITTING ---> SAVED ---> RELEASED
+              | | ^         | ^            | |         ^ |          ^
+              | | |         | +------------+ |         | |          |   the committer failed: another one
+              | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
+              | +-------------------------------------->            |   it is on disk already
+              +-----> MENDING --------------------------            |   the program's handlers save
+            any stage ----------------------------------------------+   told to exit: saved, or it cannot be
+
+        Args:
+            stage: the next one.
+            why: what led to it, in words.
+
+        Raises:
+            AssertionError: that stage cannot follow on this one.
+        """
+        assert stage in _EDGES[self.stage], f"from {self.stage.value} ({self.why}) to {stage.value} ({why})"
+        self.stage, self.why = stage, why
 
     def waits(self, what: str, seconds: float, now: float) -> bool:
         """Whether ``seconds`` have not passed since this was asked for the first time."""

@@ -62,6 +62,7 @@ from ttp.core.controller.events import (
     Stop,
     StreamEnded,
     Tick,
+    in_queue,
 )
 from ttp.core.controller.gathering import Gathering
 from ttp.core.controller.hangs import HangWatch
@@ -114,6 +115,7 @@ class ControllerMachine:
         self._witnesses = Witnesses(self.job, self._outbox, patience, host)
         self._standby = Standby(self.job, self._outbox, host, patience.standbys, port)
         self._quiet_since = now
+        self._suspected = 0  # at one time, at most, since there was no suspect
         self._gathering = Gathering(self.job, self._rescue, patience, self._abdicate, now)
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -173,7 +175,7 @@ class ControllerMachine:
             yield self._quiet_since + self.patience.abandoned_s
         yield from self._gathering.deadlines()
         if self.job.suspects:
-            yield next(iter(self.job.suspects.values())) + self.patience.grace_s
+            yield next(iter(self.job.suspects.values())) + self._grace_s
         quiet = self._silence.deadline()
         if quiet is not None:
             yield quiet
@@ -374,30 +376,46 @@ class ControllerMachine:
     def _stream_ended(self, connection: ConnectionId, now: float) -> None:
         self._layouts.ended(connection, now)
         for rank in sorted(self.job.by_connection.get(connection, set())):
-            member = self.job.members[rank]
-            self._rescue.lost(rank)
-            self._silence.lost(rank)
+            member, first_of_host = self.job.members[rank], self._first_of_host(rank)
+            self._rank_lost(member, now)
             if member.left:
-                self.job.detach(rank)
-            elif not self.job.formed:
-                self.job.forget(rank)
-                self._forget(rank)
-                self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
+                continue
+            if self.job.formed:
+                self._stream_lost(member, now, first_of_host=first_of_host)
             else:
-                self._stream_lost(member, now)
+                self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
         if not self.job.live:
             self._quiet_since = now
+
+    def _rank_lost(self, member: Member, now: float) -> None:
+        """A rank cannot be spoken to any more: here all who keep something of it hear that, in this order.
+
+        The rescue gives up what the rank was writing; nobody doubts its host for its sake; the job remembers it as gone
+        in good order, as never there (before the job was formed), or as lost; its steps are not compared any more.
+        """
+        rank = member.hello.rank
+        self._rescue.lost(rank)
+        self._silence.lost(rank)
+        if member.left:
+            self.job.detach(rank)
+            return
+        if not self.job.formed:
+            self.job.forget(rank)
+            self._forget(rank)
+        else:
+            self.job.lose(rank, now)
+            self._hangs.forget(rank)
 
     def _forget(self, rank: Rank) -> None:
         """The process was never part of a whole job: nothing that it said holds for its successor."""
         self._restoring.forget(rank)
         self._hangs.forget(rank)
 
-    def _stream_lost(self, member: Member, now: float) -> None:
+    def _first_of_host(self, rank: Rank) -> bool:
+        return not self.job.suspects_on[self.job.members[rank].hello.host]
+
+    def _stream_lost(self, member: Member, now: float, *, first_of_host: bool) -> None:
         rank, silent_s = member.hello.rank, now - member.last_seen
-        first_of_host = not self.job.suspects_on[member.hello.host]
-        self.job.lose(rank, now)
-        self._hangs.forget(rank)
         text = f"{member.name} was lost: its stream ended without a goodbye"
         cut_off = silent_s > self.patience.silent_s
         if cut_off:
@@ -463,11 +481,8 @@ class ControllerMachine:
         rank = member.hello.rank
         refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
         self._outbox.send_to(rank, refused)  # should it be alive after all
-        self._rescue.lost(rank)
-        self._silence.lost(rank)
-        self.job.lose(rank, now)
+        self._rank_lost(member, now)
         self.job.fence(rank, text)
-        self._hangs.forget(rank)
 
     # -------------------------------------------------------------------------------------------------------- reports
 
@@ -574,13 +589,19 @@ class ControllerMachine:
 
     # ------------------------------------------------------------------------------------------------------------ time
 
+    @property
+    def _grace_s(self) -> float:
+        """How long a rank whose stream has ended may take to open another one."""
+        return in_queue(self.patience.grace_s, self._suspected)
+
     def _expire(self, now: float) -> None:
         self._layouts.expire(now)
+        self._suspected = max(self._suspected, len(self.job.suspects)) if self.job.suspects else 0
         while self.job.suspects:
             rank, since = next(iter(self.job.suspects.items()))
-            if now < since + self.patience.grace_s:
+            if now < since + self._grace_s:
                 break
-            self.job.fence(rank, f"its stream did not come back within {self.patience.grace_s:g} s")
+            self.job.fence(rank, f"its stream did not come back within {self._grace_s:g} s")
         self._gathering.expire(now)
         self._silence.check(now)
         self._rescue.expire(now)

@@ -7,9 +7,10 @@ the program's own handlers to save; the stages are explained in ``ttp.core.contr
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 from ttp.core import messages as m
-from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
+from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested, in_queue
 from ttp.core.controller.incident import OVER, Evidence, Incident, Stage
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
@@ -27,14 +28,27 @@ from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 OUTSIDER = Rank(-1)
 """The witness or subject that is no rank of the job."""
 
-QUEUE_FROM, QUEUE_S = 100, 0.001
-"""From so many ranks on each adds so much to the time that answers may take: one controller reads them all."""
 AGAIN_S = 0.02
 """Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
 
+ANSWERS = "ranks have not said yet which version they have"
 
 RETRY_S, RETRY_MAX_S = 0.1, 10.0
 """After storage has refused everywhere it is tried again after so long; each time after twice as long, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """It is too early for a plan."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Act on this."""
+
+    verdict: Plan | NoPlan
 
 
 class Rescue:
@@ -201,8 +215,8 @@ class Rescue:
 
     @property
     def _answer_s(self) -> float:
-        """How long a rank may take to answer a freeze. One of ten thousand stands in a queue behind the others."""
-        return self._patience.answer_s + QUEUE_S * max(0, len(self._job.members) - QUEUE_FROM)
+        """How long a rank may take to answer a freeze."""
+        return in_queue(self._patience.answer_s, len(self._job.members))
 
     def _send_freeze(self, incident: Incident, rank: Rank, cause: str) -> None:
         self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
@@ -235,7 +249,8 @@ class Rescue:
             after_ms=round((now - incident.frozen_at.get(answer.rank, now)) * 1e3, 3),
         )
         if self._improves(incident, answer):
-            incident.stage, incident.committer = Stage.FREEZING, None
+            incident.enter(Stage.FREEZING, f"rank {answer.rank} has brought a newer version")
+            incident.committer = None
 
     def _improves(self, incident: Incident, answer: m.Frozen) -> bool:
         """A rank that was thought lost has brought back a newer version than the planned one."""
@@ -319,39 +334,64 @@ class Rescue:
 
     def _maybe_plan(self, incident: Incident, now: float) -> None:
         job = self._job
-        if job.gather_until is not None:
-            return  # after a takeover: somebody with a newer version may still say hello
-        if incident.recovered and job.complete and not (incident.faulty or job.broken or job.in_doubt):
+        back = incident.recovered and job.complete and not (incident.faulty or job.broken or job.in_doubt)
+        if back and job.gather_until is None:
             self._thaw(incident, "every rank came back to the new controller and nothing is broken")
             return
-        if incident.waiting and (self.mending.leads or not incident.newest_is_known()):
-            return
-        if self.mending.leads:
-            self._maybe_mend(incident, now)
-            return
-        if now < incident.look_again_at:
-            return
-        verdict = self._decide(incident)
-        if isinstance(verdict, Plan) and not verdict.lost:
-            if self._falls_short(incident, verdict, now):
-                incident.look_again_at = now + AGAIN_S
-            else:
-                self._start(incident, verdict, now)
-        elif not (job.in_doubt or self._hopes(incident, now)):  # a rank that comes back may complete the picture
-            if isinstance(verdict, Plan):
-                self._start(incident, verdict, now)
-            else:
-                self._give_up(incident, verdict.reason, now)
+        match self._should_plan(incident, now):
+            case Wait(why):
+                if why not in (ANSWERS, incident.waits_for):  # answers are recorded one by one
+                    self._outbox.record("waits", reason=why)
+                incident.waits_for = why
+            case Go(_) if self.mending.leads:
+                self._start_mending(incident)
+            case Go(Plan() as plan):
+                self._start(incident, plan, now)
+            case Go(NoPlan(reason)):
+                self._give_up(incident, reason, now)
 
-    def _maybe_mend(self, incident: Incident, now: float) -> None:
-        """It is for the program's own handlers to do something, once everybody stands where it will stand."""
+    def _should_plan(self, incident: Incident, now: float) -> Wait | Go:
+        """Whether what is known is enough to act on: a plan made too early gives up what a moment would have brought.
+
+        Where the program's own handlers save, everybody has to stand where it will stand before they begin.
+        """
+        handlers = self.mending.leads
+        if self._job.gather_until is not None:
+            return Wait("a controller was lost: ranks with a newer version may still come")
+        if incident.waiting and (handlers or not incident.newest_is_known()):
+            return Wait(ANSWERS)
+        if now < incident.look_again_at and not handlers:
+            return Wait(incident.waits_for)
+        if now < incident.next_plan_at:
+            incident.look_again_at = incident.next_plan_at
+            return Wait("savers are lost one after the other: they are replaced together")
         layout = self.mending.layout
-        if layout is not None and layout is not incident.layout:
+        if handlers and layout is not None and layout is not incident.layout:
             incident.use(layout)
-        short = isinstance(self._decide(incident), NoPlan) and not self.mending.ails_any
+        verdict = self._decide(incident)
+        why = self._handlers_wait(incident, verdict, now) if handlers else self._falls_short(incident, verdict, now)
+        return Wait(why) if why else Go(verdict)
+
+    def _handlers_wait(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+        """What may change in a moment where the program's own handlers save; empty: nothing."""
+        short = isinstance(verdict, NoPlan) and not self.mending.ails_any
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
-            return
-        incident.stage = Stage.MENDING
+            return "a rank may come, or come back"
+        return ""
+
+    def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+        """What may complete a newer version in a moment; empty: nothing."""
+        if isinstance(verdict, Plan) and not verdict.lost:
+            if not self._grows(incident, verdict, now):
+                return ""
+            incident.look_again_at = now + AGAIN_S
+            return "a newer version that a rank has finished may become whole"
+        if self._job.in_doubt:
+            return "a rank of which nothing is heard may come back and complete a version"
+        return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
+
+    def _start_mending(self, incident: Incident) -> None:
+        incident.enter(Stage.MENDING, "it is for the program's handlers to save")
         self.mending.begin(incident)
 
     def _mend(self, incident: Incident, now: float) -> None:
@@ -366,7 +406,8 @@ class Rescue:
                     self._retract(incident, subject, kind)
                 self._thaw(incident, text, mended=mended)
             case Ending(Outcome.SAVED, version, text):
-                incident.stage, incident.saved, incident.outcome = Stage.SAVED, version, text
+                incident.enter(Stage.SAVED, text)
+                incident.saved, incident.outcome = version, text
                 incident.path = "where the save handlers wrote it"
                 self.saving.last_commit = (version, incident.path)
                 if self.mending.halted:
@@ -377,7 +418,7 @@ class Rescue:
             case Ending(_, _, text):
                 self._end_without(incident, text, now)
 
-    def _falls_short(self, incident: Incident, plan: Plan, now: float) -> bool:
+    def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
         """Whether a newer version that a living rank has finished may become whole in a moment.
 
         Who stands in the barrier before the update answers the freeze at once, and again from the gate.
@@ -463,11 +504,12 @@ class Rescue:
         if plan.version > on_disk:
             self.saving.begin(incident, plan, now)
             return
-        incident.plan, incident.stage, incident.saved = plan, Stage.SAVED, Version(on_disk)
+        incident.plan, incident.saved = plan, Version(on_disk)
         incident.path = last_commit[1] if last_commit else ""
         incident.outcome = (
             f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
         )
+        incident.enter(Stage.SAVED, incident.outcome)
         self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
 
     def _on_disk(self) -> Version:
@@ -535,7 +577,7 @@ class Rescue:
         if not (fallback and incident.failures) or incident.directory:
             return False
         self._outbox.record("fallback", directory=fallback, failures=dict(sorted(incident.failures.items())))
-        incident.stage = Stage.FREEZING
+        incident.enter(Stage.FREEZING, f"once more, in {fallback}")
         incident.forgive(fallback, incident.failures)
         self._maybe_plan(incident, now)
         return True
@@ -551,7 +593,8 @@ class Rescue:
         pause_s = min(RETRY_MAX_S, RETRY_S * 2**incident.retries)
         incident.retries += 1
         self._outbox.record("retry", after_s=pause_s, failures=dict(sorted(incident.failures.items())), reason=reason)
-        incident.stage, incident.look_again_at = Stage.FREEZING, now + pause_s
+        incident.enter(Stage.FREEZING, f"the storage refused: once more after {pause_s:g} s")
+        incident.look_again_at = now + pause_s
         incident.forgive("", incident.passing)
         return True
 
@@ -561,7 +604,8 @@ class Rescue:
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
         exit_code, text = end.code, end.text
-        incident.stage, incident.exit_code, incident.release_text = Stage.RELEASED, exit_code, text
+        incident.enter(Stage.RELEASED, text)
+        incident.exit_code, incident.release_text = exit_code, text
         incident.released_at = now
         self._job.ended = True
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress)

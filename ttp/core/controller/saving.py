@@ -24,6 +24,13 @@ GENERATIONS_PER_TERM = 1 << 16
 """Two controllers that reopen the same incident never give out the same generation."""
 
 
+LOSSES_MAX = 8
+REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
+"""When savers were lost more often, the next plan comes so long after the last; each time twice as long, at most.
+
+A plan for 3,000 ranks takes 35 ms: where a power cut takes hundreds of savers one after the other, one does for many.
+"""
+
 PAGES_S = 1.0
 """How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
 STRAGGLERS_MAX = 64
@@ -52,7 +59,9 @@ class Saving:
             incident.tasks, incident.pending, incident.cuts = [], {}, {}
         parts = (stripes.parse(assignment.shard) for assignment in plan.assignments)
         incident.forget_parts({part.shard: part.count for part in parts})
-        incident.stage, incident.plan, incident.dropped = Stage.SAVING, plan, []
+        incident.enter(Stage.SAVING, plan.reason)
+        incident.plan, incident.dropped = plan, []
+        incident.planned_at = now
         incident.generation = max(incident.generation + 1, (self._job.term - 1) * GENERATIONS_PER_TERM)
         orders = self._orders(incident, plan)
         for order in orders:
@@ -228,7 +237,7 @@ class Saving:
         self._outbox.record("misfit", shards=sorted(odd))
         incident.uncut |= odd
         incident.forget_parts(dict.fromkeys(odd, 1))
-        incident.stage = Stage.FREEZING
+        incident.enter(Stage.FREEZING, "replicas do not cut a shard alike")
 
     def save_failed(self, incident: Incident, report: m.SaveFailed) -> None:
         """A task came to nothing; the rank is not asked again, unless everybody is (``Incident.forgive``)."""
@@ -293,7 +302,12 @@ class Saving:
         """Go on to the commit when all is durable; have the plan made again when savers are gone."""
         if incident.dropped:
             self._outbox.record("replan", generation=incident.generation, lost_savers=sorted(incident.dropped))
-            incident.stage, incident.dropped = Stage.FREEZING, []
+            incident.enter(Stage.FREEZING, "savers were lost or failed")
+            incident.losses += any(rank not in incident.failures for rank in incident.dropped)
+            if incident.losses > LOSSES_MAX:
+                pause_s = REPLAN_S * 2 ** min(incident.losses - LOSSES_MAX - 1, 10)
+                incident.next_plan_at = incident.planned_at + min(REPLAN_MAX_S, pause_s)
+            incident.dropped = []
         elif not (incident.pending or self._collects_late(incident, now)):
             self._start_commit(incident, now)
 
@@ -305,7 +319,7 @@ class Saving:
         able = [r for r in incident.answers if incident.can_commit(r)]
         if not able:
             return
-        incident.stage = Stage.COMMITTING
+        incident.enter(Stage.COMMITTING, "all pieces are durable")
         incident.committer = min(able, key=lambda r: (r not in writers, not incident.answered(r), r))
         incident.wrote(incident.committer, -1, now)
         self._send_commit(incident)
@@ -347,7 +361,7 @@ class Saving:
         assert incident.committer is not None
         if not incident.can_commit(incident.committer):
             incident.committer = None
-            incident.stage = Stage.SAVING  # all pieces are durable: another one commits
+            incident.enter(Stage.SAVING, "the committer was lost or failed: another one commits")
 
     def committed(self, incident: Incident, report: m.Committed, now: float) -> None:
         """The checkpoint exists."""
@@ -355,7 +369,8 @@ class Saving:
             return
         assert incident.plan is not None
         version = incident.plan.version
-        incident.stage, incident.path, incident.size = Stage.SAVED, report.path, report.size
+        incident.enter(Stage.SAVED, "the checkpoint exists")
+        incident.path, incident.size = report.path, report.size
         incident.saved = version
         lost = incident.plan.lost
         incident.outcome = f"saved version {version}" + (

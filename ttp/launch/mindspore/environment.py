@@ -1,4 +1,4 @@
-"""The environment of scheduler and workers, and what keeps survivors alive while they save. Pure."""
+"""The environment of scheduler and workers, and the settings that keep survivors alive while they save. Pure."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SINGLE_THREADED = "OMP_NUM_THREADS"
 
 
 def patience(environ: Mapping[str, str], rescue_s: float, local_size: int) -> tuple[dict[str, str], list[str]]:
-    """What to add to the environment for survivors to live until they have saved; and warnings for the user.
+    """Variables that let survivors live until they have saved, and warnings for the user.
 
     What the user has set stays as it is.
 
@@ -57,7 +57,7 @@ def _seconds(text: str) -> float | None:
 
 
 def common_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
-    """What scheduler and workers share. ``scheduler``: address as a number, and port."""
+    """Variables of scheduler and workers. ``scheduler``: its numeric address and its port."""
     shared = {
         "MS_WORKER_NUM": str(job.world_size),
         "MS_SCHED_HOST": scheduler[0],
@@ -71,12 +71,12 @@ def common_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
 
 
 def scheduler_environ(job: Job, scheduler: tuple[str, int]) -> dict[str, str]:
-    """What the scheduler has besides. It runs the user's script as far as ``init()``: ttp is off in it."""
+    """Further variables of the scheduler. It runs the user's script as far as ``init()``, so ttp is off in it."""
     return {**common_environ(job, scheduler), "MS_ROLE": "MS_SCHED", "RANK_ID": "0", "TTP_PORT": ""}
 
 
 def worker_environ(job: Job, scheduler: tuple[str, int], rank: int, run_id: str, launch: int) -> dict[str, str]:
-    """What the worker ``rank`` has besides, in MindSpore's names and in torchrun's."""
+    """Further variables of the worker ``rank``, in MindSpore's names and in torchrun's."""
     local_rank = job.ranks.index(rank)
     return {
         **common_environ(job, scheduler),

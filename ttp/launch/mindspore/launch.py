@@ -36,7 +36,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Interrupted(BaseException):
-    """The launcher got a signal; raised wherever it is just then."""
+    """The launcher got a signal. Raised by the signal handler, at any point."""
 
     def __init__(self, how: signal.Signals) -> None:
         super().__init__(how.name)
@@ -52,7 +52,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def raised(self) -> Iterator[None]:
-        """Meanwhile."""
+        """Raise ``Interrupted`` for signals while the block runs."""
         before = {how: signal.signal(how, self._on_signal) for how in SIGNALS}
         try:
             yield
@@ -62,7 +62,7 @@ class _Signals:
 
     @contextlib.contextmanager
     def later(self) -> Iterator[None]:
-        """Not now: a process that was started must be written down, one that is stopped be waited for."""
+        """Hold signals back while the block runs: a started process must be recorded, a stopped one waited for."""
         self._held = True
         try:
             yield
@@ -118,7 +118,7 @@ class MindSporeLaunch:
 
 
 class _Starts:
-    """One start of the job after the other."""
+    """The starts of a job, one after the other."""
 
     def __init__(self, job: Job, config: Config, host: Host, signals: _Signals) -> None:
         self._job, self._host, self._signals = job, host, signals
@@ -147,7 +147,7 @@ class _Starts:
         return verdict(self.codes)
 
     def _start(self, launch: int) -> bool:
-        """One start, to its end; whether all workers of this host trained to theirs."""
+        """Start the job once and wait for its end. Whether all workers of this host trained to the end."""
         with self._port(PORT_PATIENCE_S if launch else 0.0) as port:
             return self._start_at((_number_of(self._job.master_addr), port), launch)
 
@@ -187,7 +187,7 @@ class _Starts:
             time.sleep(LOOK_S)
 
     def _codes_of(self, processes: Processes) -> dict[int, int]:
-        """Exit codes. A worker that crashes after its program has ended, in MindSpore's own threads, has trained."""
+        """Exit codes of the workers; 0 for one that crashed in MindSpore's own threads after its program had ended."""
         codes = processes.codes()
         crashed = [rank for rank, code in codes.items() if code < 0 and self._host.has_ended(processes.workers[rank])]
         for rank in crashed:
@@ -198,7 +198,7 @@ class _Starts:
         return codes | dict.fromkeys(crashed, EXIT_TRAINED)
 
     def _lost_scheduler(self, processes: Processes) -> bool:
-        """MindSpore ends every worker some seconds later: better to save now."""
+        """The scheduler is lost: let the workers save now, as MindSpore ends them some seconds later."""
         assert processes.scheduler is not None
         logger.error(
             "the scheduler ended with %s, and MindSpore's workers cannot go on without one\n%s",
@@ -224,7 +224,7 @@ class _Starts:
 
     @contextlib.contextmanager
     def _port(self, patience_s: float) -> Iterator[int]:
-        """Of the scheduler. One that is drawn here is held until the start is over, so that nobody else can take it.
+        """The scheduler's port. A free one is held until the start is over, so that no other program gets it.
 
         Waits so long for a given one that is still in use: by what is left of the last start.
 
@@ -245,12 +245,12 @@ class _Starts:
 
 
 def _run_id(job: Job) -> str:
-    """The same on all hosts, and on one host another one for each job."""
+    """The run id: equal on all hosts of a job; on one host a new one for each job."""
     return f"msrun-{job.master_addr}-{job.master_port}" if job.several_nodes else f"msrun-{secrets.token_hex(6)}"
 
 
 def _number_of(address: str) -> str:
-    """MindSpore wants an address, not a name."""
+    """The numeric address of a host: MindSpore takes no name."""
     try:
         return str(socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)[0][4][0])
     except OSError as problem:

@@ -22,7 +22,7 @@ TAIL_BYTES = 1 << 15
 
 
 class Processes:
-    """Started one by one; whatever has been started is stopped by ``stop``.
+    """The processes of one start. ``stop`` ends all that were started.
 
     Args:
         job: what to launch.
@@ -56,7 +56,7 @@ class Processes:
 
     @property
     def scheduler_log(self) -> Path:
-        """What the scheduler says."""
+        """Path of the scheduler's log."""
         return self._log_dir / "scheduler.log"
 
     def codes(self) -> dict[int, int]:
@@ -65,7 +65,7 @@ class Processes:
         return {rank: code for rank, code in codes.items() if code is not None}
 
     def stop(self) -> None:
-        """End what is left: workers by SIGTERM, by SIGKILL after a grace, the scheduler at once."""
+        """End what still runs: workers by SIGTERM, then by SIGKILL; the scheduler at once."""
         left = [worker for worker in self.workers.values() if worker.poll() is None]
         for worker in left:
             _signal(worker, signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""Where the ranks of a job call in: one thread per rank turns lines into entries of the driver's inbox."""
+"""The driver's end of the connections to the ranks. One thread per rank puts what it says into the driver's inbox."""
 
 from __future__ import annotations
 
@@ -24,38 +24,46 @@ _CREDENTIALS = struct.Struct("3i")
 
 
 @dataclass(slots=True, eq=False)
-class Seat:
-    """One process of one rank, connected. ``pid`` is this world's; ``standing`` is where it waits for an answer."""
+class RankProcess:
+    """One connected process of one rank.
+
+    Args:
+        rank: its number.
+        life: which start of the job it belongs to.
+        pid: its process id, as the driver sees it.
+        reply: sends it an answer.
+        waiting_at: step and phase at which it waits for an answer; None: it does not wait.
+    """
 
     rank: int
     life: LifeKey
     pid: int
     reply: Callable[[dict[str, Any]], None]
-    standing: tuple[int, str] | None = None
+    waiting_at: tuple[int, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class SatDown:
-    """A rank has started and waits to be told its points."""
+class RankStarted:
+    """A rank has started, and waits to be told at which steps and phases it has to stop."""
 
-    seat: Seat
+    rank_process: RankProcess
 
 
 @dataclass(frozen=True, slots=True)
-class Stands:
-    """A rank has come to a point and waits."""
+class RankWaits:
+    """A rank has come to a phase of a step, and waits for an answer. ``at_s`` is the monotonic clock."""
 
-    seat: Seat
+    rank_process: RankProcess
     step: int
     phase: str
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
-class GotUp:
-    """The process is gone."""
+class RankEnded:
+    """The process of a rank has ended."""
 
-    seat: Seat
+    rank_process: RankProcess
 
 
 PREFIX = f"chaos-{os.getuid()}-"
@@ -63,12 +71,12 @@ NAME = "line"
 
 
 def _place() -> Path | None:
-    """None: where temporary files go."""
+    """Where sockets are made; None: among the temporary files."""
     return world.SOCKETS if world.inside() else None
 
 
 def remove_abandoned() -> list[Path]:
-    """Remove what desks that were killed have left; returns it. Nobody listens there any more."""
+    """Remove the socket directories of drivers that were killed. Returns the paths that were removed."""
     found = [path for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*") if not _listens(path / NAME)]
     for path in found:
         shutil.rmtree(path, ignore_errors=True)
@@ -84,15 +92,15 @@ def _listens(path: Path) -> bool:
         return True
 
 
-Call = SatDown | Stands | GotUp
+Call = RankStarted | RankWaits | RankEnded
 
 
 @dataclass(slots=True)
 class RankSwitchboard:
-    """Listens on a socket in a directory of its own, as paths of sockets have to be short.
+    """Accepts the connections of ranks, on a socket in a directory of its own: paths of sockets have to be short.
 
     Args:
-        inbox: takes the calls.
+        inbox: gets a ``Call`` for each thing that a rank says.
     """
 
     inbox: queue.SimpleQueue[Any]
@@ -101,17 +109,17 @@ class RankSwitchboard:
 
     @property
     def path(self) -> Path:
-        """Of the socket."""
+        """Path of the socket."""
         return self._folder / NAME
 
     def open(self) -> None:
-        """Begin to listen."""
+        """Listen from now on."""
         self._server.bind(str(self.path))
         self._server.listen(128)
-        threading.Thread(target=self._accept, name="chaos-desk", daemon=True).start()
+        threading.Thread(target=self._accept, name="chaos-switchboard", daemon=True).start()
 
     def close(self) -> None:
-        """Hang up on nobody: ranks that are still there find out when they call."""
+        """Listen no more. Ranks that are still connected notice when they call the next time."""
         with contextlib.suppress(OSError):
             self._server.shutdown(socket.SHUT_RDWR)
         self._server.close()
@@ -126,7 +134,7 @@ class RankSwitchboard:
     def _serve(self, connection: socket.socket) -> None:
         credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         pid, _, _ = _CREDENTIALS.unpack(credentials)
-        seat: Seat | None = None
+        rank_process: RankProcess | None = None
         with connection, contextlib.suppress(OSError, ValueError):
             file = connection.makefile("r", encoding="utf-8")
 
@@ -136,10 +144,10 @@ class RankSwitchboard:
 
             for line in file:
                 said, now = json.loads(line), time.monotonic()
-                if seat is None:
-                    seat = Seat(said["rank"], (said["life"][0], said["life"][1]), pid, reply)
-                    self.inbox.put(SatDown(seat))
+                if rank_process is None:
+                    rank_process = RankProcess(said["rank"], (said["life"][0], said["life"][1]), pid, reply)
+                    self.inbox.put(RankStarted(rank_process))
                 else:
-                    self.inbox.put(Stands(seat, said["step"], said["phase"], now))
-        if seat is not None:
-            self.inbox.put(GotUp(seat))
+                    self.inbox.put(RankWaits(rank_process, said["step"], said["phase"], now))
+        if rank_process is not None:
+            self.inbox.put(RankEnded(rank_process))

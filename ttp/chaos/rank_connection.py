@@ -1,7 +1,7 @@
-"""The line between a rank of the hurt job and whoever hurts it: a socket, one JSON text per line.
+"""A rank's connection to the driver that hurts its job: a socket, one JSON text per line.
 
-A rank says where it stands at the points that it was told to report, and goes on when it is answered. Whatever is done
-to it from outside is done while it stands there. Without ``CHAOS_SOCKET`` there is no line, and nothing is said.
+A rank reports the steps and phases that it was told to report, and waits there for an answer. What is done to it from
+outside is done meanwhile. Without ``CHAOS_SOCKET`` in the environment there is no connection, and nothing is reported.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ LAUNCH = "CHAOS_LAUNCH"
 """How often the scheduler has started the job."""
 
 HOLD, END = "hold", "end"
-"""Points of every run and of every job, beside the phases: before a run begins, after the last step."""
+"""Phases beside those of a step: ``hold`` before a run begins, ``end`` after the last step of the job."""
 
 
 class RankConnection:
-    """A rank's end.
+    """The rank's end of the connection.
 
     Args:
-        rank: who speaks.
+        rank: number of this rank.
         life: which start of the job this process belongs to.
     """
 
@@ -47,12 +47,12 @@ class RankConnection:
         return str(self._ask({"step": step, "phase": phase})["do"])
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
         if self._file is not None:
             self._file.close()
 
     def _ask(self, said: dict[str, Any]) -> dict[str, Any]:
-        """Say and wait. Whoever was listening is gone: then this job is nobody's, and ends."""
+        """Send one line and wait for the answer. If the driver is gone, this process ends: nobody waits for its job."""
         try:
             self._file.write(json.dumps(said) + "\n")
             self._file.flush()

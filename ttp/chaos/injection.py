@@ -1,4 +1,4 @@
-"""Carrying out faults: from a target in words to the processes, hosts and disks that are hurt."""
+"""Fault injection: turns the target of a fault into processes, hosts and disks, and hurts them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 import psutil
 
 from ttp.chaos import disk as disks
-from ttp.chaos.desk import Seat
 from ttp.chaos.disk import Disk
 from ttp.chaos.hosts import Hosts
 from ttp.chaos.script import Fault, Script
+from ttp.chaos.switchboard import RankProcess
 
 SIGNALS = {
     "kill": signal.SIGKILL,
@@ -31,18 +31,18 @@ _TORN = "in_step"
 
 
 class MissedError(Exception):
-    """The fault cannot be done now, and why."""
+    """The fault cannot be injected now; the text says why."""
 
 
 @dataclass(slots=True)
-class Scene:
-    """What there is to be hurt. The driver keeps it up to date.
+class HurtJob:
+    """The job that is hurt, and what is known of it now. The driver keeps it up to date.
 
     Args:
         script: the job.
         hosts: where it runs.
         disk: what it saves to, where that is a file system of its own.
-        seats: connected ranks.
+        rank_processes: connected ranks.
         launchers: the launchers' processes by host.
         observers: processes in the hosts' networks that speak to the controller.
         latest: facts of the newest event of each kind in this run.
@@ -56,7 +56,7 @@ class Scene:
     script: Script
     hosts: Hosts
     disk: Disk | None
-    seats: dict[int, Seat] = field(default_factory=dict)
+    rank_processes: dict[int, RankProcess] = field(default_factory=dict)
     launchers: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
     observers: dict[int, subprocess.Popen[str]] = field(default_factory=dict)
     latest: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -69,85 +69,91 @@ class Scene:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What a fault came to: to whom it was done, in words; whose state is gone; who is on the far side of a cut."""
+    """What an injected fault has done.
+
+    Args:
+        who: whom it was done to, in words.
+        unreadable: ranks whose state cannot be read any more.
+        cut_off: ranks on the other side of a cut network.
+    """
 
     who: str
     unreadable: frozenset[int] = frozenset()
     cut_off: frozenset[int] = frozenset()
 
 
-def strike(fault: Fault, scene: Scene) -> Done:
-    """Do it.
+def inject(fault: Fault, job: HurtJob) -> Done:
+    """Inject ``fault`` into ``job`` now.
 
     Raises:
-        MissedError: there is nobody to do it to, or it cannot be done.
+        MissedError: its target is not there, or the system refuses.
     """
     try:
         match fault.who.kind:
             case "host":
-                return _host(fault, scene)
+                return _host(fault, job)
             case "disk":
-                return _disk(fault, scene)
+                return _disk(fault, job)
             case "controller" | "launcher":
-                return _service(fault, scene)
+                return _service(fault, job)
             case _:
-                return _ranks(fault, scene)
+                return _ranks(fault, job)
     except (OSError, psutil.Error) as problem:
         raise MissedError(f"{fault.what}: {problem}") from None
 
 
-def heal_all(scene: Scene) -> None:
-    """Whatever can be undone is undone."""
-    for host in list(scene.cut):
-        scene.hosts.join(host)
-    scene.cut.clear()
-    if scene.disk is not None:
-        scene.disk.heal()
-    for pid in scene.stopped:
+def heal_all(job: HurtJob) -> None:
+    """Undo what can be undone: cut networks, full disks, stopped processes."""
+    for host in list(job.cut):
+        job.hosts.join(host)
+    job.cut.clear()
+    if job.disk is not None:
+        job.disk.heal()
+    for pid in job.stopped:
         _signal(pid, signal.SIGCONT)
-    scene.stopped.clear()
+    job.stopped.clear()
 
 
-def leading_controller(scene: Scene) -> list[psutil.Process]:
-    """The process of the controller that leads; others may stand by on other hosts."""
-    return [process for process in scene.hosts.processes(scene.leader) if _is_controller(process)]
+def leading_controller(job: HurtJob) -> list[psutil.Process]:
+    """The processes of the controller that leads the job; standby controllers on other hosts are not among them."""
+    return [process for process in job.hosts.processes(job.leader) if _is_controller(process)]
 
 
 # --------------------------------------------------------------------------------------------------------------- ranks
 
 
-def targets(fault: Fault, scene: Scene) -> tuple[int, ...]:
-    """The ranks that are meant.
+def targets(fault: Fault, job: HurtJob) -> tuple[int, ...]:
+    """The ranks that a fault is meant for.
 
     Raises:
-        MissedError: no such rank is there.
+        MissedError: there is no such rank now.
     """
-    there = [r for r in sorted(scene.seats) if r not in scene.hurt]
+    there = [r for r in sorted(job.rank_processes) if r not in job.hurt]
     match fault.who.kind:
         case "ranks":
             return fault.who.numbers
         case "all":
             return tuple(there)
         case "saver":
-            chosen = sorted({int(r) for r in scene.latest.get("plan", {}).get("savers", {}).values()})[:1]
+            chosen = sorted({int(r) for r in job.latest.get("plan", {}).get("savers", {}).values()})[:1]
         case "committer":
-            chosen = [int(scene.latest["commit"]["rank"])] if "commit" in scene.latest else []
+            chosen = [int(job.latest["commit"]["rank"])] if "commit" in job.latest else []
         case _:
-            savers = {int(r) for r in scene.latest.get("plan", {}).get("savers", {}).values()}
+            savers = {int(r) for r in job.latest.get("plan", {}).get("savers", {}).values()}
             chosen = [r for r in there if r not in savers][:1]
     if not chosen:
         raise MissedError(f"there is no {fault.who} to {fault.what}")
     return tuple(chosen)
 
 
-def _ranks(fault: Fault, scene: Scene) -> Done:
-    ranks = targets(fault, scene)
+def _ranks(fault: Fault, job: HurtJob) -> Done:
+    ranks = targets(fault, job)
     who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {' '.join(map(str, ranks))}"
     gone = fault.what in _DEADLY or (fault.what == "raise" and fault.phase == _TORN)
     if fault.what == "report":
-        _tell(scene, {"order": "report", "ranks": list(ranks)})
+        _tell(job, {"order": "report", "ranks": list(ranks)})
     elif fault.what in SIGNALS or fault.what == "disk-quota":
-        pids = {rank: scene.seats[rank].pid for rank in ranks if rank in scene.seats}
+        pids = {rank: job.rank_processes[rank].pid for rank in ranks if rank in job.rank_processes}
         if not pids:
             raise MissedError(f"{who} is not there")
         for pid in pids.values():
@@ -155,39 +161,39 @@ def _ranks(fault: Fault, scene: Scene) -> Done:
                 disks.limit(pid)
             else:
                 _signal(pid, SIGNALS[fault.what])
-        _remember_stops(fault.what, set(pids.values()), scene)
+        _remember_stops(fault.what, set(pids.values()), job)
     if fault.what in ("kill", "segv", "exit"):
-        scene.hurt.update(ranks)
+        job.hurt.update(ranks)
     return Done(who, frozenset(ranks) if gone else frozenset())
 
 
-def _remember_stops(what: str, pids: set[int], scene: Scene) -> None:
+def _remember_stops(what: str, pids: set[int], job: HurtJob) -> None:
     if what == "stop":
-        scene.stopped |= pids
+        job.stopped |= pids
     elif what in ("cont", "kill"):
-        scene.stopped -= pids
+        job.stopped -= pids
 
 
 # ------------------------------------------------------------------------------------------------------------ services
 
 
-def _service(fault: Fault, scene: Scene) -> Done:
+def _service(fault: Fault, job: HurtJob) -> Done:
     if fault.what == "save":
-        _tell(scene, {"order": "save"})
+        _tell(job, {"order": "save"})
         return Done("controller")
-    found = leading_controller(scene) if fault.who.kind == "controller" else _launchers(scene)
+    found = leading_controller(job) if fault.who.kind == "controller" else _launchers(job)
     if not found:
         raise MissedError(f"there is no {fault.who.kind} to {fault.what}")
     for process in found:
         _signal(process.pid, SIGNALS[fault.what])
-    _remember_stops(fault.what, {process.pid for process in found}, scene)
+    _remember_stops(fault.what, {process.pid for process in found}, job)
     return Done(fault.who.kind)
 
 
-def _launchers(scene: Scene) -> list[psutil.Process]:
+def _launchers(job: HurtJob) -> list[psutil.Process]:
     """The launchers themselves; in a namespace they are children of what carried them there."""
     found = []
-    for process in scene.launchers.values():
+    for process in job.launchers.values():
         with contextlib.suppress(psutil.Error):
             carrier = psutil.Process(process.pid)
             found.append(carrier.children()[0] if carrier.name() == "nsenter" else carrier)
@@ -201,8 +207,8 @@ def _is_controller(process: psutil.Process) -> bool:
         return False
 
 
-def _tell(scene: Scene, order: dict[str, Any]) -> None:
-    observer = scene.observers[scene.leader]
+def _tell(job: HurtJob, order: dict[str, Any]) -> None:
+    observer = job.observers[job.leader]
     assert observer.stdin is not None
     observer.stdin.write(json.dumps(order) + "\n")
     observer.stdin.flush()
@@ -216,39 +222,39 @@ def _signal(pid: int, how: signal.Signals) -> None:
 # ------------------------------------------------------------------------------------------------------ hosts and disks
 
 
-def _host(fault: Fault, scene: Scene) -> Done:
+def _host(fault: Fault, job: HurtJob) -> Done:
     (host,) = fault.who.numbers
-    ranks = frozenset(scene.script.ranks_of(host))
+    ranks = frozenset(job.script.ranks_of(host))
     match fault.what:
         case "kill":
-            scene.hosts.power_off(host)
-            scene.hurt |= ranks
-            scene.dead.add(host)
+            job.hosts.power_off(host)
+            job.hurt |= ranks
+            job.dead.add(host)
             return Done(str(fault.who), ranks)
         case "partition" | "unplug":
-            scene.hosts.cut(host, carrier=fault.what == "partition")
-            scene.cut.add(host)
+            job.hosts.cut(host, carrier=fault.what == "partition")
+            job.cut.add(host)
             return Done(str(fault.who), cut_off=ranks)
         case "heal":
-            scene.hosts.join(host)
-            scene.cut.discard(host)
+            job.hosts.join(host)
+            job.cut.discard(host)
         case _:
-            pids = {process.pid for process in scene.hosts.processes(host)}
+            pids = {process.pid for process in job.hosts.processes(host)}
             for pid in pids:
                 _signal(pid, SIGNALS[fault.what])
-            _remember_stops(fault.what, pids, scene)
+            _remember_stops(fault.what, pids, job)
             return Done(str(fault.who), ranks if fault.what == "stop" else frozenset())
     return Done(str(fault.who))
 
 
-def _disk(fault: Fault, scene: Scene) -> Done:
-    if scene.disk is None:
+def _disk(fault: Fault, job: HurtJob) -> Done:
+    if job.disk is None:
         raise MissedError("the job has no disk of its own")
     match fault.what:
         case "disk-full":
-            scene.disk.fill()
+            job.disk.fill()
         case "disk-ro":
-            scene.disk.protect()
+            job.disk.protect()
         case _:
-            scene.disk.heal()
+            job.disk.heal()
     return Done("disk")

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ttp.chaos.desk import NAME, PREFIX, GotUp, RankSwitchboard, SatDown, Stands, remove_abandoned
-from ttp.chaos.line import SOCKET, RankConnection
+from ttp.chaos.rank_connection import SOCKET, RankConnection
+from ttp.chaos.switchboard import NAME, PREFIX, RankEnded, RankStarted, RankSwitchboard, RankWaits, remove_abandoned
 
 PATIENCE_S = 20
 
@@ -22,12 +22,12 @@ PATIENCE_S = 20
 @pytest.fixture
 def inbox(monkeypatch: pytest.MonkeyPatch) -> Iterator[queue.SimpleQueue[Any]]:
     calls: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    desk = RankSwitchboard(calls)
-    desk.open()
-    monkeypatch.setenv(SOCKET, str(desk.path))
+    switchboard = RankSwitchboard(calls)
+    switchboard.open()
+    monkeypatch.setenv(SOCKET, str(switchboard.path))
     yield calls
-    desk.close()
-    assert not desk.path.parent.exists()
+    switchboard.close()
+    assert not switchboard.path.parent.exists()
 
 
 def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[Any]) -> None:
@@ -41,20 +41,20 @@ def test_a_rank_waits_at_its_points_and_nowhere_else(inbox: queue.SimpleQueue[An
     thread = threading.Thread(target=rank)
     thread.start()
     down = inbox.get(timeout=PATIENCE_S)
-    assert isinstance(down, SatDown)
-    seat = down.seat
-    assert (seat.rank, seat.life, seat.pid) == (2, (0, 3), os.getpid())
-    seat.reply({"points": [[5, "data"]], "phases": ["end"]})
+    assert isinstance(down, RankStarted)
+    rank_process = down.rank_process
+    assert (rank_process.rank, rank_process.life, rank_process.pid) == (2, (0, 3), os.getpid())
+    rank_process.reply({"points": [[5, "data"]], "phases": ["end"]})
     first = inbox.get(timeout=PATIENCE_S)
-    assert isinstance(first, Stands)
+    assert isinstance(first, RankWaits)
     assert (first.step, first.phase) == (5, "data")  # it did not ask at step 4
-    seat.reply({"do": "raise"})
+    rank_process.reply({"do": "raise"})
     second = inbox.get(timeout=PATIENCE_S)
     assert (second.step, second.phase) == (6, "end")
-    seat.reply({"do": "go"})
+    rank_process.reply({"do": "go"})
     thread.join(PATIENCE_S)
     assert said == ["go", "raise", "go"]
-    assert inbox.get(timeout=PATIENCE_S) == GotUp(seat)
+    assert inbox.get(timeout=PATIENCE_S) == RankEnded(rank_process)
 
 
 def test_without_a_socket_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,8 +68,8 @@ def test_what_a_killed_desk_has_left_is_removed(tmp_path: Path, monkeypatch: pyt
     left.mkdir()
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as dead:
         dead.bind(str(left / NAME))
-    desk = RankSwitchboard(queue.SimpleQueue())
-    desk.open()
+    switchboard = RankSwitchboard(queue.SimpleQueue())
+    switchboard.open()
     assert remove_abandoned() == [left]
-    assert not left.exists() and desk.path.exists()
-    desk.close()
+    assert not left.exists() and switchboard.path.exists()
+    switchboard.close()
