@@ -34,8 +34,6 @@ from ttp.cli.incident_reader import Line
 from ttp.cli.timeline import style_of, words
 
 HERE = Path(__file__).resolve().parent
-RANKS = 4
-RUN_FLAGS = ("--nproc-per-node", str(RANKS), "--max-restarts", "3")
 EXAMPLES = {"digits": HERE / "digits" / "train.py", "gpt": HERE / "gpt" / "train_gpt.py"}
 PLAIN_EVERY = 20
 """Steps between two lines where there is no terminal."""
@@ -115,8 +113,9 @@ def run(screen: Screen, name: str, folder: Path, options: argparse.Namespace, ki
     script = EXAMPLES[options.example]
     flags = ["--steps", str(options.steps), "--seed", str(options.seed), "--step-ms", str(options.step_ms)]
     flags += options.flags
-    arguments = [*RUN_FLAGS, str(script), *flags, "--save-dir", str(folder / "checkpoints")]
-    screen.say(Text(f"$ ttp run {' '.join(RUN_FLAGS)} {script.name} {' '.join(flags)}", "bold"))
+    run_flags = ["--nproc-per-node", str(options.ranks), "--max-restarts", "3"]
+    arguments = [*run_flags, str(script), *flags, "--save-dir", str(folder / "checkpoints")]
+    screen.say(Text(f"$ ttp run {' '.join(run_flags)} {script.name} {' '.join(flags)}", "bold"))
     job = Job(folder, arguments)
     with screen.new_bar(name, options.steps):
         try:
@@ -209,7 +208,11 @@ def command() -> str:
 def choose(options: argparse.Namespace) -> Kill:
     """Whom to kill, and when; a seed makes the same choice again."""
     chance = random.Random(options.kill_seed)
-    rank, step, fraction = chance.randrange(RANKS), chance.randint(options.steps // 4, options.steps * 2 // 3), 0.0
+    rank, step, fraction = (
+        chance.randrange(options.ranks),
+        chance.randint(options.steps // 4, options.steps * 2 // 3),
+        0.0,
+    )
     fraction = chance.random()
     return Kill(rank if options.rank is None else options.rank, options.step or step, fraction)
 
@@ -224,12 +227,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=80, help="optimizer steps of each run (default %(default)s)")
     parser.add_argument("--step-ms", type=float, default=60, help="sleep after each step (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the training (default %(default)s)")
-    parser.add_argument("--rank", type=int, default=from_env("RANK"), choices=range(RANKS), help="default: RANK")
+    parser.add_argument("--ranks", type=int, default=4, help="processes of each run (default %(default)s)")
+    parser.add_argument("--rank", type=int, default=from_env("RANK"), help="to kill; default: RANK")
     parser.add_argument("--step", type=int, default=from_env("STEP"), help="to kill it in; default: STEP")
     parser.add_argument("--kill-seed", type=int, default=from_env("SEED"), help="of rank and moment; default: SEED")
     parser.add_argument("--limit-s", type=float, default=240, help="seconds for each run (default %(default)s)")
     parser.add_argument("--folder", type=Path, default=None, help="for logs and checkpoints (default: below runs/)")
     options = parser.parse_args(argv)
+    if options.rank is not None and not 0 <= options.rank < options.ranks:
+        parser.error(f"RANK={options.rank}: there are {options.ranks} ranks, counted from 0")
     if options.step is not None and not 2 <= options.step <= options.steps:
         parser.error(f"STEP={options.step}: a step from 2 to {options.steps} is wanted")
     options.kill_seed = random.randrange(10**6) if options.kill_seed is None else options.kill_seed
@@ -241,7 +247,7 @@ def main() -> int:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # a controller that ends is no news
     options, screen = parse(), Screen()
     kill = choose(options)
-    screen.say(f"{RANKS} ranks, {options.steps} steps, twice. Everything is kept in {options.folder}\n")
+    screen.say(f"{options.ranks} ranks, {options.steps} steps, twice. Everything is kept in {options.folder}\n")
     try:
         unbroken = run(screen, "unbroken", options.folder / "unbroken", options, None)
         screen.say()

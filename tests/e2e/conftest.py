@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import itertools
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.forked import Forked, ForkedJob
 from tests.e2e.harness import Job
 from tests.ports import free_port
 from ttp.testing.bad_disk import BadDisk, why_not
@@ -28,11 +30,24 @@ def solo_env(tmp_path: Path, *, on: bool = True) -> dict[str, str]:
 
 @pytest.fixture
 def solo(tmp_path: Path) -> Run:
-    """Runs ``solo.py`` to its end."""
+    """Runs ``solo.py`` to its end, in a process that is forked."""
+    number = itertools.count()
 
     def run(*args: object, on: bool = True, **env: str) -> subprocess.CompletedProcess[str]:
+        out = tmp_path / f"solo{next(number)}.out"
+        process = Forked("tests.e2e.solo", solo_env(tmp_path, on=on) | env, out, args)
+        return subprocess.CompletedProcess([str(a) for a in args], process.wait(), process.out, process.err)
+
+    return run
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Run:
+    """Runs ``solo.py`` to its end, in a Python of its own."""
+
+    def run(*args: object, **env: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, str(SOLO), *map(str, args)]
-        env = solo_env(tmp_path, on=on) | env
+        env = solo_env(tmp_path) | env
         return subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=False)
 
     return run
@@ -53,12 +68,11 @@ def unbroken(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[dic
     known: dict[tuple[int, int, str], list[dict[str, Any]]] = {}
 
     def results(job: Job) -> list[dict[str, Any]]:
-        key = (job.ranks, job.steps, job.env.get("JOB_WIDE", ""))
+        key = (job.ranks, job.steps, job.env.get("JOB_WIDE", "32"))
         if key not in known:
-            env = {"JOB_WIDE": key[2]} if key[2] else {}
-            directory = tmp_path_factory.mktemp("unbroken")
-            reference = Job(directory, ranks=job.ranks, steps=job.steps, env=env, protected=False)
-            assert reference.run() == 0, reference.story()
+            directory, env = tmp_path_factory.mktemp("unbroken"), {"JOB_WIDE": key[2]}
+            reference = ForkedJob(directory, *key[:2], env=env, module="tests.e2e.job", protected=False)
+            assert reference.live(200) == [0] * job.ranks, reference.story()
             known[key] = reference.results()
         return known[key]
 
@@ -77,3 +91,9 @@ def make_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield make
     for job in jobs:
         job.stop()
+
+
+@pytest.fixture
+def forked_job(tmp_path: Path) -> Callable[..., ForkedJob]:
+    """The job of ``job.py``, its ranks forked."""
+    return lambda **settings: ForkedJob(tmp_path / "forked", module="tests.e2e.job", **settings)

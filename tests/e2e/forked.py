@@ -1,6 +1,6 @@
-"""Lives of a job whose ranks are forked from one process that has imported torch: a start takes a second, not ten.
+"""Processes forked from one that has imported torch, and jobs of them: a start costs a tenth of a second, not five.
 
-Each life has a controller of its own, and no launcher: the ranks witness each other's deaths.
+Each life of a job has a controller of its own, and no launcher: the ranks witness each other's deaths.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import importlib
 import json
 import multiprocessing
 import os
+import signal
+import sys
 import time
 import traceback
 import uuid
@@ -41,6 +43,52 @@ LOST = 255
 _server = multiprocessing.get_context("forkserver")
 
 
+class Forked:
+    """``module.main()`` as if a Python with these arguments and this environment had been started for it.
+
+    What it does at the end of the interpreter is not done: a test of that starts a Python.
+    """
+
+    def __init__(self, module: str, env: dict[str, str], out: Path, arguments: Sequence[object] = ()) -> None:
+        _server.set_forkserver_preload(PRELOAD)
+        self._out, self._err = out, out.with_suffix(".err")
+        argv = [module, *map(str, arguments)]
+        for said in (self._out, self._err):
+            said.unlink(missing_ok=True)
+        self._process = _server.Process(target=_main, args=(module, env, out, self._err, argv), daemon=True)
+        self._process.start()
+
+    @property
+    def out(self) -> str:
+        """What it has written to its stdout so far."""
+        return self._out.read_text() if self._out.exists() else ""
+
+    @property
+    def err(self) -> str:
+        """What it has written to its stderr so far."""
+        return self._err.read_text() if self._err.exists() else ""
+
+    def wait_for(self, text: str, timeout_s: float = 60) -> None:
+        """Until it has said that."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.out:
+            assert self._process.is_alive() and time.monotonic() < deadline, self.out + self.err
+            time.sleep(0.01)
+
+    def send_signal(self, number: int) -> None:
+        assert self._process.pid is not None
+        os.kill(self._process.pid, number)
+
+    def wait(self, timeout_s: float = 120) -> int:
+        """Its exit code; who has not ended by then is killed, and has -9 for one."""
+        (code,) = _ended([self._process], timeout_s)
+        return code
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
 @dataclass
 class ForkedJob(Job):
     """``module.main()`` on every rank, life after life, in one directory. ``hosts`` are by rank."""
@@ -49,22 +97,38 @@ class ForkedJob(Job):
     lives: list[list[int]] = field(default_factory=list)
     """Exit codes by rank of each life so far."""
 
+    ranks_now: list[BaseProcess] = field(default_factory=list)
+
     def live(self, timeout_s: float) -> list[int]:
         """One life to its end; who has not ended by then is killed, and has -15 for an exit code."""
+        return self.begin().end(timeout_s)
+
+    def begin(self) -> ForkedJob:
+        """Start the ranks of a life."""
         life = len(self.lives)
         run_dir = self.directory / f"run{life}"
         run_dir.mkdir(parents=True)
         _server.set_forkserver_preload(PRELOAD)
-        ranks = [
-            _server.Process(target=_rank, args=(self.module, self._env(life, rank), self._said(rank)), daemon=True)
-            for rank in range(self.ranks)
+        said = [self._said(rank) for rank in range(self.ranks)]
+        environments = [self._env(life, rank) for rank in range(self.ranks)]
+        self.ranks_now = [
+            _server.Process(target=_main, args=(self.module, env, out, out, [self.module]), daemon=True)
+            for env, out in zip(environments, said, strict=True)
         ]
-        for process in ranks:
+        for process in self.ranks_now:
             process.start()
-        codes = _ended(ranks, timeout_s)
+        return self
+
+    def end(self, timeout_s: float) -> list[int]:
+        """Exit codes of the life that has begun, when it is over."""
+        codes = _ended(self.ranks_now, timeout_s)
+        _stop_controllers(self.directory / f"run{len(self.lives)}")
         self.lives.append(codes)
-        _stop_controllers(run_dir)
         return codes
+
+    def kill(self, rank: int) -> None:
+        """SIGKILL."""
+        os.kill(self.ranks_now[rank].pid or 0, signal.SIGKILL)
 
     def _env(self, life: int, rank: int) -> dict[str, str]:
         if rank == 0:
@@ -85,12 +149,19 @@ class ForkedJob(Job):
                 "TTP_RUN_DIR": str(self.directory / f"run{life}"),
                 "TTP_OT": "60",
                 "TTP_STANDBYS": "0",
-                "TTP_TOKEN": "a secret",
+                "TTP_TOKEN": self.token(),
                 "TORCHELASTIC_RESTART_COUNT": str(life),
             }
         if self.protected and self.hosts:
             env |= {"TTP_HOST": self.hosts[rank], "TTP_RUN_DIR": str(self.directory / f"run{life}" / self.hosts[rank])}
         return env | self.env
+
+    def token(self) -> str:
+        return "a secret"
+
+    def _of_caller(self) -> dict[str, str]:
+        run_dir = str(self.directory / f"run{len(self.lives)}")
+        return super()._of_caller() | {"TTP_RUN_DIR": run_dir, "TTP_TOKEN": self.token()}
 
     def _said(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.out"
@@ -125,18 +196,21 @@ def _stop_controllers(run_dir: Path) -> None:
                 process.kill()
 
 
-def _rank(module: str, env: dict[str, str], said: Path) -> None:
-    out = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for stream in (1, 2):
-        os.dup2(out, stream)
+def _main(module: str, env: dict[str, str], out: Path, err: Path, argv: list[str]) -> None:
+    for stream, path in ((1, out), (2, err)):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     for name in [n for n in os.environ if n.startswith(("TTP_", "TORCHELASTIC", "PET_"))]:
         del os.environ[name]
     os.environ |= env
+    sys.argv = argv
+    code = 0
     try:
         importlib.import_module(module).main()
     except SystemExit as leaving:
-        os._exit(leaving.code if isinstance(leaving.code, int) else 1)
+        code = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
     except BaseException:
         traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -146,15 +146,16 @@ class Job:
         return [e["version"] for events in self.incidents() for e in events if e["kind"] == "committed"]
 
     def ttp(self, *args: str, timeout_s: float = 60) -> subprocess.CompletedProcess[str]:
-        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-        env |= {"TTP_PORT": str(self.port), "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(self.directory / "run")}
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | self._of_caller()
         return subprocess.run([*TTP, *args], env=env, capture_output=True, text=True, timeout=timeout_s, check=False)
 
-    def rank_pids(self) -> dict[int, int]:
-        """Pid of every rank, as the controller knows them."""
-        done = self.ttp("status", "--json")
-        assert done.returncode == 0, done.stderr + self.story()
-        return {r["rank"]: r["pid"] for r in json.loads(done.stdout)["ranks"]}
+    def _of_caller(self) -> dict[str, str]:
+        return {"TTP_PORT": str(self.port), "MASTER_ADDR": "127.0.0.1", "TTP_RUN_DIR": str(self.directory / "run")}
+
+    def token(self) -> str:
+        """What calls to the controller bring; empty: it has not said yet."""
+        file = self.directory / "run" / "token"
+        return file.read_text().strip() if file.exists() else ""
 
     def wait_for_version(self, version: int, rank: int = 0, timeout_s: float = 60) -> None:
         """Until ``rank`` has finished ``version``."""
@@ -183,14 +184,12 @@ def newest_of_survivors(job: Job, life: int, dead: set[int]) -> int:
 
 def watch_events(job: Job, replay: int = 0) -> Iterator[tuple[str, dict[str, Any]]]:
     """Events of the job's controller as ``(kind, facts)``; ends with the controller."""
-    token_file = job.directory / "run" / "token"
     deadline = time.monotonic() + 60
     while True:
-        token = token_file.read_text().strip() if token_file.exists() else ""
         channel = open_channel("127.0.0.1", job.port)
         try:
             request = pb.WatchEventsRequest(replay=replay)
-            for event in stub(channel).WatchEvents(request, metadata=metadata(token)):
+            for event in stub(channel).WatchEvents(request, metadata=metadata(job.token())):
                 yield event.kind, json.loads(event.json)
             return
         except grpc.RpcError:

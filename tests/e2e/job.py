@@ -1,7 +1,7 @@
 """A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
-``{"id", "rank" or "ranks", "step", "phase", "action"}``).
+``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there).
 """
 
 from __future__ import annotations
@@ -51,6 +51,8 @@ class Injector:
                 marker = JOB_DIR / "done" / f"{fault['id']}.{RANK}"
                 if marker.exists():
                     continue
+                while "when" in fault and not (JOB_DIR / fault["when"]).exists():
+                    time.sleep(0.01)
                 marker.parent.mkdir(exist_ok=True)
                 marker.write_text(str(time.monotonic()))
                 while fault.get("together") and len(list(marker.parent.glob(f"{fault['id']}.*"))) < len(fault["ranks"]):
@@ -65,6 +67,8 @@ class Injector:
             with contextlib.suppress(KeyError, ProcessLookupError):
                 os.kill(int(os.environ["JOB_LAUNCHER_PID"]), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
+        elif action == "hold":
+            pass  # until the file is there that it waits for
         elif action == "raise":
             raise ValueError("a wrong turn in the training loop")
         elif action == "misuse":
@@ -272,10 +276,15 @@ def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
     (JOB_DIR / f"result{RANK}.json").write_text(json.dumps(result, sort_keys=True))
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """The job on this rank; ``JOB_STORE``: where ranks without a launcher meet."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=os.environ.get("JOB_STORE"), rank=RANK, world_size=WORLD)
     train()
     dist.barrier()
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
     sys.exit(0)

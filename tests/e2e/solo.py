@@ -66,8 +66,13 @@ def save_now() -> None:
     print("saved" if answer.saved else "not saved", answer.version, answer.path, answer.text, flush=True)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """By the arguments of the command line."""
     torch.set_num_threads(1)
     train(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 16)
     if os.environ.get("SOLO_AFTER"):
         raise ValueError("after training")
+
+
+if __name__ == "__main__":
+    main()

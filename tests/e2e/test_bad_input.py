@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.conftest import SOLO, Run
-from tests.ports import free_port
+from tests.e2e.conftest import SOLO, Run, solo_env
+from tests.e2e.forked import Forked
 from ttp.store.manifest import Manifest
 from ttp.store.share import Share
 
@@ -70,8 +70,8 @@ def test_a_save_dir_that_cannot_be_written_is_said_at_the_start(solo: Run, tmp_p
     assert str(tmp_path / "file" / "ck") in done.stderr and "start" not in done.stdout
 
 
-def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_its_steps_saved(solo: Run, tmp_path: Path) -> None:
-    done = solo(tmp_path / "ck", 9, SOLO_MISUSE="3")
+def test_a_program_that_calls_ttp_wrongly_ends_with_64_and_is_saved(solo: Run, fresh: Run, tmp_path: Path) -> None:
+    done = fresh(tmp_path / "ck", 9, SOLO_MISUSE="3")
     assert done.returncode == 64, done.stderr
     assert "wrap_optimizer() was called twice" in done.stderr and 'solo.py", line' in done.stderr
     assert "start 3" in solo(tmp_path / "ck", 3, on=False).stdout
@@ -165,21 +165,18 @@ def test_a_foreign_directory_is_left_alone(solo: Run, checkpoint: Path) -> None:
     assert (foreign / "thesis.tex").read_text() == "years of work"
 
 
-def test_a_program_that_has_ended_says_so_and_one_that_fails_after_training_does_not(solo: Run, tmp_path: Path) -> None:
+def test_a_program_that_has_ended_says_so_and_one_that_fails_then_does_not(fresh: Run, tmp_path: Path) -> None:
     """``ttp run --mindspore`` forgives a crash of the former: it is one of a library that is taken down."""
     ended = tmp_path / "run" / "ended"
-    assert solo(tmp_path / "ck", 2, SOLO_AFTER="1").returncode == 1
+    assert fresh(tmp_path / "ck", 2, SOLO_AFTER="1").returncode == 1
     assert not ended.exists()
-    assert solo(tmp_path / "ck", 2).returncode == 0
+    assert fresh(tmp_path / "ck", 2).returncode == 0
     assert len(list(ended.iterdir())) == 1
 
 
 def test_sigterm_of_a_single_process_saves_and_exits_75(tmp_path: Path) -> None:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
-    env |= {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "PYTHONUNBUFFERED": "1"}
-    env |= {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": str(tmp_path / "run"), "TTP_ABANDONED_S": "5"}
     command = [sys.executable, str(SOLO), str(tmp_path / "ck"), "100000000"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, env=solo_env(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "start 0\n"
         process.send_signal(signal.SIGTERM)
@@ -199,26 +196,17 @@ def two_ranks(
     tmp_path: Path, *directories: Path, steps: int, places: tuple[int, int] = (0, 1)
 ) -> list[tuple[int, str, str]]:
     """Exit codes and what was said of a job of two ranks on one host, each with a ``save_dir`` of its own."""
-    env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {
-        "WORLD_SIZE": "2",
-        "LOCAL_WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "TTP_PORT": str(free_port()),
-        "TTP_RUN_DIR": str(tmp_path / "run"),
-        "TTP_ABANDONED_S": "5",
-    }
+    env = solo_env(tmp_path) | {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     ranks = [
-        subprocess.Popen(
-            [sys.executable, str(SOLO), str(directory), str(steps)],
-            env=env | {"RANK": str(rank), "LOCAL_RANK": str(places[rank])},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+        Forked(
+            "tests.e2e.solo",
+            env | {"RANK": str(rank), "LOCAL_RANK": str(places[rank])},
+            tmp_path / f"rank{rank}.out",
+            (directory, steps),
         )
         for rank, directory in enumerate(directories)
     ]
-    said = [process.communicate(timeout=120) for process in ranks]
-    return [(process.returncode, out, err) for process, (out, err) in zip(ranks, said, strict=True)]
+    return [(rank.wait(), rank.out, rank.err) for rank in ranks]
 
 
 def test_ranks_that_do_not_see_the_same_storage_fail_and_say_who_saw_what(checkpoint: Path, tmp_path: Path) -> None:

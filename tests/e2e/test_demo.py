@@ -34,7 +34,8 @@ def assert_nothing_lost(lines: set[tuple[str, ...]], killed: str) -> None:
 @pytest.mark.timeout(300)
 @pytest.mark.xdist_group("demo")
 def test_the_demo_loses_no_step_and_no_bit(tmp_path: Path) -> None:
-    lines = demo(tmp_path / "demo", "--steps", "40", RANK="0", SEED="7")
+    """With two ranks; ``make demo`` has four."""
+    lines = demo(tmp_path / "demo", "--ranks", "2", "--steps", "40", RANK="0", SEED="7")
     assert_nothing_lost(lines, "0")
     incidents = [str(PYTHON_BIN / "ttp"), "incidents", str(tmp_path / "demo" / "broken" / "checkpoints"), "--json"]
     listed = json.loads(subprocess.run(incidents, capture_output=True, text=True, timeout=60, check=True).stdout)

@@ -7,9 +7,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.forked import ForkedJob
 from tests.e2e.harness import Job
+from ttp.cli.main import main
 
 MakeJob = Callable[..., Job]
+MakeForked = Callable[..., ForkedJob]
 Unbroken = Callable[[Job], list[dict[str, Any]]]
 
 QUICK = {"TTP_HEARTBEAT_S": "0.1", "TTP_HANG_S": "3", "TTP_ANSWER_S": "2", "JOB_STEP_S": "0.05"}
@@ -23,22 +26,41 @@ def evidence(events: list[dict[str, Any]], kind: str) -> dict[str, Any]:
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob, unbroken: Unbroken) -> None:
-    """A deadlock, a SIGSTOP, a thread that keeps the interpreter lock; and an evaluation, which is none of these."""
+    """A deadlock; and an evaluation, which is none."""
     faults = [
-        {"id": "evaluate", "ranks": [0, 1, 2], "step": 18, "phase": "data", "action": "pause"},
+        {"id": "evaluate", "ranks": [0, 1], "step": 18, "phase": "data", "action": "pause"},
         {"id": "deadlock", "rank": 1, "step": 22, "phase": "data", "action": "deadlock"},
-        {"id": "stop", "rank": 2, "step": 42, "phase": "forward", "action": "stop"},
-        {"id": "gil", "rank": 0, "step": 62, "phase": "scheduled", "action": "hold-gil"},
     ]
-    job = make_job(ranks=3, steps=66, max_restarts=3, faults=faults, env=QUICK)
+    job = make_job(ranks=2, steps=26, max_restarts=1, faults=faults, env=QUICK)
     assert job.run(TIMEOUT_S - 40) == 0, job.story()
+    check(job, unbroken, {1: "wait_for_ever"})
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("hangs")
+def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:
+    """A SIGSTOP, and a thread that keeps the interpreter lock. What ends such a rank is whoever started it."""
+    faults = [
+        {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
+        {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
+    ]
+    job = forked_job(ranks=2, steps=46, faults=faults, env=QUICK)
+    for hung in (1, 0):
+        survivor = job.begin().ranks_now[1 - hung]
+        survivor.join(TIMEOUT_S / 4)
+        job.kill(hung)
+        assert job.end(TIMEOUT_S / 4)[1 - hung] == 75, job.story()
+    assert job.live(TIMEOUT_S / 4) == [0, 0], job.story()
+    check(job, unbroken, {1: "stopped", 0: "in act"})
+
+
+def check(job: Job, unbroken: Unbroken, hung: dict[int, str]) -> None:
+    """These ranks were found, one in each incident, with that in their stacks; and nothing was lost."""
     incidents = job.incidents()
-    assert [evidence(events, "hung")["rank"] for events in incidents] == [1, 2, 0], job.story()
+    assert [evidence(events, "hung")["rank"] for events in incidents] == list(hung), job.story()
     assert job.starts() == [0, *job.committed()], job.story()
     assert all(22 + 20 * i <= version <= 23 + 20 * i for i, version in enumerate(job.committed())), job.story()
     stacks = [next(e["text"] for e in events if e["kind"] == "stack") for events in incidents]
-    assert "wait_for_ever" in stacks[0]
-    assert "stopped" in stacks[1]
-    assert "in act" in stacks[2]
-    assert job.ttp("verify", str(job.directory / "checkpoints")).returncode == 0
+    assert all(text in stack for text, stack in zip(hung.values(), stacks, strict=True)), stacks
+    assert main(["verify", str(job.directory / "checkpoints")]) == 0
     assert job.results() == unbroken(job)

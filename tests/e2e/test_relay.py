@@ -81,17 +81,9 @@ def kill_at_the_plan(job: ForkedJob, rank: int, over: threading.Event) -> None:
     while not over.wait(0.002):
         for path in job.directory.glob("checkpoints/incidents/*.jsonl"):
             if '"kind": "plan"' in path.read_text():
-                with contextlib.suppress(psutil.Error, ProcessLookupError):
-                    os.kill(pid_of(job, rank), signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    job.kill(rank)
                 return
-
-
-def pid_of(job: ForkedJob, rank: int) -> int:
-    for process in psutil.process_iter(["environ", "pid"]):
-        environ = process.environ() if process.info["environ"] else {}
-        if environ.get("JOB_DIR") == str(job.directory) and environ.get("RANK") == str(rank):
-            return int(process.info["pid"])
-    raise ProcessLookupError(rank)
 
 
 @pytest.mark.slow

@@ -7,23 +7,22 @@ from pathlib import Path
 
 import pytest
 
-from tests.e2e.harness import Job, newest_of_survivors
+from tests.e2e.forked import ForkedJob
+from tests.e2e.harness import newest_of_survivors
 from tests.e2e.shards import Row, bits_of, fault, faults_of, rows, unbroken
+from ttp.cli.main import main
 
-SCRIPT = Path(__file__).with_name("sharded_job.py")
 TIMEOUT_S = 1200
 
-pytestmark = [pytest.mark.timeout(TIMEOUT_S), pytest.mark.xdist_group("ttp")]
+pytestmark = pytest.mark.timeout(TIMEOUT_S)
 
 
 def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp_path: Path) -> None:
     """First one rank of each shard dies, rank 0 among them, while they stand in the barrier; then both of one shard."""
     faults = [{**fault("first", "barrier", (0, 3)), "step": 3}, {**fault("then", "allreduced", (1, 3)), "step": 6}]
-    job = Job(tmp_path / "job", script=SCRIPT, steps=9, faults=faults, max_restarts=1, env={"JOB_KIND": "hsdp"})
-    try:
-        assert job.run(TIMEOUT_S - 60) == 70, job.story()
-    finally:
-        job.stop()
+    job = ForkedJob(tmp_path / "job", steps=9, faults=faults, env={"JOB_KIND": "hsdp"})
+    assert job.live(TIMEOUT_S / 4) == [-9, 75, 75, -9], job.story()
+    assert job.live(TIMEOUT_S / 4) == [70, -9, 70, -9], job.story()
     (version,) = job.committed()
     assert job.starts() == [0, version], job.story()
     newest = newest_of_survivors(job, 0, {0, 3})
@@ -34,8 +33,7 @@ def test_hsdp_survives_in_different_columns_and_refuses_when_a_shard_is_gone(tmp
     assert {int(line.split()[0]) for line in bits_of(job.directory)[0]} == set(range(1, 7)) - redone
     reasons = [e["text"] for events in job.incidents() for e in events if "text" in e]
     assert any("shard 'model-1' has no whole copy left: ranks 1,3 gave no answer" in text for text in reasons)
-    verified = job.ttp("verify", str(job.directory / "checkpoints"))
-    assert verified.returncode == 0, verified.stderr
+    assert main(["verify", str(job.directory / "checkpoints")]) == 0
 
 
 @pytest.mark.parametrize(

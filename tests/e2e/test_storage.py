@@ -6,8 +6,6 @@ import errno
 import json
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.controller.conftest import until
-from tests.e2e.conftest import SOLO, Run, solo_env
+from tests.e2e.conftest import Run, solo_env
+from tests.e2e.forked import Forked
 from tests.e2e.harness import Job, newest_of_survivors, watch_events
 from tests.ports import free_port
 from ttp.cli.incident_reader import incident_files, read_incident
@@ -70,17 +69,15 @@ def test_a_checkpoint_on_request_while_the_storage_hangs(solo: Run, place: BadDi
 
 
 @contextmanager
-def training(save_dir: Path, tmp_path: Path, **env: str) -> Iterator[subprocess.Popen[str]]:
+def training(save_dir: Path, tmp_path: Path, **env: str) -> Iterator[Forked]:
     """``solo.py`` in a training without end."""
-    command = [sys.executable, str(SOLO), str(save_dir), "100000000"]
     env = solo_env(tmp_path) | {"SOLO_TELL": "1"} | env
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        try:
-            assert [process.stdout.readline()[:5] for _ in range(2)] == ["start", "train"]
-            yield process
-        finally:
-            process.kill()
+    process = Forked("tests.e2e.solo", env, tmp_path / "training.out", (save_dir, 100_000_000))
+    try:
+        process.wait_for("trained")
+        yield process
+    finally:
+        process.kill()
 
 
 @pytest.mark.timeout(300)

@@ -2,9 +2,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import subprocess
-import sys
 import types
 import uuid
 from collections.abc import Iterator
@@ -13,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from tests.e2e.forked import Forked
+
 pytest.importorskip("torch")
 
 pytestmark = pytest.mark.xdist_group("buckets")  # they share runs of four ranks
 
-WORKER = Path(__file__).with_name("ddp_worker.py")
-ROOT = Path(__file__).parents[3]
 WORLD = 4  # two ranks add in the same order whatever the layout: a + b = b + a
 TIMEOUT_S = 120
 STEPS = 14
@@ -30,32 +27,23 @@ STATIC: dict[str, Any] = {"bucket_cap_mb": 0.03, "static_graph": True}
 
 
 @contextlib.contextmanager
-def started(directory: Path, name: str, **job: Any) -> Iterator[list[subprocess.Popen[str]]]:
-    """The ranks of one launch, in fresh processes; killed on the way out."""
+def started(directory: Path, name: str, **job: Any) -> Iterator[list[Forked]]:
+    """The ranks of one launch; killed on the way out."""
     text = json.dumps(job | {"store": str(directory / f"store-{name}-{uuid.uuid4()}")})
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    with contextlib.ExitStack() as stack:
-        ranks = []
-        for rank in range(WORLD):
-            errors = stack.enter_context((directory / f"{name}-{rank}.err").open("w"))
-            command = [sys.executable, str(WORKER), text, str(rank), str(WORLD)]
-            process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True)
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            ranks.append(process)
+    module = "tests.adapters.torch.ddp_worker"
+    ranks = [Forked(module, {}, directory / f"{name}-{rank}.out", (text, rank, WORLD)) for rank in range(WORLD)]
+    try:
         yield ranks
-
-
-def errors_of(directory: Path, name: str) -> str:
-    return "".join((directory / f"{name}-{rank}.err").read_text() for rank in range(WORLD))
+    finally:
+        for rank in ranks:
+            rank.kill()
 
 
 def run(directory: Path, name: str, **job: Any) -> dict[str, Any]:
     """Run one launch of the job to its end and return what rank 0 said."""
     with started(directory, name, **job) as ranks:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0] * WORLD, errors_of(directory, name)
-    result = json.loads(outputs[0])
+        assert [rank.wait(TIMEOUT_S) for rank in ranks] == [0] * WORLD, "".join(rank.err for rank in ranks)
+    result = json.loads(ranks[0].out)
     assert isinstance(result, dict) and result["same"], "the ranks differ from each other"
     return result
 
@@ -119,8 +107,7 @@ def test_a_static_graph_is_exact_from_its_second_version_on_and_restore_says_so(
 @pytest.mark.slow
 def test_a_thread_saves_while_the_main_thread_hangs_in_the_all_reduce(small_buckets: Runs, tmp_path: Path) -> None:
     with started(tmp_path, "hung", steps=STEPS, hang_at=5, save_to=str(tmp_path), **SMALL_BUCKETS) as ranks:
-        said, _ = ranks[0].communicate(timeout=TIMEOUT_S)
-    assert json.loads(said) == {"saved": True}, errors_of(tmp_path, "hung")
+        assert ranks[0].wait(TIMEOUT_S) == 0 and json.loads(ranks[0].out) == {"saved": True}, ranks[0].err
     resumed = run(tmp_path, "resumed", steps=STEPS, load=str(tmp_path / "5"), **SMALL_BUCKETS)
     assert resumed["digest"] == small_buckets.unbroken["digest"]
 
