@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttp.adapters.megatron.geometry import Part
+from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.source import STATE_PREFIX, Held
 from ttp.adapters.megatron.stock import JOB_KEY
@@ -35,7 +35,7 @@ class Want:
     """A box of a tensor of the checkpoint, and where its elements go."""
 
     key: str
-    part: Part
+    part: CheckpointBox
     target: Tensor
 
 
@@ -179,7 +179,7 @@ def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEn
     _check_filled(path, wants, missing)
 
 
-def _common(part: Part, item: IndexEntry) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _common(part: CheckpointBox, item: IndexEntry) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """Offsets and sizes of what both boxes have in common."""
     offsets = tuple(map(max, part.offsets, item.offsets))
     ends = [min(a + s, b + t) for a, s, b, t in zip(part.offsets, part.sizes, item.offsets, item.sizes, strict=True)]
