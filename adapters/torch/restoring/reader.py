@@ -119,14 +119,30 @@ def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None
     """
     piece: Tensor | None = None
     for chunk in chunks:
-        bounds = list(zip(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape, strict=True))
-        spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
-        if any(begin >= end for begin, end in spans):
+        common = overlap(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape)
+        if common is None:
             continue
         piece = read_value(path, item) if piece is None else piece
-        source = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, item.offsets, strict=True))
-        target = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, chunk.offsets, strict=True))
+        source, target = common
         chunk.tensor.detach()[target].copy_(piece[source])
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[Slices, Slices] | None:
+    """Where what two boxes of a tensor have in common lies in the one and in the other; None: they have nothing."""
+    bounds = zip(offsets, sizes, others, other_sizes, strict=True)
+    spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
+    if any(begin >= end for begin, end in spans):
+        return None
+
+    def within(origin: Sequence[int]) -> Slices:
+        return tuple(slice(begin - at, end - at) for (begin, end), at in zip(spans, origin, strict=True))
+
+    return within(offsets), within(others)
 
 
 def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:
