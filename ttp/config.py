@@ -277,7 +277,7 @@ class Config:
     saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
     """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
-    relay: str = _setting("TTP_RELAY", _relay_mode, "off")
+    relay: str = _setting("TTP_RELAY", _relay_mode, "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
