@@ -71,6 +71,14 @@ class SimController:
         self._streams[connection] = line
         return connection
 
+    def carries(self, uplink: Stream) -> None:
+        """A relay opens a stream."""
+        self._streams[uplink.connection] = uplink
+
+    def carries_no_more(self, uplink: Stream) -> None:
+        """It has ended."""
+        self._streams.pop(uplink.connection, None)
+
     def kill(self) -> None:
         """Kill the process."""
         if self.alive:

@@ -75,7 +75,9 @@ class Uplink:
         self._due = float("inf")
         world, port = relay.world, _Port(relay.world, controller)
         delay_s = world.scenario.delay_s
-        self.up = port.up = Stream(world, world.rng, self, port, ConnectionId(0), delay_s=delay_s, repeats=0)
+        connection = world.roads.next_connection()
+        self.up = port.up = Stream(world, world.rng, self, port, connection, delay_s=delay_s, repeats=0)
+        controller.carries(self.up)
 
     def attach(self, rank: SimRank) -> Stream:
         """A rank opens a stream."""
@@ -164,6 +166,7 @@ class _Port:
         if isinstance(event, StreamEnded):
             for line in list(self._lines.values()):
                 self._ended(line)
+            self._controller.carries_no_more(self.up)
             return
         for number, report in self._unfolded.reports(cast(Any, event.report)):
             known = self._lines.get(number)
