@@ -168,7 +168,7 @@ def test_who_stands_still_for_a_moment_is_waited_for(kind: str) -> None:
 def test_who_is_stopped_for_long_is_fenced() -> None:
     exits, trace = run(grid(1, 3), Fault("stop", 0.11, Rank(1), lasts_s=4.0))
     assert exits == [[75, 70, 75], [0, 0, 0]]
-    assert "rejected: fenced" in trace
+    assert "refused this rank (fenced)" in trace
 
 
 def test_who_is_stopped_for_ever_is_killed_by_the_launcher() -> None:

@@ -448,7 +448,7 @@ class ProcessorMachine:
             self._route.moved()
             return
         if self.incarnation:  # it was part of the job: whatever it holds is of no use any more
-            self._exit(EXIT_NOT_SAVED, f"the controller refused this rank: {text}")
+            self._exit(EXIT_NOT_SAVED, f"the controller refused this rank ({code.value}): {text}")
         else:
             self.gone = True
             self._do(Rejected(code, text))
