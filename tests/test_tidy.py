@@ -8,13 +8,14 @@ import re
 import subprocess
 import sys
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parent.parent
 HOMES = {"ttp": ROOT / "ttp", "ttp.controller": ROOT / "controller", "ttp.adapters": ROOT / "adapters"}
-FUNCTION_LINES_MAX = 70
+FUNCTION_LINES_MAX = 50
 CORE_MAY_IMPORT = {
     "__future__", "collections", "contextlib", "dataclasses", "enum", "hashlib", "itertools", "types", "typing",
 }  # fmt: skip
@@ -54,6 +55,44 @@ def test_the_core_imports_data_modules_and_itself_only(name: str) -> None:
         assert inside or target.partition(".")[0] in CORE_MAY_IMPORT, f"{name} imports {target}"
 
 
+FLOORS = (
+    {"errors", "_version"},
+    {"core"},
+    {"store"},
+    {"config", "wire", "launch", "processor"},
+    {"session", "api", "legacy", "ttp", "controller", "mindspore_files", "testing", "handlers", "chaos"},
+    {"adapters", "cli", "compat", "mindio", "__main__"},
+)
+"""The rooms of the house, the lowest first: what is imported is of the same floor or of a lower one."""
+UPWARDS = {("launch", "compat"), ("launch", "mindio")}
+"""``ttp run --mindspore --mindio`` puts the names of MindIO in place."""
+
+
+def floor_of(module: str) -> tuple[int, str]:
+    room = [*module.split("."), "ttp"][1]
+    return next((floor, room) for floor, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imported_at_once(body: list[ast.stmt]) -> Iterator[str]:
+    """What is imported with a module: not what its functions import, nor what only type checkers do."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, (ast.If, ast.Try)) and "TYPE_CHECKING" not in ast.unparse(node).partition(":")[0]:
+            yield from imported_at_once(node.body)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_is_imported_from_a_floor_above(name: str) -> None:
+    floor, room = floor_of(name)
+    for target in imported_at_once(ast.parse(OWN[name].read_text()).body):
+        if (target.split(".")[0] == "ttp" and target in MODULES) or target.rpartition(".")[0] in MODULES:
+            above, other = floor_of(target if target in MODULES else target.rpartition(".")[0])
+            assert above <= floor or (room, other) in UPWARDS, f"{name} imports {target}"
+
+
 def test_frameworks_are_imported_in_adapters_and_the_launcher_only() -> None:
     for name, path in OWN.items():
         if name.startswith(("ttp.adapters", "ttp.launch", "ttp.mindspore_files", "ttp.store.arrays", "ttp.chaos.job")):
@@ -90,6 +129,15 @@ def test_functions_fit_a_screen() -> None:
                 if lines > FUNCTION_LINES_MAX:
                     long.append(f"{name}.{node.name}: {lines} lines")
     assert not long
+
+
+FILE_LINES_MAX = 400
+
+
+@pytest.mark.parametrize("package", ["ttp.adapters", "ttp.controller"])
+def test_files_have_one_subject(package: str) -> None:
+    lines = {name: len(path.read_text().splitlines()) for name, path in OWN.items() if name.startswith(f"{package}.")}
+    assert not {name: count for name, count in lines.items() if count > FILE_LINES_MAX}
 
 
 def test_nothing_unpickles_on_load() -> None:

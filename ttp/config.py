@@ -24,7 +24,7 @@ LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
 HCCL_WATCHDOG = "HCCL_ASYNC_ERROR_HANDLING"
-"""Of Ascend's collectives: 1 has a hang noticed, 0 has not."""
+"""Setting of Ascend's collectives: with 1 a hang is noticed, with 0 it is not."""
 NAMES_OF_MINDIO = frozenset({
     "TTP_ACCLINK_CERT_CHECK_AHEAD_DAYS", "TTP_ACCLINK_CHECK_PERIOD_HOURS", "TTP_ADDR", "TTP_FRAMEWORK_TYPE",
     "TTP_LOG_LEVEL", "TTP_LOG_MODE", "TTP_LOG_PATH", "TTP_LOG_STDOUT", "TTP_NORMAL_ACTION_TIME_LIMIT",
@@ -242,7 +242,7 @@ class Config:
     """File of mode 0600 that holds the token, where ``TTP_TOKEN`` is not set."""
 
     insecure: bool = _setting("TTP_INSECURE", _switch, False)
-    """Whether a job without a token serves whoever reaches its ports; else it is served on loopback only."""
+    """Whether a job without a token serves everybody who reaches its ports; else it listens on loopback only."""
 
     tls_cert: str | None = _setting("TTP_TLS_CERT", _name, None)
     """Certificate (PEM) of this process: with it every connection of the job is encrypted, both sides known."""
@@ -277,7 +277,7 @@ class Config:
     saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
     """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
-    relay: str = _setting("TTP_RELAY", _relay_mode, "off")
+    relay: str = _setting("TTP_RELAY", _relay_mode, "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")

@@ -19,7 +19,7 @@ from ttp.adapters.megatron.rank_layout import RankLayout
 from ttp.adapters.megatron.source import STATE_PREFIX
 from ttp.adapters.megatron.stock import JOB_KEY
 from ttp.adapters.megatron.stored import MegatronCheckpoint, whole_tile
-from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
+from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
 from ttp.adapters.torch.saving.piece_index import left_out_of
 
 
@@ -36,7 +36,7 @@ class Weight:
     group: tuple[str, int] | None
 
 
-def read_megatron(path: Path) -> Contents:
+def read_megatron(path: Path) -> WholeState:
     """What the checkpoint at ``path`` holds; its digests have been verified.
 
     ``optim`` has the moments and the fp32 copy (``param`` or ``fp32_param``) of each weight, and Megatron's param
@@ -47,10 +47,10 @@ def read_megatron(path: Path) -> Contents:
     """
     stored = MegatronCheckpoint(path)
     weights, stacked = _weights(stored, stored.rank_layouts())
-    leaves = [Leaf(("model", name), (), _entry(stored, weight.tile)) for name, weight in weights.items()]
+    leaves = [StateValue(("model", name), (), _entry(stored, weight.tile)) for name, weight in weights.items()]
     leaves += _moments(stored, weights)
     leaves += _groups(stored, weights)
-    return Contents(
+    return WholeState(
         source=path.name,
         version=stored.manifest.version,
         leaves=tuple(leaves),
@@ -106,12 +106,12 @@ def _groups_of(layout: RankLayout) -> dict[int, tuple[str, int]]:
     }
 
 
-def _entry(stored: MegatronCheckpoint, tile: Tile, prefix: str = "") -> Entry:
+def _entry(stored: MegatronCheckpoint, tile: Tile, prefix: str = "") -> LazyTensor:
     place = (prefix, tile.key, tile.offsets)
-    return Entry(stored.dtype(prefix + tile.key), tile.sizes, place, lambda: stored.read(tile, prefix))
+    return LazyTensor(stored.dtype(prefix + tile.key), tile.sizes, place, lambda: stored.read(tile, prefix))
 
 
-def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
+def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[StateValue]:
     by_key: dict[str, list[str]] = {}
     for key in stored.items:
         if key.startswith(STATE_PREFIX):
@@ -121,10 +121,10 @@ def _moments(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Itera
     for name, weight in weights.items():
         for state in by_key.get(weight.tile.key, ()):
             entry = _entry(stored, weight.tile, f"{STATE_PREFIX}{state}.")
-            yield Leaf(("optim", "state", name, state), (), entry)
+            yield StateValue(("optim", "state", name, state), (), entry)
         step = steps.get(weight.group[0]) if weight.group is not None else None
         if step is not None:
-            yield Leaf(("optim", "state", name, "step"), (), Entry.of(torch.tensor(float(step))))
+            yield StateValue(("optim", "state", name, "step"), (), LazyTensor.of(torch.tensor(float(step))))
 
 
 def _count(saved: Mapping[str, Any]) -> float | None:
@@ -134,7 +134,7 @@ def _count(saved: Mapping[str, Any]) -> float | None:
     return max((float(group["step"]) for group in saved["groups"] if "step" in group), default=None)
 
 
-def _groups(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[Leaf]:
+def _groups(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterator[StateValue]:
     number = 0
     for saved in stored.optimizers:
         for place, group in enumerate(saved["groups"]):
@@ -142,7 +142,7 @@ def _groups(stored: MegatronCheckpoint, weights: Mapping[str, Weight]) -> Iterat
             if not members:
                 continue
             for key, value in {**group, "params": members}.items():
-                yield Leaf(("optim", "param_groups", number, key), (), value)
+                yield StateValue(("optim", "param_groups", number, key), (), value)
             number += 1
 
 

@@ -24,7 +24,7 @@ _EXTRA_STATE = "_extra_state"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CheckpointBox:
     """A box of a tensor of the checkpoint that lies in the memory of one tensor of this rank.
 
     Args:
@@ -57,7 +57,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A tensor of the checkpoint, or a box of it, that is a view of one tensor of this rank; see ``Part``."""
+    """A tensor of the checkpoint, or a box of it, that is a view of one tensor of this rank; see ``CheckpointBox``."""
 
     key: str
     shape: tuple[int, ...]
@@ -67,13 +67,13 @@ class Tile:
     first: int
     flexible: bool
 
-    def parts(self, begin: int, end: int) -> Iterator[Part]:
+    def parts(self, begin: int, end: int) -> Iterator[CheckpointBox]:
         """What of it lies in a stretch of the memory of the rank's tensor."""
         front = len(self.shape) - len(self.sizes)
         for box in boxes(self.sizes, self.strides, self.first, begin, end):
             inner = tuple(a + b for a, b in zip(self.offsets[front:], box.offsets, strict=True))
             offsets, sizes = (*self.offsets[:front], *inner), (*(1,) * front, *box.sizes)
-            yield Part(self.key, self.shape, offsets, sizes, box, self.flexible)
+            yield CheckpointBox(self.key, self.shape, offsets, sizes, box, self.flexible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,12 +93,12 @@ class Described:
     tiles: tuple[Tile, ...]
     first: bool
 
-    def parts(self, begin: int, end: int) -> tuple[Part, ...]:
+    def parts(self, begin: int, end: int) -> tuple[CheckpointBox, ...]:
         """The parts of a stretch of its memory."""
         return tuple(part for tile in self.tiles for part in tile.parts(begin, end))
 
     @property
-    def whole(self) -> tuple[Part, ...]:
+    def whole(self) -> tuple[CheckpointBox, ...]:
         """The parts of all of it."""
         return self.parts(0, self.tensor.numel())
 

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.megatron.geometry import Described, Geometry, Part
+from ttp.adapters.megatron.geometry import CheckpointBox, Described, Geometry
 from ttp.errors import ConfigError
 
 
@@ -36,7 +36,7 @@ class Holding:
     main: Tensor
     begin: int
     end: int
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointBox, ...]
 
 
 @dataclass(frozen=True, slots=True)

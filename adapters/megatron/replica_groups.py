@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Sequence
 
-from ttp.adapters.megatron.geometry import Part
+from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Inner
 from ttp.adapters.torch.sharding.exchange import gather_bytes
 from ttp.core.layout import Layout, Rank, Shard
@@ -79,5 +79,5 @@ def _digest(inner: Inner) -> str:
     return seen.hexdigest()[:16]
 
 
-def _identity(part: Part) -> tuple[object, ...]:
+def _identity(part: CheckpointBox) -> tuple[object, ...]:
     return part.key, part.shape, part.offsets, part.sizes

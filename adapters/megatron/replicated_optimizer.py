@@ -27,7 +27,7 @@ from torch import Tensor
 from ttp.adapters.megatron.rank_state import TrackedStreams
 from ttp.adapters.torch.local_state.rng import RngState
 from ttp.adapters.torch.sharding.gather import block_gather
-from ttp.adapters.torch.sharding.partition import Placement, assign
+from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
 from ttp.errors import ConfigError
 
 COPIES = 2
@@ -63,7 +63,7 @@ class ReplicatedOptimizer(Float16OptimizerWithFloat16Params):
         self._refuse(config, model_chunks)
         self.data_parallel_ranks = parallel_state.get_data_parallel_group(with_context_parallel=True)
         self._place = dist.get_rank(self.data_parallel_ranks)
-        self.placement = Placement(dist.get_world_size(self.data_parallel_ranks), COPIES)
+        self.placement = ShardPlacement(dist.get_world_size(self.data_parallel_ranks), COPIES)
         self.shard = self.placement.shard_of(self._place)
         groups = [] if optimizer is None else optimizer.param_groups
         self._trained = [[p for p in group["params"] if p.requires_grad] for group in groups]

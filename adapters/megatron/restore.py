@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttp.adapters.megatron.geometry import Part
+from ttp.adapters.megatron.geometry import CheckpointBox
 from ttp.adapters.megatron.optimizers import Holding, Inner
 from ttp.adapters.megatron.source import STATE_PREFIX, Held
 from ttp.adapters.megatron.stock import JOB_KEY
-from ttp.adapters.torch.restoring.reader import read_value
+from ttp.adapters.torch.restoring.reader import overlap, read_value
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
 from ttp.errors import CheckpointError
@@ -35,7 +35,7 @@ class Want:
     """A box of a tensor of the checkpoint, and where its elements go."""
 
     key: str
-    part: Part
+    part: CheckpointBox
     target: Tensor
 
 
@@ -167,28 +167,17 @@ def fill(path: Path, wants: Sequence[Want], saved: Mapping[str, Sequence[IndexEn
         by_key.setdefault(want.key, []).append(number)
     for key, numbers in by_key.items():
         for item in {(item.offsets, item.sizes): item for item in saved[key]}.values():
-            shared = {n: common for n in numbers if (common := _common(wants[n].part, item)) is not None}
+            parts = {number: wants[number].part for number in numbers}
+            found = {n: overlap(item.offsets, item.sizes, part.offsets, part.sizes) for n, part in parts.items()}
+            shared = {number: common for number, common in found.items() if common is not None}
             if not shared:
                 continue
             value = read_value(path, item)
-            for number, (offsets, sizes) in shared.items():
-                part = wants[number].part
-                source = value[_slices(offsets, sizes, item.offsets)]
-                wants[number].target[_slices(offsets, sizes, part.offsets)].copy_(source)
-                missing[number] -= prod(sizes)
+            for number, (there, here) in shared.items():
+                target = wants[number].target[here]
+                target.copy_(value[there])
+                missing[number] -= target.numel()
     _check_filled(path, wants, missing)
-
-
-def _common(part: Part, item: IndexEntry) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Offsets and sizes of what both boxes have in common."""
-    offsets = tuple(map(max, part.offsets, item.offsets))
-    ends = [min(a + s, b + t) for a, s, b, t in zip(part.offsets, part.sizes, item.offsets, item.sizes, strict=True)]
-    sizes = tuple(end - offset for end, offset in zip(ends, offsets, strict=True))
-    return (offsets, sizes) if all(size > 0 for size in sizes) else None
-
-
-def _slices(offsets: Sequence[int], sizes: Sequence[int], origin: Sequence[int]) -> tuple[slice, ...]:
-    return tuple(slice(a - b, a - b + s) for a, s, b in zip(offsets, sizes, origin, strict=True))
 
 
 def _check_filled(path: Path, wants: Sequence[Want], missing: Sequence[int]) -> None:

@@ -25,7 +25,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.inspection import ComparedTensor
 from ttp.adapters.torch.saving.job_state import JobState
-from ttp.adapters.torch.saving.piece_index import Path as ItemPath
+from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.source import TorchSource
@@ -162,7 +162,7 @@ class MegatronSource(TorchSource):
             for part in described.whole:
                 yield part.key, part.chunk(memory, 0)
 
-    def _agreed(self) -> Callable[[ItemPath], bool]:
+    def _agreed(self) -> Callable[[StatePath], bool]:
         """All but buffers, in which healthy replicas may differ."""
         fixed = self.held.inners[0].fixed
         apart = {part.key for d in fixed if not isinstance(d.tensor, nn.Parameter) for part in d.whole}

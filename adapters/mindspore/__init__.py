@@ -9,38 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ttp.adapters.mindspore.callbacks import TFTRegister, TrainFaultTolerance
-    from ttp.adapters.mindspore.resuming import Resumed, restore
-    from ttp.adapters.mindspore.wrapper import OptTFTWrapper, OptTTPWrapper
-    from ttp.mindspore_files.group_info import write_group_info
-    from ttp.mindspore_files.newest_whole import Loaded, load_newest
-    from ttp.mindspore_files.replica_path import get_ckpt_path_with_strategy
+    from ttp.adapters.mindspore.callbacks import TFTRegister as TFTRegister
+    from ttp.adapters.mindspore.callbacks import TrainFaultTolerance as TrainFaultTolerance
+    from ttp.adapters.mindspore.resuming import Resumed as Resumed
+    from ttp.adapters.mindspore.resuming import restore as restore
+    from ttp.adapters.mindspore.wrapper import OptTFTWrapper as OptTFTWrapper
+    from ttp.adapters.mindspore.wrapper import OptTTPWrapper as OptTTPWrapper
+    from ttp.mindspore_files.group_info import write_group_info as write_group_info
+    from ttp.mindspore_files.newest_whole import Loaded as Loaded
+    from ttp.mindspore_files.newest_whole import load_newest as load_newest
+    from ttp.mindspore_files.replica_path import get_ckpt_path_with_strategy as get_ckpt_path_with_strategy
 
-_HOME = {
-    "Loaded": "ttp.mindspore_files.newest_whole",
-    "OptTFTWrapper": "ttp.adapters.mindspore.wrapper",
-    "OptTTPWrapper": "ttp.adapters.mindspore.wrapper",
-    "Resumed": "ttp.adapters.mindspore.resuming",
-    "TFTRegister": "ttp.adapters.mindspore.callbacks",
-    "TrainFaultTolerance": "ttp.adapters.mindspore.callbacks",
-    "get_ckpt_path_with_strategy": "ttp.mindspore_files.replica_path",
-    "load_newest": "ttp.mindspore_files.newest_whole",
-    "restore": "ttp.adapters.mindspore.resuming",
-    "write_group_info": "ttp.mindspore_files.group_info",
+_NAMES = {
+    "ttp.adapters.mindspore.callbacks": ("TFTRegister", "TrainFaultTolerance"),
+    "ttp.adapters.mindspore.resuming": ("Resumed", "restore"),
+    "ttp.adapters.mindspore.wrapper": ("OptTFTWrapper", "OptTTPWrapper"),
+    "ttp.mindspore_files.group_info": ("write_group_info",),
+    "ttp.mindspore_files.newest_whole": ("Loaded", "load_newest"),
+    "ttp.mindspore_files.replica_path": ("get_ckpt_path_with_strategy",),
 }
+_HOME = {name: home for home, names in _NAMES.items() for name in names}
 
-__all__ = [
-    "Loaded",
-    "OptTFTWrapper",
-    "OptTTPWrapper",
-    "Resumed",
-    "TFTRegister",
-    "TrainFaultTolerance",
-    "get_ckpt_path_with_strategy",
-    "load_newest",
-    "restore",
-    "write_group_info",
-]
+__all__ = list(_HOME)
 
 
 def __getattr__(name: str) -> Any:

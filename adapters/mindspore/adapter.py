@@ -13,7 +13,7 @@ from mindspore import context, nn
 
 from ttp.adapters.mindspore.barrier import UpdateBarrier
 from ttp.adapters.mindspore.constraints import check_world, gather
-from ttp.adapters.mindspore.layouts import Groups, layout_of
+from ttp.adapters.mindspore.layouts import RankGroups, layout_of
 from ttp.adapters.mindspore.local_state import LocalCapture, Position
 from ttp.adapters.mindspore.memory import Memory
 from ttp.adapters.mindspore.preimage import PreImage
@@ -66,7 +66,7 @@ class MindSporeAdapter:
         network: nn.Cell,
         optimizer: Any,
         *,
-        replicas: Groups | None = None,
+        replicas: RankGroups | None = None,
         strategy: str | Path | None = None,
         compiled: Mapping[str, Any] | None = None,
     ) -> None:
@@ -112,7 +112,7 @@ class MindSporeAdapter:
         log.info("replica groups: %s", dict(found.groups))
         return found
 
-    def says(self, replicas: Groups | None, strategy: str | Path | None) -> None:
+    def says(self, replicas: RankGroups | None, strategy: str | Path | None) -> None:
         """What a callback knows of the layout and ``restore`` did not."""
         self._replicas = replicas if replicas is not None else self._replicas
         self._strategy = strategy if strategy is not None else self._strategy

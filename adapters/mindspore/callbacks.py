@@ -17,7 +17,7 @@ from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.adapters.mindspore.constraints import SLICING, check_sink, parallel_mode
 from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join, meet_at
-from ttp.adapters.mindspore.layouts import Groups
+from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.adapters.mindspore.source import SaveFunction
 from ttp.adapters.mindspore.switch import require_switched_on
@@ -45,7 +45,7 @@ class Protection(Callback):
         ckpt_save_path: str | Path,
         *,
         initial_step: int = 0,
-        replicas: Groups | None = None,
+        replicas: RankGroups | None = None,
         strategy: str | Path | None = None,
     ) -> None:
         super().__init__()
@@ -190,7 +190,7 @@ class TFTRegister(Protection):
         ctrl_port: int,
         ckpt_save_path: str | Path,
         *,
-        replicas: Groups | None = None,
+        replicas: RankGroups | None = None,
         strategy: str | Path | None = None,
     ) -> None:
         super().__init__(ckpt_save_path, replicas=replicas, strategy=strategy)
@@ -238,7 +238,7 @@ class TrainFaultTolerance(Protection):
         ckpt_save_fn: SaveFunction | None = None,
         ckpt_load_fn: Callable[[], Any] | None = None,
         initial_step: int = 0,
-        replicas: Groups | None = None,
+        replicas: RankGroups | None = None,
         strategy: str | Path | None = None,
     ) -> None:
         if ckpt_save_path is None and ckpt_save_fn is None:

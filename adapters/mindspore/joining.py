@@ -11,7 +11,7 @@ from typing import Any
 
 from ttp import api, session
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
-from ttp.adapters.mindspore.layouts import Groups
+from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.errors import ConfigError, UsageError
 from ttp.launch.presence import is_local
 from ttp.launch.rank_names import in_torchruns_names
@@ -63,7 +63,7 @@ def join(
     optimizer: Any,
     save_dir: str | Path,
     *,
-    replicas: Groups | None = None,
+    replicas: RankGroups | None = None,
     strategy: str | Path | None = None,
     compiled: Mapping[str, Any] | None = None,
 ) -> MindSporeAdapter:

@@ -19,7 +19,7 @@ from ttp.mindspore_files.strategy_file import read_stages
 
 RANK = "{rank}"
 
-Groups = Sequence[Sequence[int]]
+RankGroups = Sequence[Sequence[int]]
 """Ranks that hold the same, one entry per shard."""
 
 
@@ -28,7 +28,7 @@ def layout_of(
     parameters: Iterable[Any],
     world_size: int,
     *,
-    replicas: Groups | None,
+    replicas: RankGroups | None,
     strategy: str | Path | None,
 ) -> Layout:
     """The replica groups of a job.
@@ -109,7 +109,7 @@ def of_group_infos(pattern: str, world_size: int) -> Layout:
     return of_groups(sorted(set(told.values())), world_size)
 
 
-def of_groups(groups: Groups, world_size: int) -> Layout:
+def of_groups(groups: RankGroups, world_size: int) -> Layout:
     """A layout in which each group holds one slice.
 
     Raises:

@@ -12,7 +12,7 @@ from ttp import session
 from ttp.adapters.mindspore.constraints import SLICING, parallel_mode
 from ttp.adapters.mindspore.exit_code import tell_launcher_of_mistakes
 from ttp.adapters.mindspore.joining import join
-from ttp.adapters.mindspore.layouts import Groups
+from ttp.adapters.mindspore.layouts import RankGroups
 from ttp.adapters.mindspore.local_state import Position
 from ttp.errors import ConfigError
 
@@ -39,7 +39,7 @@ def restore(
     dataset: Any = None,
     ckpt_save_path: str | Path = "./ttp_checkpoints/",
     *,
-    replicas: Groups | None = None,
+    replicas: RankGroups | None = None,
     strategy: str | Path | None = None,
     ckpt_load_fn: Callable[[], Any] | None = None,
 ) -> Resumed:

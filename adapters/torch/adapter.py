@@ -30,7 +30,7 @@ from ttp.adapters.torch.saving.unsaved import refuse_detached_schedule, refuse_u
 from ttp.adapters.torch.sharding.data_parallel import LayoutWatch, ddps_of, hook_refusal
 from ttp.adapters.torch.sharding.exchange import connected, gather_or_refuse, refuse_everywhere
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.adapters.torch.sharding.sharding import Parts, Sharding, sharding_of
+from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Layout, Rank
 from ttp.errors import ConfigError, UsageError
@@ -136,7 +136,7 @@ class TorchAdapter(Restoring):
         if self._sharding is None:
             modules = self._extra.modules
             given = self._layout, self._shard_of, self._buddy
-            parts = Parts(self._model, self._optimizer, self._names, world_size, modules, *given)
+            parts = TrainingObjects(self._model, self._optimizer, self._names, world_size, modules, *given)
             self._sharding = sharding_of(parts)
         return self._sharding
 

@@ -25,7 +25,7 @@ from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
-from ttp.adapters.torch.saving.piece_index import Path as ItemPath
+from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.saving.standing import Standing
 from ttp.adapters.torch.saving.state import checkpoint_state, model_state, optimizer_state
@@ -289,7 +289,7 @@ class TorchSource(Standing):
             **cut,
         )
 
-    def _agreed(self) -> Callable[[ItemPath], bool]:
+    def _agreed(self) -> Callable[[StatePath], bool]:
         """Of which entries of a shard replicas are known to have the same."""
         return agreed_on(self._names)
 

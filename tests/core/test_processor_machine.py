@@ -175,6 +175,12 @@ def test_refused_is_the_end(code: m.RefusalCode) -> None:
     assert rank.machine.deadline() is None
 
 
+def test_who_was_part_of_the_job_and_is_refused_leaves() -> None:
+    rank = Rank1()
+    assert rank.order(m.Refused(ME, m.RefusalCode.FENCED, "declared lost")).startswith("Exit")
+    assert rank.machine.gone
+
+
 def test_busy_means_try_again() -> None:
     rank = Rank1(joined=False)
     rank.event(pm.StreamUp())

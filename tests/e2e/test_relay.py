@@ -103,7 +103,7 @@ def test_a_relay_in_the_launcher_dies_while_training(make_job: Callable[..., Job
     victim.kill()
     assert job.wait(TIMEOUT_S / 2) == 75, job.story()
     assert relays_of(job) == 2, logs(job)
-    (committed,) = job.committed()
+    committed = job.committed()[-1]  # the end of the relay may have been saved in doubt, before its ranks came back
     assert committed >= newest_of_survivors(job, 0, {3})
 
 

@@ -14,7 +14,8 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ttp.store.encoding import Encoder, EncodingError, decode, encode
+from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.repeated_encoding import RepeatedEncoder
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
@@ -330,13 +331,13 @@ def test_no_framework_is_imported_for_plain_values() -> None:
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-class TestEncoder:
+class TestRepeatedEncoder:
     """Encoded again and again it is what ``encode`` makes, whatever changed in between."""
 
     @settings(max_examples=150, deadline=None)
     @given(st.lists(values(), min_size=1, max_size=4))
     def test_it_says_what_encode_says(self, states: list[Any]) -> None:
-        encoder = Encoder("state")
+        encoder = RepeatedEncoder("state")
         for state in (each for pair in zip(states, states, strict=True) for each in pair):
             assert encoder.encode(state) == encode(state)
             assert encoder.apart == []
@@ -344,7 +345,7 @@ class TestEncoder:
     @settings(max_examples=100, deadline=None)
     @given(st.lists(st.lists(st.integers(0, 3), min_size=14, max_size=20), min_size=2, max_size=6))
     def test_long_lists_that_change_in_place(self, states: list[list[int]]) -> None:
-        encoder, live = Encoder("state"), list[int]()
+        encoder, live = RepeatedEncoder("state"), list[int]()
         for state in states:
             live[:] = state
             nested = {"a": {"b": live}, "c": [live, {"d": 1.0}]}
@@ -354,7 +355,7 @@ class TestEncoder:
     def test_large_arrays_are_left_to_the_caller(self, kind: Any) -> None:
         tensor, array = torch.arange(20_000.0), numpy.arange(10_000)
         state = kind(t=tensor, inside={"a": [array, 1]}, small=torch.zeros(2), turned=tensor.view(2, -1).t())
-        encoder = Encoder("state")
+        encoder = RepeatedEncoder("state")
         data = encoder.encode(state)
         assert len(encoder.apart) == 2 and encoder.apart[0] is tensor and encoder.apart[1] is array
         assert same(
@@ -365,7 +366,7 @@ class TestEncoder:
             decode(data)
 
     def test_what_cannot_be_stored_is_named_by_its_path(self) -> None:
-        encoder = Encoder("state")
+        encoder = RepeatedEncoder("state")
         with pytest.raises(EncodingError, match=r"state\['a'\]\[1\]: object of type"):
             encoder.encode({"a": [1, Odd()]})
         assert encoder.encode({"a": 1}) == encode({"a": 1}), "and it goes on"

@@ -99,7 +99,7 @@ class Driver:
             self._abort(str(problem))
         except Exception as problem:  # one job that goes wrong here does not end a campaign
             (self.folder / "driver-error.log").write_text(traceback.format_exc())
-            self._abort(f"whoever drove the job failed: {problem!r}")
+            self._abort(f"the driver of the job failed: {problem!r}")
         finally:
             heal_all(self._job)
             self._launches.close()

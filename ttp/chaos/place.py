@@ -70,7 +70,7 @@ def missing(script: Script) -> str:
 
 def _this_machine(script: Script) -> ThisMachine:
     if script.needs:
-        raise ConfigError(f"{missing(script)}: not to be had here: {world.obstacle() or 'namespaces are not wanted'}")
+        raise ConfigError(f"{missing(script)} cannot be made here: {world.obstacle() or 'namespaces are not wanted'}")
     remove_abandoned()
     return ThisMachine(new_tag())
 

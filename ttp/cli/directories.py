@@ -30,7 +30,7 @@ def existing(path: Path) -> Path:
     except (FileNotFoundError, NotADirectoryError):
         raise UsageError(f"{path} does not exist: give the save_dir of a job, or a checkpoint in it") from None
     except (OSError, ValueError) as problem:  # ValueError: no name of a file can be like that
-        raise UsageError(f"{path} cannot be looked at: {getattr(problem, 'strerror', None) or problem}") from None
+        raise UsageError(f"{path} cannot be read: {getattr(problem, 'strerror', None) or problem}") from None
     if not stat.S_ISDIR(mode):
         raise UsageError(f"{path} is not a directory: give the save_dir of a job, or a checkpoint in it")
     return path.absolute()

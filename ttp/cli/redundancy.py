@@ -21,7 +21,7 @@ Source = Annotated[
     typer.Argument(metavar="GROUP_INFO|STRATEGY|MANIFEST", help="A file, or a directory of strategies or checkpoint."),
 ]
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +35,8 @@ class Told:
     """
 
     kind: str
-    groups: Groups
-    parameters: Mapping[str, Groups] = field(default_factory=dict)
+    groups: ReplicaGroups
+    parameters: Mapping[str, ReplicaGroups] = field(default_factory=dict)
 
 
 def redundancy(source: Source, json: Json = False) -> None:
@@ -73,7 +73,7 @@ def read(source: Path) -> Told:
     directory = source.parent if source.name == MANIFEST else source
     if source.name == MANIFEST or (source.is_dir() and (source / MANIFEST).exists()):
         manifest = Manifest.load(directory)
-        shards: dict[str, Groups] = {
+        shards: dict[str, ReplicaGroups] = {
             str(shard): (tuple(int(rank) for rank in ranks),) for shard, ranks in manifest.groups.items()
         }
         return Told("manifest", groups_of_manifest(manifest), shards)

@@ -39,7 +39,7 @@ def report_fault(
     JSON keys: accused (ranks), text (what happened, in words).
     """
     if not rank and not host:
-        raise UsageError("report-fault: whom? Give --rank N or --host NAME")
+        raise UsageError("report-fault needs --rank N or --host NAME")
     where = find(address, port, token)
     with connected(where) as client:
         answer = client.report_fault(rank or [], host, reason)

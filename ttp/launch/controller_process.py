@@ -1,8 +1,8 @@
 """Finds, starts and stops the controller process, for launchers and for the processor of rank 0.
 
-Several processes may want to start one at the same time: the port decides. The loser exits with code 64, and whoever
-listens on the port and answers as a controller of this job is used. Having lost says little: the winner may still be
-starting, or end before it serves. So a loser looks on, and starts another one later, for as long as its patience lasts.
+Several processes may start one at the same time: the one that gets the port wins. The others exit with code 64, and the
+controller that answers on the port is used. The winner may still be starting, or may end before it serves. So a process
+that lost goes on looking, and starts another controller later, until its time is over.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The page of a dead rank stays in the host's shared memory. Usually another rank of the host adds it to the checkpoint.
 With one rank on each host, or when all of them die together, only the launcher is left: it hands the pages over with
-the news of the death, so that whoever saves elsewhere has them before it needs them.
+the report of the death, so that savers on other hosts have them in time.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Tells kills by the out-of-memory killer from others, by the kernel's counters for each cgroup.
 
-SIGKILL says nothing of its sender. But ``oom_kill`` in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) of
-the victim's own cgroup is raised before the signal is sent, whatever limit was hit. Where the memory controller is not
-at work in that cgroup, the nearest one above counts; where there is none, ``/proc/vmstat`` counts for the whole
-machine. Whoever read the counter while the process lived can tell. Each kill that was counted explains one death.
+SIGKILL does not tell its sender. But ``oom_kill`` in ``memory.events`` (cgroup v2) or ``memory.oom_control`` (v1) of
+the victim's own cgroup is raised before the signal is sent, whatever limit was hit. Where that cgroup has no memory
+controller, the nearest one above counts; where there is none, ``/proc/vmstat`` counts for the whole machine. So the
+counter is read while the process lives and again after its death. Each counted kill explains one death.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ def in_torchruns_names(environ: Mapping[str, str]) -> dict[str, str]:
     process that nobody launched.
 
     Raises:
-        ConfigError: it is MindSpore's scheduler, or the rank is not to be known yet; or the rank table is wrong.
+        ConfigError: it is MindSpore's scheduler, or its rank is not known yet; or the rank table is wrong.
     """
     role = environ.get("MS_ROLE")
     if role == "MS_SCHED":
@@ -38,7 +38,7 @@ def in_torchruns_names(environ: Mapping[str, str]) -> dict[str, str]:
 def _of_mindspore(environ: Mapping[str, str]) -> dict[str, str]:
     if "MS_NODE_ID" not in environ:
         raise ConfigError(
-            "MindSpore has yet to choose the rank of this process: give msrun --node_rank on every host, or start the "
+            "MindSpore has not chosen the rank of this process yet: give msrun --node_rank on every host, or start the "
             "job with `ttp run --mindspore`"
         )
     told = {"RANK": environ["MS_NODE_ID"], "WORLD_SIZE": environ.get("MS_WORKER_NUM", "")}

@@ -93,7 +93,7 @@ def _checked(document: Any) -> RankTable:
     if version not in VERSIONS:
         raise ValueError(f"its version is {version!r:.40}; {' and '.join(VERSIONS)} are known")
     if status != "completed":
-        raise ValueError(f"its status is {status!r:.40}: wait until whoever writes it says completed")
+        raise ValueError(f"its status is {status!r:.40}: wait until its writer has set it to completed")
     servers = tuple(_server(entry, place) for place, entry in enumerate(_list(document, "server_list", "the table")))
     if "server_count" in document and _number(document, "server_count", "the table") != len(servers):
         raise ValueError(f"server_count is {document['server_count']!r:.40}, but {len(servers)} servers are listed")

@@ -63,8 +63,8 @@ def _is_shared(path: Path) -> bool:
 def allow_journal(run_dir: Path, *directories: Path | None) -> None:
     """Allow the controller of this host to write incident files below these directories.
 
-    The controller hears of directories from whoever speaks to it, hosts away; it writes only where it was told to when
-    it was started, or where a process with this host's run directory, which is its user's alone, has said so.
+    Ranks of any host tell a controller their ``save_dir``. It writes only below directories that it was started
+    with, or that a process of its own host has named here: only the job's user can write to the run directory.
 
     Raises:
         ConfigError: see ``prepare_run_dir``; or it cannot be written to.

@@ -21,7 +21,7 @@ from pathlib import Path
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.wire_format import BYTES, fields, message, numbers, put_varint, signed, text
+from ttp.mindspore_files.file_messages import BYTES, parse, text, varint
 from ttp.store.digest import Progress
 from ttp.store.plain_file import open_plain
 
@@ -45,7 +45,7 @@ COUNTERS = ("epoch_num", "step_num", "global_step")
 
 
 @dataclass(frozen=True, slots=True)
-class Tensor:
+class FileTensor:
     """Where one entry of a checkpoint lies.
 
     Args:
@@ -83,7 +83,7 @@ class StoredTensor:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class CkptContents:
     """What one file holds.
 
     Args:
@@ -99,7 +99,7 @@ class Contents:
     size: int
 
 
-def index(path: Path) -> dict[str, Tensor]:
+def index(path: Path) -> dict[str, FileTensor]:
     """Where each tensor of a checkpoint lies, in the order of the file. Reads a few bytes of each.
 
     Raises:
@@ -109,7 +109,7 @@ def index(path: Path) -> dict[str, Tensor]:
         return _tensors(path, source, source.skip)
 
 
-def read_contents(path: Path, progress: Progress | None = None) -> Contents:
+def read_contents(path: Path, progress: Progress | None = None) -> CkptContents:
     """Read a checkpoint to its last byte.
 
     Raises:
@@ -130,7 +130,7 @@ def read_contents(path: Path, progress: Progress | None = None) -> Contents:
         source.check()
         entries = {name: StoredTensor(one.dtype, one.dims, hashes[name].hexdigest()) for name, one in tensors.items()}
         counters = {name: value for name in counted if (value := _count(tensors[name], counted[name])) is not None}
-        return Contents(entries, counters, source.expected is not None, source.size)
+        return CkptContents(entries, counters, source.expected is not None, source.size)
 
 
 def crc_problem(path: Path, progress: Progress | None = None) -> str | None:
@@ -232,18 +232,18 @@ _Take = Callable[[str, int], None]
 """Takes as many bytes of the tensor of that name from the source."""
 
 
-def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, Tensor]:
+def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, FileTensor]:
     """All tensors; the parts of one follow each other."""
-    found: dict[str, Tensor] = {}
+    found: dict[str, FileTensor] = {}
     last = None
     for name, dtype, dims, length in _values(source):
         chunk = (source.at, length)
         known = found.get(name)
         if known is None:
             shape = () if dims == (0,) and length else dims
-            found[name] = Tensor(str(path), dtype, shape, (chunk,), dims)
+            found[name] = FileTensor(str(path), dtype, shape, (chunk,), dims)
         elif name == last and (dtype, dims) == (known.dtype, known.kept_dims):
-            found[name] = Tensor(known.path, dtype, known.dims, (*known.chunks, chunk), dims)
+            found[name] = FileTensor(known.path, dtype, known.dims, (*known.chunks, chunk), dims)
         else:
             raise ValueError(f"{name:.80} is there twice")
         take(name, length)
@@ -255,7 +255,7 @@ def _tensors(path: Path, source: _Source, take: _Take) -> dict[str, Tensor]:
     return found
 
 
-def _check_size(name: str, tensor: Tensor) -> None:
+def _check_size(name: str, tensor: FileTensor) -> None:
     count = math.prod(tensor.dims)
     if tensor.dtype in ITEM_BYTES:
         wrong = tensor.nbytes != count * ITEM_BYTES[tensor.dtype]
@@ -265,7 +265,7 @@ def _check_size(name: str, tensor: Tensor) -> None:
         raise ValueError(f"{name:.80} has {tensor.nbytes} bytes, and its shape {tensor.dims} of {tensor.dtype} others")
 
 
-def _count(tensor: Tensor, data: bytes) -> int | None:
+def _count(tensor: FileTensor, data: bytes) -> int | None:
     if tensor.dtype not in _NUMBERS or math.prod(tensor.dims) != 1:
         return None
     value = struct.unpack(_NUMBERS[tensor.dtype], data)[0]
@@ -284,7 +284,7 @@ def _values(source: _Source) -> Iterator[tuple[str, str, tuple[int, ...], int]]:
         while source.left > end:
             key = source.varint()
             if key == _key(1):
-                name = text(memoryview(source.take(source.length(end, HEADER_MAX))))
+                name = text(source.take(source.length(end, HEADER_MAX)))
             elif key == _key(2) and name is not None and not tensor:
                 tensor, inner = True, source.end(end)
                 yield name, *_tensor_head(source, inner, name)
@@ -304,18 +304,17 @@ def _tensor_head(source: _Source, end: int, name: str) -> tuple[str, tuple[int, 
     while source.left > end:
         key = source.varint()
         if key == _key(3):
-            parsed = list(fields(memoryview(bytes(head))))
-            dims = tuple(signed(extent) for extent in numbers(parsed, 1))
-            kinds = [text(message(field)) for field in parsed if field[0] == 2]
-            if any(extent < 0 for extent in dims) or not kinds:
+            told = parse("TensorHead", head)
+            dims = tuple(told.dims)
+            if any(extent < 0 for extent in dims) or not told.tensor_type:
                 raise ValueError(f"{name:.80} has the shape {list(dims)!r:.80}, or no type")
-            return kinds[-1], dims, source.length(end)
-        head += put_varint(key)
+            return told.tensor_type, dims, source.length(end)
+        head += varint(key)
         if key & 7 == BYTES:
             length = source.length(end, HEADER_MAX)
-            head += put_varint(length) + source.take(length)
+            head += varint(length) + source.take(length)
         else:
-            head += put_varint(source.varint())
+            head += varint(source.varint())
         if len(head) > HEADER_MAX:
             raise ValueError(f"{name:.80} has a header of more than {HEADER_MAX} bytes")
     raise ValueError(f"{name:.80} has no bytes")

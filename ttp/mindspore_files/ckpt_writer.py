@@ -20,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ttp.mindspore_files.wire_format import BYTES, put_bytes, put_number, put_varint
+from ttp.mindspore_files.file_messages import BYTES, make, varint
 from ttp.processor.source import Cancelled
 from ttp.store.digest import HashingFile
 
@@ -30,7 +30,7 @@ CHUNK_BYTES = 512 << 20
 _SLICE = 8 << 20
 """Bytes written between two looks at ``cancelled``."""
 
-_VALUE, _TENSOR, _BYTES_OF_TENSOR = (put_varint(number << 3 | BYTES) for number in (1, 2, 3))
+_VALUE, _TENSOR, _BYTES_OF_TENSOR = (varint(number << 3 | BYTES) for number in (1, 2, 3))
 
 Block = bytes | bytearray | memoryview
 
@@ -119,7 +119,8 @@ def _until_cancelled(memory: memoryview, cancelled: Callable[[], bool]) -> Itera
 
 def _opening(name: str, dtype: str, dims: tuple[int, ...], size: int) -> bytes:
     """All of a message up to the bytes of the tensor."""
-    sizes = b"".join(put_number(1, extent) for extent in dims)
-    tensor = sizes + put_bytes(2, dtype.encode()) + _BYTES_OF_TENSOR + put_varint(size)
-    value = put_bytes(1, name.encode()) + _TENSOR + put_varint(len(tensor) + size) + tensor
-    return _VALUE + put_varint(len(value) + size) + value
+    head: bytes = make("TensorHead", dims=dims, tensor_type=dtype).SerializeToString()
+    tensor = head + _BYTES_OF_TENSOR + varint(size)
+    tag: bytes = make("ValueHead", tag=name).SerializeToString()
+    value = tag + _TENSOR + varint(len(tensor) + size) + tensor
+    return _VALUE + varint(len(value) + size) + value

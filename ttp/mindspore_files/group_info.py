@@ -13,10 +13,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import CheckpointError, UsageError
-from ttp.mindspore_files.wire_format import fields, message, numbers, put_bytes, put_number, text
+from ttp.mindspore_files.file_messages import make, parse
 from ttp.store.durable import write_durably
 from ttp.store.plain_file import read_plain
 
@@ -59,14 +60,9 @@ def parse_group_info(data: bytes) -> GroupInfo:
     Raises:
         ValueError: malformed, or without the list of replicas.
     """
-    groups: dict[str, tuple[int, ...]] = {}
-    replicas: tuple[int, ...] | None = None
-    for field in fields(memoryview(data)):
-        if field[0] == 1:
-            name, ranks = _group(message(field))
-            groups[name] = ranks
-        elif field[0] == 2:
-            replicas = (replicas or ()) + _ranks(message(field))
+    told = parse("GroupMap", data)
+    groups = {group.group_name: _ranks(group.ranks) for group in told.groups}
+    replicas = _ranks(told.replicas)
     if not replicas:
         raise ValueError("it has no list of the ranks to restore from")
     if len(set(replicas)) < len(replicas):
@@ -101,29 +97,13 @@ def encode_group_info(replicas: Iterable[int], groups: Mapping[str, Iterable[int
     if not ranks or ranks[0] < 0 or ranks[-1] >= WORLD_SIZE_MAX:
         raise UsageError(f"replicas={ranks!r:.100}: the ranks that hold the same are wanted, at least one")
     items = [
-        put_bytes(1, put_bytes(1, name.encode()) + put_bytes(2, _put_ranks(members)))
-        for name, members in (groups or {}).items()
+        make("Group", group_name=name, ranks=make("Ranks", dim=members)) for name, members in (groups or {}).items()
     ]
-    return b"".join(items) + put_bytes(2, _put_ranks(ranks))
+    return bytes(make("GroupMap", groups=items, replicas=make("Ranks", dim=ranks)).SerializeToString())
 
 
-def _put_ranks(ranks: Iterable[int]) -> bytes:
-    return b"".join(put_number(1, rank) for rank in ranks)
-
-
-def _group(data: memoryview) -> tuple[str, tuple[int, ...]]:
-    name = ""
-    ranks: tuple[int, ...] = ()
-    for field in fields(data):
-        if field[0] == 1:
-            name = text(message(field))
-        elif field[0] == 2:
-            ranks = _ranks(message(field))
-    return name, ranks
-
-
-def _ranks(data: memoryview) -> tuple[int, ...]:
-    ranks = tuple(numbers(fields(data), 1))
+def _ranks(told: Any) -> tuple[int, ...]:
+    ranks = tuple(told.dim)
     if any(rank >= WORLD_SIZE_MAX for rank in ranks):
         raise ValueError(f"rank {max(ranks)} cannot be")
     return ranks

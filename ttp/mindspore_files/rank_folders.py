@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files.group_info import read_group_info
-from ttp.mindspore_files.redundancy import Groups, groups_of_stages, same
+from ttp.mindspore_files.redundancy import ReplicaGroups, groups_of_stages, same
 from ttp.mindspore_files.strategy_file import read_stages
 from ttp.store.manifest import MANIFEST, Manifest
 
@@ -27,7 +27,7 @@ class Known:
         manifest: of a checkpoint of ttp; None for others.
     """
 
-    groups: Groups
+    groups: ReplicaGroups
     told_by: str
     manifest: Manifest | None = None
 
@@ -93,7 +93,7 @@ def known_replicas(
     return Known(_complete(_joined(files), size), ", ".join(map(str, files[:3])) + (", ..." if files[3:] else ""))
 
 
-def groups_of_manifest(manifest: Manifest) -> Groups:
+def groups_of_manifest(manifest: Manifest) -> ReplicaGroups:
     """Ranks that hold the same shards."""
     held: dict[int, list[str]] = {rank: [] for rank in range(manifest.world_size)}
     for shard in sorted(manifest.groups):
@@ -102,7 +102,7 @@ def groups_of_manifest(manifest: Manifest) -> Groups:
     return same(held)
 
 
-def _joined(files: Iterable[Path]) -> Groups:
+def _joined(files: Iterable[Path]) -> ReplicaGroups:
     groups: dict[int, tuple[int, ...]] = {}
     for file in files:
         replicas = read_group_info(file).replicas
@@ -115,7 +115,7 @@ def _joined(files: Iterable[Path]) -> Groups:
     return tuple(sorted(set(groups.values())))
 
 
-def _complete(groups: Groups, size: int) -> Groups:
+def _complete(groups: ReplicaGroups, size: int) -> ReplicaGroups:
     """With the ranks that nobody speaks of, each for itself."""
     told = {rank for group in groups for rank in group}
     return tuple(sorted([*groups, *((rank,) for rank in range(size) if rank not in told)]))

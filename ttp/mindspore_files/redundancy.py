@@ -7,16 +7,16 @@ from collections.abc import Iterable, Mapping
 from ttp.mindspore_files.strategy_file import Stage
 from ttp.mindspore_files.tensor_layout import TensorLayout
 
-Groups = tuple[tuple[int, ...], ...]
+ReplicaGroups = tuple[tuple[int, ...], ...]
 """Ranks that hold the same, smallest rank first."""
 
 NOT_SAVED = ("accu_grads", "inputs")
 """Names that begin so are in strategies, but in no checkpoint."""
 
 
-def parameter_groups(stage: Stage) -> dict[str, Groups]:
+def parameter_groups(stage: Stage) -> dict[str, ReplicaGroups]:
     """For each parameter the ranks that hold the same slice of it."""
-    known: dict[TensorLayout, Groups] = {}  # most parameters are cut like others
+    known: dict[TensorLayout, ReplicaGroups] = {}  # most parameters are cut like others
     for layout in stage.layouts.values():
         if layout not in known:
             held = layout.holders().values()
@@ -24,7 +24,7 @@ def parameter_groups(stage: Stage) -> dict[str, Groups]:
     return {name: known[stage.layouts[name]] for name in sorted(stage.layouts)}
 
 
-def whole_groups(parameters: Mapping[str, Groups]) -> Groups:
+def whole_groups(parameters: Mapping[str, ReplicaGroups]) -> ReplicaGroups:
     """Ranks that hold the same slice of every parameter: their checkpoints can stand for each other."""
     held: dict[int, list[int]] = {}
     for name in sorted(parameters):
@@ -36,7 +36,7 @@ def whole_groups(parameters: Mapping[str, Groups]) -> Groups:
     return same(held)
 
 
-def same(held: Mapping[int, object]) -> Groups:
+def same(held: Mapping[int, object]) -> ReplicaGroups:
     """Ranks by what they hold."""
     groups: dict[str, list[int]] = {}
     for rank in sorted(held):
@@ -44,10 +44,10 @@ def same(held: Mapping[int, object]) -> Groups:
     return tuple(sorted(tuple(ranks) for ranks in groups.values()))
 
 
-def groups_of_stages(stages: Iterable[Stage]) -> tuple[Groups, dict[str, Groups]]:
+def groups_of_stages(stages: Iterable[Stage]) -> tuple[ReplicaGroups, dict[str, ReplicaGroups]]:
     """Groups for whole checkpoints and for each parameter, over all stages."""
     whole: list[tuple[int, ...]] = []
-    parameters: dict[str, Groups] = {}
+    parameters: dict[str, ReplicaGroups] = {}
     for stage in stages:
         found = parameter_groups(stage)
         whole += whole_groups(found)
@@ -56,7 +56,7 @@ def groups_of_stages(stages: Iterable[Stage]) -> tuple[Groups, dict[str, Groups]
     return tuple(sorted(whole)), parameters
 
 
-def replicas_of(rank: int, parameters: Mapping[str, Groups]) -> tuple[int, ...]:
+def replicas_of(rank: int, parameters: Mapping[str, ReplicaGroups]) -> tuple[int, ...]:
     """Ranks whose checkpoint ``rank`` may load, as MindSpore's get_ckpt_path_with_strategy chooses them.
 
     The smallest group of any parameter, if it lies inside the groups of all others; else only ``rank`` itself. A rank

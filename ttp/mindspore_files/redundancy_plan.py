@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ttp.mindspore_files.ckpt_reader import Contents
-from ttp.mindspore_files.redundancy import Groups
+from ttp.mindspore_files.ckpt_reader import CkptContents
+from ttp.mindspore_files.redundancy import ReplicaGroups
 
 OWN = frozenset({"cur_rank"})
 """Entries that differ between replicas, and rightly."""
@@ -30,7 +30,7 @@ class Seen:
     """
 
     file: str = ""
-    contents: Contents | None = None
+    contents: CkptContents | None = None
     problem: str = ""
 
 
@@ -96,7 +96,7 @@ def for_rank(template: str, rank: int) -> str:
 
 
 def newest_first(
-    together: Mapping[str, Mapping[int, str]], groups: Groups, step: tuple[int, int] | None = None
+    together: Mapping[str, Mapping[int, str]], groups: ReplicaGroups, step: tuple[int, int] | None = None
 ) -> list[str]:
     """The checkpoints in ``by_template``: those that all groups have, the newest first; then those that most have.
 
@@ -118,7 +118,7 @@ def newest_first(
     return sorted(wanted, key=value, reverse=True)
 
 
-def recover(seen: Mapping[int, Seen], groups: Groups, why_alone: str) -> Outcome:
+def recover(seen: Mapping[int, Seen], groups: ReplicaGroups, why_alone: str) -> Outcome:
     """Decide for each rank whose file it may load.
 
     Args:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.ckpt_reader import FileTensor
 from ttp.mindspore_files.reshard_fit import TargetTensor
 from ttp.mindspore_files.tensor_bytes import bits, read_rows
 from ttp.mindspore_files.tensor_layout import Cell, Shape
@@ -46,7 +46,7 @@ def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]
         yield made.tobytes()
 
 
-def difference(entry: TargetTensor, rank: int, made: Tensor, told: Progress, size: int = BLOCK) -> str | None:
+def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress, size: int = BLOCK) -> str | None:
     """In what ``made`` is not what target ``rank`` (within its stage) should hold; None: every element is right."""
     sample = entry.sample
     if (made.dtype, made.dims, made.nbytes) != (sample.dtype, entry.piece, entry.piece_bytes):
@@ -88,5 +88,5 @@ def _cell(entry: TargetTensor, rank: int) -> Cell:
     return entry.target.cell(rank) or (0,)
 
 
-def _part(entry: TargetTensor, cell: Cell) -> Tensor:
+def _part(entry: TargetTensor, cell: Cell) -> FileTensor:
     return entry.parts[cell if entry.full else ()]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.ckpt_reader import FileTensor
 from ttp.mindspore_files.reshard_fit import OPTIMIZER_SCALARS, Plan, TargetTensor, undecided
 from ttp.mindspore_files.reshard_source import ranks_text
 from ttp.mindspore_files.tensor_bytes import digest, read_bytes
@@ -104,7 +104,7 @@ def _passed_differ(plan: Plan) -> list[str]:
     ]
 
 
-def _differ(held: Mapping[int, Tensor]) -> bool:
+def _differ(held: Mapping[int, FileTensor]) -> bool:
     tensors = list(held.values())
     if tensors[0].nbytes <= _SMALL:
         return any(read_bytes(tensor) != read_bytes(tensors[0]) for tensor in tensors[1:])

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.ckpt_reader import FileTensor
 from ttp.mindspore_files.reshard_source import DamagedError, Source, ranks_text
 from ttp.mindspore_files.reshard_strategy import Strategy
 from ttp.mindspore_files.tensor_layout import Cell, Shape, TensorLayout, uncut
@@ -31,7 +31,7 @@ _ACCUMULATED = "accu_grads."
 
 _NAMED_MAX = 5
 
-_Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, Tensor]]"]
+_Parts = tuple[int, TensorLayout, "dict[Cell, dict[int, FileTensor]]"]
 """The first rank of a stage, how the tensor is cut there, and for each cell the files that hold it."""
 
 
@@ -53,12 +53,12 @@ class TargetTensor:
     full: Shape
     source: TensorLayout
     target: TensorLayout
-    parts: Mapping[Cell, Tensor]
-    copies: Mapping[Cell, Mapping[int, Tensor]]
+    parts: Mapping[Cell, FileTensor]
+    copies: Mapping[Cell, Mapping[int, FileTensor]]
     first: int
 
     @property
-    def sample(self) -> Tensor:
+    def sample(self) -> FileTensor:
         """Any of its parts: all have the same type and shape."""
         return next(iter(self.parts.values()))
 
@@ -90,7 +90,7 @@ class Plan:
 
     stages: tuple[Mapping[str, TargetTensor], ...]
     devices: int
-    passed: Mapping[str, Mapping[int, Tensor]]
+    passed: Mapping[str, Mapping[int, FileTensor]]
     source: Strategy | None
     target: Strategy | None
     notes: tuple[str, ...]
@@ -222,7 +222,7 @@ class _Fit:
 
     # --------------------------------------------------------------------------------------------------- the tensors
 
-    def _tensor(self, name: str) -> Tensor:
+    def _tensor(self, name: str) -> FileTensor:
         return next(entries[name] for entries in self._source.held.values() if name in entries)
 
     def _entry(self, name: str) -> TargetTensor | None:
@@ -244,7 +244,7 @@ class _Fit:
         parts = {cell: next(iter(held.values())) for cell, held in copies.items()}
         return TargetTensor(name, full, layout, targets[0], parts, copies, first)
 
-    def _parts(self, name: str, sample: Tensor) -> _Parts | str:
+    def _parts(self, name: str, sample: FileTensor) -> _Parts | str:
         """Of the first stage that holds the whole tensor; or why there is none."""
         problem = f"{name} is cut by the target's strategy, and the source's says nothing of it"
         for first, layout in self._source_layouts(name, sample):
@@ -258,7 +258,7 @@ class _Fit:
             problem = copies
         return problem
 
-    def _source_layouts(self, name: str, sample: Tensor) -> Iterator[tuple[int, TensorLayout]]:
+    def _source_layouts(self, name: str, sample: FileTensor) -> Iterator[tuple[int, TensorLayout]]:
         """For each stage that has it: the stage's first rank, and how it is cut there."""
         if self._src is None:
             yield 0, uncut(len(sample.dims), max(self._source.files) + 1)
@@ -270,10 +270,10 @@ class _Fit:
             yield 0, uncut(len(sample.dims), self._src.world_size)
 
     def _copies(
-        self, name: str, sample: Tensor, first: int, layout: TensorLayout
-    ) -> dict[Cell, dict[int, Tensor]] | str:
+        self, name: str, sample: FileTensor, first: int, layout: TensorLayout
+    ) -> dict[Cell, dict[int, FileTensor]] | str:
         """For each cell the files that hold it; or why they will not do."""
-        found: dict[Cell, dict[int, Tensor]] = {}
+        found: dict[Cell, dict[int, FileTensor]] = {}
         absent: list[list[int]] = []
         for cell, ranks in layout.holders().items():
             held = {first + rank: tensor for rank in ranks if (tensor := self._held(first + rank, name)) is not None}
@@ -295,7 +295,7 @@ class _Fit:
             f"nobody else holds the same part{f' ({why})' if why else ''}"
         )
 
-    def _held(self, rank: int, name: str) -> Tensor | None:
+    def _held(self, rank: int, name: str) -> FileTensor | None:
         return self._source.held.get(rank, {}).get(name)
 
     def _targets(self, name: str, dimensions: int) -> list[TensorLayout]:
@@ -329,7 +329,7 @@ class _Fit:
                     "that of these files (opt_weight_shard_size?)"
                 )
 
-    def _passed(self, name: str) -> dict[int, Tensor]:
+    def _passed(self, name: str) -> dict[int, FileTensor]:
         held = {rank: entries[name] for rank, entries in self._source.held.items() if name in entries}
         shapes = {(tensor.dtype, tensor.dims) for tensor in held.values()}
         if len({shape for shape in shapes if shape[0] != "str"}) > 1:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import Tensor, index
+from ttp.mindspore_files.ckpt_reader import FileTensor, index
 from ttp.mindspore_files.ckpt_writer import CkptWriter
 from ttp.mindspore_files.reshard_copy import blocks, difference
 from ttp.mindspore_files.reshard_fit import Plan
@@ -80,7 +80,7 @@ def _write(plan: Plan, rank: int, target: Path, told: Progress) -> tuple[int, st
             file.close()
 
 
-def _passed(plan: Plan, rank: int, name: str) -> tuple[Tensor, bytes]:
+def _passed(plan: Plan, rank: int, name: str) -> tuple[FileTensor, bytes]:
     """What no strategy cuts: of the source rank of the same number, or of the lowest. A rank's number is its own."""
     held = plan.passed[name]
     tensor = held.get(rank, held[min(held)])

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from ttp.errors import CheckpointError, UsageError
-from ttp.mindspore_files.ckpt_reader import Tensor, crc_problem, index
+from ttp.mindspore_files.ckpt_reader import FileTensor, crc_problem, index
+from ttp.mindspore_files.rank_folders import checkpoint_names, rank_folders
 from ttp.mindspore_files.tensor_bytes import read_bytes
 from ttp.store.catalog import newest_whole, scan
 from ttp.store.digest import Progress
@@ -28,7 +29,6 @@ Label = tuple[int, int]
 STEP_KEYS = ("global_step", "step_num", "epoch_num", "batch_num")
 """What is the same on every rank of one step."""
 
-_RANK = re.compile(r"rank_(\d{1,7})")
 _LABEL = re.compile(r".*-(\d{1,18})_(\d{1,18})\.ckpt", re.DOTALL)
 
 
@@ -48,7 +48,7 @@ class Source:
 
     directory: Path
     files: Mapping[int, Path]
-    held: Mapping[int, Mapping[str, Tensor]]
+    held: Mapping[int, Mapping[str, FileTensor]]
     damaged: Mapping[int, str]
     manifest: Manifest | None
     label: Label | None
@@ -90,7 +90,7 @@ def open_newest(directory: Path, watch: Watch, use: Callable[[Source], T]) -> T:
         CheckpointError: the files are of different steps, or none is whole; or what ``use`` raises.
     """
     directory, notes = _meant(directory, watch)
-    folders = _folders(directory)
+    folders = rank_folders(directory)
     if not folders:
         raise UsageError(
             f"{directory} holds no rank_0, rank_1, ...: give the directory of a checkpoint as MindSpore's "
@@ -119,7 +119,7 @@ def _read(
 ) -> Source:
     manifest = Manifest.load(directory) if (directory / MANIFEST).is_file() else None
     damaged = _damage(directory, manifest, files, watch)
-    held: dict[int, Mapping[str, Tensor]] = {}
+    held: dict[int, Mapping[str, FileTensor]] = {}
     for rank, file in sorted(files.items()):
         if rank in damaged:
             continue
@@ -138,28 +138,17 @@ def _meant(directory: Path, watch: Watch) -> tuple[Path, list[str]]:
     if not directory.is_dir():
         raise UsageError(f"{directory} is no directory: give one that holds rank_0, rank_1, ...")
     directory = directory.absolute()
-    if _folders(directory) or not any(entry.version is not None for entry in scan(directory)):
+    if rank_folders(directory) or not any(entry.version is not None for entry in scan(directory)):
         return directory, []
     newest, skipped = newest_whole(directory, watch("looking for the newest", None))
     return newest, [f"skipped {reason}" for reason in skipped]
-
-
-def _folders(directory: Path) -> dict[int, Path]:
-    found: dict[int, Path] = {}
-    for path in directory.iterdir():
-        match = _RANK.fullmatch(path.name)
-        if match and path.is_dir():
-            if int(match[1]) in found:
-                raise CheckpointError(f"{found[int(match[1])]} and {path} are of the same rank")
-            found[int(match[1])] = path
-    return found
 
 
 def _steps(folders: Mapping[int, Path]) -> tuple[list[tuple[Label | None, dict[int, Path]]], list[str]]:
     """One file per rank of each step that every rank has, the newest step first; and which were passed over."""
     choice: dict[int, dict[Label | None, Path]] = {}
     for rank, folder in folders.items():
-        files = sorted(path for path in folder.iterdir() if path.suffix == ".ckpt" and path.is_file())
+        files = [folder / name for name in checkpoint_names(folder)]
         if not files and any(folder.glob("*.safetensors")):
             raise UsageError(f"{folder} holds safetensors: convert them with mindspore.safetensors_to_ckpt first")
         labelled = {_label(path): path for path in files}
@@ -217,7 +206,7 @@ def _damage(directory: Path, manifest: Manifest | None, files: Mapping[int, Path
     return damaged
 
 
-def check_steps(held: Mapping[int, Mapping[str, Tensor]]) -> None:
+def check_steps(held: Mapping[int, Mapping[str, FileTensor]]) -> None:
     """All files are of one step.
 
     Raises:

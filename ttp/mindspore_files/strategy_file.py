@@ -22,8 +22,8 @@ from typing import Any
 
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import CheckpointError
+from ttp.mindspore_files.file_messages import parse, text
 from ttp.mindspore_files.tensor_layout import Shape, TensorLayout, problems
-from ttp.mindspore_files.wire_format import fields, message, number, numbers, signed, text
 from ttp.store.json_text import parse_json
 from ttp.store.plain_file import read_plain
 
@@ -86,8 +86,7 @@ def parse_strategy(data: bytes) -> list[Stage]:
     Raises:
         ValueError: malformed, contradictory, or without a parameter.
     """
-    view = memoryview(data)
-    found = _from_json(parse_json(text(view))) if data.lstrip()[:1] == b"{" else _from_protobuf(view)
+    found = _from_json(parse_json(text(data))) if data.lstrip()[:1] == b"{" else _from_protobuf(data)
     if not found.items:
         raise ValueError("it holds no layout of a parameter")
     stages = _by_stage(found)
@@ -189,41 +188,23 @@ def _layout(devices: list[int], axes: list[list[int]], opt_size: int, opt_step: 
     return TensorLayout(tuple(devices), cuts, opt_size, opt_step)
 
 
-def _from_protobuf(data: memoryview) -> _Found:
-    found = _Found()
-    for part in fields(data):
-        if part[0] == 2:
-            found.stages |= _stage_of(message(part))
-        elif part[0] == 3:
-            found.items.append(_item(message(part)))
-    return found
+def _from_protobuf(data: bytes) -> _Found:
+    told = parse("StrategyMap", data)
+    stages = {strategies.stage for operator in told.operators for strategies in operator.strategies}
+    return _Found(stages, [_item(parameter) for parameter in told.parameters])
 
 
-def _stage_of(data: memoryview) -> set[int]:
-    inner = [message(part) for part in fields(data) if part[0] == 2]
-    return {number(part) for one in inner for part in fields(one) if part[0] == 1}
-
-
-def _item(data: memoryview) -> _Item:
-    name, layouts = "", None
-    for part in fields(data):
-        if part[0] == 1:
-            name = text(message(part))
-        elif part[0] == 2:
-            layouts = message(part)
-    if not name or layouts is None:
+def _item(parameter: Any) -> _Item:
+    if not parameter.param_name or not parameter.HasField("layout"):
         raise ValueError("a parameter has no name or no layout")
-    lists: dict[int, list[list[int]]] = {1: [], 2: [], 3: []}
-    plain = {5: 0, 6: 0, 7: 0}
-    for part in fields(layouts):
-        if part[0] in lists:
-            lists[part[0]].append([signed(value, 32) for value in numbers(fields(message(part)), 1)])
-        elif part[0] in plain:
-            plain[part[0]] = signed(number(part), 32)
-    devices = lists[1][0] if lists[1] else []
-    axes = [[axis] for axis in lists[2][0]] if len(lists[2]) == 1 else lists[2]
-    uneven = bool(plain[5]) or any(lists[3])
-    return _Item(name, _layout(devices, axes, plain[7], plain[6]), uneven=uneven)
+    told = parameter.layout
+    devices = list(told.dev_matrix[0].dim) if told.dev_matrix else []
+    axes = [list(axis.dim) for axis in told.tensor_map]
+    if len(axes) == 1:
+        axes = [[axis] for axis in axes[0]]
+    layout = _layout(devices, axes, told.opt_weight_shard_size, told.opt_weight_shard_step)
+    uneven = bool(told.field) or any(shape.dim for shape in told.param_split_shape)
+    return _Item(parameter.param_name, layout, uneven=uneven)
 
 
 def _from_json(document: Any) -> _Found:

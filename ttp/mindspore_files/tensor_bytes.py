@@ -10,14 +10,14 @@ import numpy as np
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import Tensor
+from ttp.mindspore_files.ckpt_reader import FileTensor
 from ttp.store.digest import Progress
 from ttp.store.plain_file import open_plain
 
 _BLOCK = 1 << 20
 
 
-def read_bytes(tensor: Tensor, start: int = 0, length: int | None = None) -> bytearray:
+def read_bytes(tensor: FileTensor, start: int = 0, length: int | None = None) -> bytearray:
     """Bytes of the content, from ``start``.
 
     Raises:
@@ -39,7 +39,7 @@ def read_bytes(tensor: Tensor, start: int = 0, length: int | None = None) -> byt
     return data
 
 
-def read_rows(tensor: Tensor, first: int, last: int) -> np.ndarray:
+def read_rows(tensor: FileTensor, first: int, last: int) -> np.ndarray:
     """Rows of the first axis as unsigned integers of the elements' size; a scalar has one row."""
     shape = tensor.dims or (1,)
     row = math.prod(shape[1:]) * tensor.item_size
@@ -52,7 +52,7 @@ def bits(item_size: int) -> np.dtype:
     return np.dtype(f"u{item_size}" if item_size in (1, 2, 4, 8) else f"V{item_size or 1}")
 
 
-def digest(tensor: Tensor, progress: Progress | None = None) -> tuple[str, bool]:
+def digest(tensor: FileTensor, progress: Progress | None = None) -> tuple[str, bool]:
     """Digest of the content, and whether all elements are the same."""
     hashed, constant = xxhash.xxh3_128(), True
     item = max(1, tensor.item_size)

@@ -26,7 +26,7 @@ from ttp.core import rounds_messages as rm
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import machine as pm
-from ttp.errors import EXIT_NOT_SAVED, ConfigError, RefusedError, RestoreError, TtpError
+from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
 from ttp.processor.copies.copier import Copying
@@ -67,6 +67,16 @@ class Processor:
         buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
     """
 
+    incarnation = 0
+    mark = 0
+    """Point of the step that the training thread has passed; see ``Heartbeat``."""
+    activity = ""
+    """What it does instead of training, on purpose."""
+    written = 0
+    """Bytes written by the saver so far; only ever compared with itself."""
+    before_exit: Callable[[], None] | None = None
+    """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` at most."""
+
     def __init__(
         self,
         config: Config,
@@ -84,18 +94,10 @@ class Processor:
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._looker.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
-        self.incarnation = 0
-        self.mark = 0
-        """Point of the step that the training thread has passed; see ``Heartbeat``."""
-        self.activity = ""
-        """What it does instead of training, on purpose."""
-        self.written = 0
-        """Bytes written by the saver so far; only ever compared with itself."""
         self.run_dir = config.resolved_run_dir()
         self._leases = Leases(self.run_dir)
-        self._lease_writer = SerialWorker(
-            "ttp-lease"
-        )  # the run directory may hang, and the gate has to close all the same
+        # the run directory may hang, and the gate has to close all the same
+        self._lease_writer = SerialWorker("ttp-lease")
         self._inbox: queue.SimpleQueue[pm.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         self._receiver: Receiver | None = None
@@ -110,17 +112,7 @@ class Processor:
         if self._receiver is not None and config.mirror:
             self._receiver.keep = self.company.keep
         self._looker = StateInspector(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
-        self._saver = Saver(
-            config,
-            source,
-            self.save_dir,
-            self.copying,
-            version=lambda: self.gate.version,
-            wait_pages=self.company.wait_stored,
-            put=put,
-            wrote=self._wrote,
-            look_again=self._looker.look_again,
-        )
+        self._saver = self._make_saver()
         self._joined = threading.Event()
         self._problem: TtpError | None = None
         self._started = False  # the training thread does not wait for the controller any more
@@ -132,8 +124,6 @@ class Processor:
         """Called when a neighbour has died, on any thread; must not block."""
         self.on_act: Callable[[rm.Act], None] | None = None
         """Carries out rounds; must not block. ``acted`` says what came of it."""
-        self.before_exit: Callable[[], None] | None = None
-        """Called before the process is ended by order; on a thread of its own, for ``EXIT_S`` at most."""
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
 
     # --------------------------------------------------------------------------------------------- for the main thread
@@ -395,8 +385,8 @@ class Processor:
                 self._lease_writer.submit(lambda: self._line.note(action, self._machine.incarnation))
             case pm.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
-            case pm.Rejected(code, text):
-                self._on_rejected(code, text)
+            case pm.Rejected(_, text):
+                self._on_rejected(text)
             case pm.Decided(decision):
                 self._decision.put(decision)
             case pm.LetGo(rescued):
@@ -444,11 +434,9 @@ class Processor:
                 log.exception("no rank-local page: the RNG of this rank will not survive it")
         self._joined.set()
 
-    def _on_rejected(self, code: m.RefusalCode, text: str) -> None:
-        problem = RefusedError(f"the controller at {self.env.master_addr}:{self.config.port} refused this rank: {text}")
-        if not self._joining():
-            self._exit(EXIT_NOT_SAVED, str(problem))
-        self._cannot_join(problem)
+    def _on_rejected(self, text: str) -> None:
+        where = f"{self.env.master_addr}:{self.config.port}"
+        self._cannot_join(RefusedError(f"the controller at {where} refused this rank: {text}"))
 
     def _cannot_join(self, problem: TtpError) -> None:
         """No other attempt will mend it. A rank that trains without protection by now goes on, and waits for nobody."""
@@ -507,6 +495,19 @@ class Processor:
             OSError: that place is not mounted any more.
         """
         return self._saver.directory(order)
+
+    def _make_saver(self) -> Saver:
+        return Saver(
+            self.config,
+            self.source,
+            self.save_dir,
+            self.copying,
+            version=lambda: self.gate.version,
+            wait_pages=self.company.wait_stored,
+            put=self._inbox.put,
+            wrote=self._wrote,
+            look_again=self._looker.look_again,
+        )
 
     def _wrote(self, count: int) -> None:
         self.written += count

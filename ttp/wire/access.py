@@ -1,9 +1,9 @@
 """Who may speak to a service of ttp, and where it listens.
 
-Every gRPC server of a job stands behind the same door. A request is served when it carries the job's token and, with
-TLS, comes by a certificate of the job's authority that nobody has revoked. A server without a token listens on
-loopback, and serves processes of its own user and of root: the kernel says whose a connection within one host is.
-``TTP_INSECURE=1`` opens the door to everybody.
+The same rules hold for every gRPC server of a job. A request is served when it carries the job's token and, with TLS,
+shows a valid certificate of the job's authority that was not revoked. A server without a token listens on loopback, and
+serves processes of its own user and of root: the kernel tells the owner of a connection within one host.
+``TTP_INSECURE=1`` serves everybody.
 
 A new service: ``grpc.server(..., interceptors=guards(config))`` or ``grpc.aio.server(..., interceptors=
 aio_guards(config))``, then ``tls.add_port(server, target(listening_address(config), port))``. Who calls it adds
@@ -65,7 +65,7 @@ def listening_address(config: Config) -> str:
     if config.bind and not is_loopback(config.bind):
         raise ConfigError(
             f"TTP_BIND={config.bind} is reached from other hosts, and the job has no token: set TTP_TOKEN_FILE (or "
-            "TTP_TOKEN) to the same secret for every process of the job; TTP_INSECURE=1 serves whoever comes"
+            "TTP_TOKEN) to the same secret for every process of the job; TTP_INSECURE=1 serves everybody"
         )
     return config.bind or LOOPBACK
 
@@ -75,8 +75,8 @@ def warn_if_open(insecure: bool) -> None:
     """Warn, once in each process, that the job serves everybody."""
     if insecure:
         log.warning(
-            "TTP_INSECURE=1 and no token: whoever reaches a port of this job can end it, save it and read what it "
-            "says. Set TTP_TOKEN_FILE instead"
+            "TTP_INSECURE=1 and no token: everybody who reaches a port of this job can end it, save it and read its "
+            "messages. Set TTP_TOKEN_FILE instead"
         )
 
 

@@ -1,8 +1,7 @@
 """Limits of messages. Everybody who reaches the port can send anything: more than this is refused or cut.
 
-Names are refused when they are too long, numbers when nothing could be computed from them any more, lists when a
-message of that length cannot be meant. Texts for people are cut: an error that is as long as a book is still an error
-that has to be reported.
+Names that are too long, numbers that are too large to compute with, and lists that are longer than any real message
+needs are refused. Texts for people are cut instead: a very long error still has to be reported.
 """
 
 from __future__ import annotations

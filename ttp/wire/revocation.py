@@ -1,9 +1,8 @@
 """Revocation lists: they make a stolen certificate of the job's authority invalid before it ends.
 
-gRPC's Python takes no such lists, so they are looked at around it. A server has openssl judge the certificate of
-whoever calls, before anything is done for them. Who connects meets the server first in a handshake of its own, which
-judges its certificate, and then has gRPC believe that very certificate and no other: what comes between the two cannot
-be used.
+gRPC's Python takes no such lists, so they are checked beside it. A server lets openssl check the certificate of each
+caller before it serves the request. A client first makes a TLS handshake of its own with the server, which checks the
+server's certificate, and then makes gRPC accept that very certificate and no other. So nobody can step in between.
 """
 
 from __future__ import annotations
@@ -24,10 +23,10 @@ from ttp.wire.address import split
 log = logging.getLogger("ttp.tls")
 
 REACH_S = 1.0
-"""How long a server may take to answer a greeting; whoever waits has others to try."""
+"""How long a server may take to answer the handshake; a client has others to try."""
 OPENSSL_S = 30.0
 AGAIN_S = 600.0
-"""How long a judgement holds: lists and certificates have dates. A list that was renewed counts at once."""
+"""How long the result of a check is used: lists and certificates have dates. A renewed list counts at once."""
 
 _WHY = re.compile(r"lookup: ?(.+)")
 

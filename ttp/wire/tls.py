@@ -1,8 +1,8 @@
 """Mutual TLS between the processes of a job: both sides of a connection show a certificate.
 
 Every process of a job may become its controller, so all have the same kind of identity: a certificate of the job's own
-authority, its key, and that authority. A server takes whoever shows a certificate of the authority. Who connects asks
-besides that the server's certificate bears the same name as its own (its first DNS name, else its common name):
+authority, its key, and that authority. A server accepts every client with a certificate of the authority. A client also
+requires that the server's certificate bears the same name as its own (its first DNS name, else its common name): the
 addresses of hosts change, the job's name does not.
 
 The identity comes from ``TTP_TLS_CERT``, ``TTP_TLS_KEY`` and ``TTP_TLS_CA`` and is read again for every connection, on

@@ -12,13 +12,13 @@ import xxhash
 from torch import Tensor
 
 from ttp.adapters.torch.saving.flatten_state import leaves, put, whole
-from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.piece_index import StatePath
 
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class LazyTensor:
     """One whole tensor that has not been read yet.
 
     Args:
@@ -39,7 +39,7 @@ class Entry:
         return prod(self.shape) * self.dtype.itemsize
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Entry:
+    def of(cls, tensor: Tensor) -> LazyTensor:
         """A tensor that is there already, mapped from a file or in memory."""
         tensor = tensor.detach()
         layout = (tensor.dtype, tuple(tensor.shape), tensor.stride())
@@ -48,16 +48,16 @@ class Entry:
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class StateValue:
     """One value of the nested state.
 
     Args:
-        path: where it sits; see ``table.Path``.
+        path: where it sits; see ``piece_index.StatePath``.
         int_keys: positions in ``path`` whose mapping key is an ``int``.
-        value: an ``Entry``, or a plain value.
+        value: an ``LazyTensor``, or a plain value.
     """
 
-    path: Path
+    path: StatePath
     int_keys: tuple[int, ...]
     value: Any
 
@@ -68,7 +68,7 @@ class Leaf:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class WholeState:
     """Everything that one side of a conversion gives to the other.
 
     ``model`` is what ``model.state_dict()`` gives, ``optim`` what ``get_optimizer_state_dict`` of torch does: state and
@@ -85,12 +85,12 @@ class Contents:
 
     source: str
     version: int | None
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StateValue, ...]
     optimizer: str = ""
     job: Mapping[str, Any] | None = None
     notes: tuple[str, ...] = ()
 
-    def below(self, *heads: str) -> Iterator[Leaf]:
+    def below(self, *heads: str) -> Iterator[StateValue]:
         """The leaves under these top-level names."""
         return (leaf for leaf in self.leaves if leaf.path[0] in heads)
 
@@ -100,21 +100,21 @@ class Contents:
         return any(leaf.path[:2] == ("optim", "param_groups") for leaf in self.leaves)
 
 
-def leaves_of(state: Mapping[str, Any]) -> tuple[Leaf, ...]:
+def leaves_of(state: Mapping[str, Any]) -> tuple[StateValue, ...]:
     """The leaves of a state that is there already."""
     return tuple(
-        Leaf(path, int_keys, Entry.of(value) if isinstance(value, Tensor) else value)
+        StateValue(path, int_keys, LazyTensor.of(value) if isinstance(value, Tensor) else value)
         for path, int_keys, value in leaves(state)
     )
 
 
-def tree(found: Iterator[Leaf], make: Callable[[Entry], Any]) -> dict[str, Any]:
+def tree(found: Iterator[StateValue], make: Callable[[LazyTensor], Any]) -> dict[str, Any]:
     """The nested state again; ``make`` says what stands for a tensor. Tied weights are made once."""
     root: dict[str, Any] = {}
     made: dict[Hashable, Any] = {}
     for leaf in found:
         value = leaf.value
-        if isinstance(value, Entry):
+        if isinstance(value, LazyTensor):
             if value.identity not in made:
                 made[value.identity] = make(value)
             value = made[value.identity]

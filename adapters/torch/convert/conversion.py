@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.adapters.torch.convert import safetensors_file, torch_file
-from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress, parts
+from ttp.adapters.torch.convert.contents import LazyTensor, Progress, StateValue, WholeState, parts
 from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
 from ttp.adapters.torch.convert.to_checkpoint import write_checkpoint
 from ttp.adapters.torch.convert.torch_file import read_torch
@@ -113,13 +113,13 @@ def convert(
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def _read_checkpoint(source: Path, watch: Watch, verified: bool) -> Contents:
+def _read_checkpoint(source: Path, watch: Watch, verified: bool) -> WholeState:
     if not verified and (problems := verify_checkpoint(source, watch("verifying", Manifest.load(source).size))):
         raise CheckpointError(f"{source} is damaged: {'; '.join(problems)}. Nothing was written")
     return read_checkpoint(source)
 
 
-def _read_file(source: Path, optimizer: bool) -> Contents:
+def _read_file(source: Path, optimizer: bool) -> WholeState:
     try:
         with open_plain(source) as file:
             head = file.read(9)
@@ -130,7 +130,7 @@ def _read_file(source: Path, optimizer: bool) -> Contents:
     return read_torch(source, optimizer=optimizer)
 
 
-def _wanted(contents: Contents, optimizer: bool, *, asked: bool | None) -> bool:
+def _wanted(contents: WholeState, optimizer: bool, *, asked: bool | None) -> bool:
     """Whether the optimizer's state is written."""
     if asked and not contents.has_optimizer:
         raise CheckpointError(f"{contents.source} holds no state of an optimizer")
@@ -147,7 +147,7 @@ def _refuse_existing(target: Path, force: bool) -> None:
         raise UsageError(f"{target} exists: --force replaces it")
 
 
-def _to_file(source: Path, target: Path, to: Form, contents: Contents, watch: Watch, optimizer: bool) -> Converted:
+def _to_file(source: Path, target: Path, to: Form, contents: WholeState, watch: Watch, optimizer: bool) -> Converted:
     write = _write_safetensors if to == "safetensors" else _write_torch
     draft = target.with_name(f".{target.name}.{os.getpid()}.new")
     try:
@@ -168,7 +168,7 @@ _Written = tuple[int, Mapping[str, str], tuple[str, ...]]
 """How many tensors, which are tied, and what was left out."""
 
 
-def _write_safetensors(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
+def _write_safetensors(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
     plan = safetensors_file.plan(contents, optimizer=optimizer)
     total = sum(entry.nbytes for entry in plan.tensors.values())
     digests = safetensors_file.write(draft, plan, watch("writing", 2 * total))  # to the kernel, and to the disk
@@ -176,7 +176,7 @@ def _write_safetensors(draft: Path, contents: Contents, watch: Watch, optimizer:
     return len(plan.tensors), plan.tied, plan.left_out
 
 
-def _write_torch(draft: Path, contents: Contents, watch: Watch, optimizer: bool) -> _Written:
+def _write_torch(draft: Path, contents: WholeState, watch: Watch, optimizer: bool) -> _Written:
     entries = {leaf.value.identity: leaf.value for leaf in _leaves(contents, optimizer)}
     total = sum(entry.nbytes for entry in entries.values())
     digests, left_out = torch_file.write(draft, contents, watch("writing", 3 * total), optimizer=optimizer)
@@ -184,9 +184,9 @@ def _write_torch(draft: Path, contents: Contents, watch: Watch, optimizer: bool)
     return len(entries), {}, tuple(left_out)
 
 
-def _leaves(contents: Contents, optimizer: bool) -> list[Leaf]:
+def _leaves(contents: WholeState, optimizer: bool) -> list[StateValue]:
     found = contents.below(*parts(optimizer))
-    return [leaf for leaf in found if isinstance(leaf.value, Entry)]
+    return [leaf for leaf in found if isinstance(leaf.value, LazyTensor)]
 
 
 def _to_checkpoint(

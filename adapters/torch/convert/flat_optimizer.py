@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Sequence
 from typing import Any
 
-from ttp.adapters.torch.convert.contents import Leaf
+from ttp.adapters.torch.convert.contents import StateValue
 from ttp.errors import CheckpointError
 
 _STATE, _GROUPS = "state.", "param_groups."
 
 
-def nested_optimizer(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
+def nested_optimizer(leaves: Sequence[StateValue]) -> tuple[StateValue, ...]:
     """``optim.state.<parameter>.<key>`` and ``optim.param_groups.<parameter>.<setting>`` as state and groups.
 
     Parameters of equal settings share a group, in the order of the model; the groups that the job had are not known.
@@ -27,11 +27,11 @@ def nested_optimizer(leaves: Sequence[Leaf]) -> tuple[Leaf, ...]:
     return (*rest, *state, *_groups(flat, parameters))
 
 
-def _is_flat(leaf: Leaf) -> bool:
+def _is_flat(leaf: StateValue) -> bool:
     return leaf.path[0] == "optim" and len(leaf.path) > 1 and str(leaf.path[1]).startswith((_STATE, _GROUPS))
 
 
-def _split(leaf: Leaf, head: str, parameters: Container[str]) -> tuple[str, str]:
+def _split(leaf: StateValue, head: str, parameters: Container[str]) -> tuple[str, str]:
     """The parameter and what it has; names of both may hold dots."""
     owner, dot, key = str(leaf.path[1]).removeprefix(head).rpartition(".")
     while dot and owner not in parameters:
@@ -42,14 +42,14 @@ def _split(leaf: Leaf, head: str, parameters: Container[str]) -> tuple[str, str]
     return owner, key
 
 
-def _state_leaf(leaf: Leaf, parameters: Container[str]) -> Leaf:
+def _state_leaf(leaf: StateValue, parameters: Container[str]) -> StateValue:
     owner, key = _split(leaf, _STATE, parameters)
     shift = 2  # ("optim", "state.a.b") has become ("optim", "state", "a", "b")
     int_keys = tuple(position + shift if position > 1 else position for position in leaf.int_keys)
-    return Leaf(("optim", "state", owner, key, *leaf.path[2:]), int_keys, leaf.value)
+    return StateValue(("optim", "state", owner, key, *leaf.path[2:]), int_keys, leaf.value)
 
 
-def _groups(flat: Sequence[Leaf], parameters: Collection[str]) -> list[Leaf]:
+def _groups(flat: Sequence[StateValue], parameters: Collection[str]) -> list[StateValue]:
     settings: dict[str, dict[str, Any]] = {}
     for leaf in flat:
         if str(leaf.path[1]).startswith(_GROUPS):
@@ -62,8 +62,8 @@ def _groups(flat: Sequence[Leaf], parameters: Collection[str]) -> list[Leaf]:
             groups.append((settings[name], [name]))
         else:
             members.append(name)
-    found: list[Leaf] = []
+    found: list[StateValue] = []
     for number, (known, members) in enumerate(groups):
         values = {key: value for key, value in known.items() if key != "params"} | {"params": members}
-        found += [Leaf(("optim", "param_groups", number, key), (), value) for key, value in values.items()]
+        found += [StateValue(("optim", "param_groups", number, key), (), value) for key, value in values.items()]
     return found

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import Contents, leaves_of
+from ttp.adapters.torch.convert.contents import WholeState, leaves_of
 from ttp.errors import CheckpointError
 
 _MODEL = ("model", "model_state_dict", "state_dict")
@@ -18,7 +18,7 @@ _WRAPPERS = ("module.", "_orig_mod.")
 """What DistributedDataParallel and torch.compile put before every name."""
 
 
-def understood(path: Path, loaded: Any, *, optimizer: bool) -> Contents:
+def understood(path: Path, loaded: Any, *, optimizer: bool) -> WholeState:
     """The contents of a torch file.
 
     Forms: what ``ttp convert --to torch`` writes; a mapping with the state dicts of model and optimizer under one of
@@ -50,7 +50,7 @@ def understood(path: Path, loaded: Any, *, optimizer: bool) -> Contents:
     ours: Any = rest.get("ttp") if isinstance(rest.get("ttp"), Mapping) else {}
     job = {**ours.get("job", {}), "scheduler": rest.get("scheduler")} if optim is not None else None
     version = next((rest[key] for key in _VERSION if type(rest.get(key)) is int), None)
-    return Contents(path.name, version, leaves_of(state), str(ours.get("optimizer", "")), job, tuple(notes))
+    return WholeState(path.name, version, leaves_of(state), str(ours.get("optimizer", "")), job, tuple(notes))
 
 
 def _unwrapped(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,28 +6,28 @@ own blobs, with ``weights_only=True``. Memory: the tensor and, where it lies in 
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf
+from ttp.adapters.torch.convert.contents import LazyTensor, StateValue, WholeState
 from ttp.adapters.torch.convert.flat_optimizer import nested_optimizer
+from ttp.adapters.torch.restoring.reader import copy_overlaps, read_value
+from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState, read_job_state
 from ttp.adapters.torch.saving.metadata import build_metadata
 from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
-from ttp.store.plain_file import open_plain
 
 FRAMEWORK, MEGATRON = "torch", "megatron"
 
 
-def read_checkpoint(path: Path) -> Contents:
+def read_checkpoint(path: Path) -> WholeState:
     """What the checkpoint at ``path`` holds; its digests have been verified.
 
     Raises:
@@ -43,11 +43,11 @@ def read_checkpoint(path: Path) -> Contents:
     job = read_job_state(path, manifest.pieces) if any(p.kind == JOB_KIND for p in manifest.pieces) else None
     kind = next((item for item in items if item.path == ("ttp", "optimizer")), None)
     found = tuple(_leaf(path, chunks) for chunks in _by_path(items))
-    return Contents(
+    return WholeState(
         source=path.name,
         version=manifest.version,
         leaves=nested_optimizer(found),
-        optimizer=str(read_blob(path, kind)) if kind is not None else "",
+        optimizer=str(read_value(path, kind)) if kind is not None else "",
         job=None if job is None else _scalars(job),
         notes=_notes(manifest, job),
     )
@@ -73,76 +73,23 @@ def _by_path(items: Sequence[IndexEntry]) -> list[list[IndexEntry]]:
     return [list(chunks.values()) for chunks in found.values()]
 
 
-def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> Leaf:
+def _leaf(path: Path, chunks: Sequence[IndexEntry]) -> StateValue:
     first = chunks[0]
     if not first.is_tensor:
-        return Leaf(first.path, first.int_keys, read_blob(path, first))
+        return StateValue(first.path, first.int_keys, read_value(path, first))
     places = tuple(sorted((chunk.file, chunk.offset, chunk.offsets) for chunk in chunks))
-    entry = Entry(first.torch_dtype, first.shape, (places, first.shape), lambda: _assemble(path, chunks))
-    return Leaf(first.path, first.int_keys, entry)
+    entry = LazyTensor(first.torch_dtype, first.shape, (places, first.shape), lambda: _assemble(path, chunks))
+    return StateValue(first.path, first.int_keys, entry)
 
 
 def _assemble(path: Path, chunks: Sequence[IndexEntry]) -> Tensor:
     first = chunks[0]
     if len(chunks) == 1 and first.sizes == first.shape:
-        return _part(path, first)
+        return cast("Tensor", read_value(path, first))
     full = torch.empty(first.shape, dtype=first.torch_dtype)
     for chunk in chunks:
-        view = full
-        for dimension, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            view = view.narrow(dimension, start, size)
-        view.copy_(_part(path, chunk))
+        copy_overlaps(path, chunk, [Chunk(full, first.shape, (0,) * full.dim())])
     return full
-
-
-def _part(path: Path, item: IndexEntry) -> Tensor:
-    part = read_blob(path, item)
-    if not isinstance(part, Tensor) or (part.dtype, tuple(part.shape)) != (item.torch_dtype, item.sizes):
-        raise CheckpointError(
-            f"{item.key} in {path / item.file} is not the {item.dtype} {list(item.sizes)} it should be"
-        )
-    return part
-
-
-def read_blob(path: Path, item: IndexEntry) -> object:
-    """One tensor or plain value, without a copy of its bytes beside it.
-
-    Raises:
-        CheckpointError: it cannot be read, or is not safe to load.
-    """
-    try:
-        with open_plain(path / item.file) as file:
-            section: Any = _Section(file, item.offset, item.length)
-            return torch.load(section, weights_only=True, map_location="cpu")
-    except Exception as problem:
-        raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
-
-
-class _Section(io.RawIOBase):
-    """Some bytes of a file as a file of their own."""
-
-    def __init__(self, file: io.FileIO, start: int, length: int) -> None:
-        self._file, self._start, self._length, self._position = file, start, length, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET, /) -> int:
-        self._position = offset + {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: self._length}[whence]
-        return self._position
-
-    def tell(self) -> int:
-        return self._position
-
-    def readinto(self, buffer: Any, /) -> int:
-        view = memoryview(buffer).cast("B")[: max(0, self._length - self._position)]
-        self._file.seek(self._start + self._position)
-        count = self._file.readinto(view)
-        self._position += count
-        return count
 
 
 def _scalars(job: JobState) -> dict[str, object]:

@@ -20,7 +20,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import Contents, Entry, Leaf, Progress, bytes_of, digest_of
+from ttp.adapters.torch.convert.contents import LazyTensor, Progress, StateValue, WholeState, bytes_of, digest_of
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.errors import CheckpointError, ConfigError
 from ttp.store.digest import HashingFile
@@ -40,7 +40,7 @@ _DTYPES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FilePlan:
     """What a file will hold.
 
     Args:
@@ -50,7 +50,7 @@ class Plan:
         left_out: names of what the format has no place for.
     """
 
-    tensors: Mapping[str, Entry]
+    tensors: Mapping[str, LazyTensor]
     metadata: Mapping[str, str]
     tied: Mapping[str, str]
     left_out: tuple[str, ...]
@@ -72,7 +72,7 @@ def require() -> Any:
 # --------------------------------------------------------------------------------------------------------- writing
 
 
-def plan(contents: Contents, *, optimizer: bool) -> Plan:
+def plan(contents: WholeState, *, optimizer: bool) -> FilePlan:
     """What of ``contents`` goes where.
 
     Raises:
@@ -91,10 +91,10 @@ def plan(contents: Contents, *, optimizer: bool) -> Plan:
         raise CheckpointError(f"the weight {clash[0]} cannot be called so in a safetensors file: use --to torch")
     # As the library does: so every tensor is aligned to its elements.
     ordered = sorted(stored.items(), key=lambda pair: (-pair[1].dtype.itemsize, pair[0]))
-    return Plan(dict(ordered), metadata | tied, tied, left_out)
+    return FilePlan(dict(ordered), metadata | tied, tied, left_out)
 
 
-def write(target: Path, what: Plan, progress: Progress) -> dict[str, str]:
+def write(target: Path, what: FilePlan, progress: Progress) -> dict[str, str]:
     """Write the file, durably, and return the digest of every tensor.
 
     Raises:
@@ -108,7 +108,7 @@ def write(target: Path, what: Plan, progress: Progress) -> dict[str, str]:
     return digests
 
 
-def read_back(path: Path, what: Plan, digests: Mapping[str, str], progress: Progress) -> None:
+def read_back(path: Path, what: FilePlan, digests: Mapping[str, str], progress: Progress) -> None:
     """Read the file with the library and compare.
 
     Raises:
@@ -127,28 +127,28 @@ def read_back(path: Path, what: Plan, digests: Mapping[str, str], progress: Prog
         raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
 
 
-def _append(file: HashingFile, entry: Entry) -> str:
+def _append(file: HashingFile, entry: LazyTensor) -> str:
     """Write one tensor, of which nothing is left in memory afterwards; its digest."""
     tensor = entry.read()
     file.write(bytes_of(tensor))
     return digest_of(tensor)
 
 
-def _weights(contents: Contents) -> tuple[dict[str, Entry], tuple[str, ...]]:
-    named: dict[str, Entry] = {}
+def _weights(contents: WholeState) -> tuple[dict[str, LazyTensor], tuple[str, ...]]:
+    named: dict[str, LazyTensor] = {}
     left_out: list[str] = []
     for leaf in contents.below("model"):
-        if isinstance(leaf.value, Entry) and len(leaf.path) == 2:
+        if isinstance(leaf.value, LazyTensor) and len(leaf.path) == 2:
             named[str(leaf.path[1])] = leaf.value
         else:
             left_out.append(leaf.key)
     return named, tuple(left_out)
 
 
-def _moments(contents: Contents, weights: Mapping[str, Entry]) -> dict[str, Entry]:
-    found: dict[str, Entry] = {}
+def _moments(contents: WholeState, weights: Mapping[str, LazyTensor]) -> dict[str, LazyTensor]:
+    found: dict[str, LazyTensor] = {}
     for leaf in contents.below("optim"):
-        if not isinstance(leaf.value, Entry):
+        if not isinstance(leaf.value, LazyTensor):
             continue
         plain = leaf.path[1] == "state" and len(leaf.path) == 4 and not leaf.int_keys and "." not in str(leaf.path[3])
         if not plain or leaf.key in weights:
@@ -157,15 +157,15 @@ def _moments(contents: Contents, weights: Mapping[str, Entry]) -> dict[str, Entr
     return found
 
 
-def _encode_optimizer(contents: Contents) -> str:
+def _encode_optimizer(contents: WholeState) -> str:
     root: dict[str, Any] = {}
     for leaf in contents.below("optim"):
-        if not isinstance(leaf.value, Entry):
+        if not isinstance(leaf.value, LazyTensor):
             put(root, leaf.path, _plain(leaf), leaf.int_keys)
     return json.dumps(root.get("optim", {}), separators=(",", ":"))
 
 
-def _plain(leaf: Leaf) -> Any:
+def _plain(leaf: StateValue) -> Any:
     value = {_TUPLE: list(leaf.value)} if isinstance(leaf.value, tuple) else leaf.value
     try:
         json.dumps(value, allow_nan=False)
@@ -174,9 +174,9 @@ def _plain(leaf: Leaf) -> Any:
     return value
 
 
-def _untie(named: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]]:
+def _untie(named: Mapping[str, LazyTensor]) -> tuple[dict[str, LazyTensor], dict[str, str]]:
     first: dict[Hashable, str] = {}
-    stored: dict[str, Entry] = {}
+    stored: dict[str, LazyTensor] = {}
     tied: dict[str, str] = {}
     for name in sorted(named):
         kept = first.setdefault(named[name].identity, name)
@@ -187,7 +187,7 @@ def _untie(named: Mapping[str, Entry]) -> tuple[dict[str, Entry], dict[str, str]
     return stored, tied
 
 
-def _header(what: Plan) -> bytes:
+def _header(what: FilePlan) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(what.metadata)}
     position = 0
     for name, entry in what.tensors.items():
@@ -201,7 +201,7 @@ def _header(what: Plan) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _dtype(name: str, entry: Entry) -> str:
+def _dtype(name: str, entry: LazyTensor) -> str:
     spelled = str(entry.dtype).removeprefix("torch.")
     if spelled not in _DTYPES:
         raise CheckpointError(f"{name} is {spelled}, for which safetensors has no name: use --to torch")
@@ -211,7 +211,7 @@ def _dtype(name: str, entry: Entry) -> str:
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def read_safetensors(path: Path) -> Contents:
+def read_safetensors(path: Path) -> WholeState:
     """What the file holds; its tensors stay mapped, not read.
 
     Raises:
@@ -232,20 +232,20 @@ def read_safetensors(path: Path) -> Contents:
         raise CheckpointError(f"the optimizer state of {path} cannot be understood: {problem!r}") from problem
 
 
-def _contents(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Contents:
+def _contents(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> WholeState:
     optim = json.loads(metadata[_OPTIM], object_hook=_tuples) if _OPTIM in metadata else {}
     weights = {name: t for name, t in tensors.items() if not (optim and name.startswith(_STATE))}
     weights |= {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in tensors}
-    found = [Leaf(("model", name), (), Entry.of(tensor)) for name, tensor in sorted(weights.items())]
+    found = [StateValue(("model", name), (), LazyTensor.of(tensor)) for name, tensor in sorted(weights.items())]
     for name in tensors.keys() - weights.keys():
         owner, _, key = name.removeprefix(_STATE).rpartition(".")
-        found.append(Leaf(("optim", "state", owner, key), (), Entry.of(tensors[name])))
+        found.append(StateValue(("optim", "state", owner, key), (), LazyTensor.of(tensors[name])))
     for owner, values in dict(optim.get("state", {})).items():
-        found += [Leaf(("optim", "state", owner, key), (), value) for key, value in values.items()]
+        found += [StateValue(("optim", "state", owner, key), (), value) for key, value in values.items()]
     for number, group in enumerate(optim.get("param_groups", [])):
-        found += [Leaf(("optim", "param_groups", number, key), (), value) for key, value in group.items()]
+        found += [StateValue(("optim", "param_groups", number, key), (), value) for key, value in group.items()]
     version = metadata.get(_VERSION)
-    return Contents(path.name, int(version) if version else None, tuple(found), metadata.get(_KIND, ""))
+    return WholeState(path.name, int(version) if version else None, tuple(found), metadata.get(_KIND, ""))
 
 
 def _tuples(value: dict[str, Any]) -> Any:

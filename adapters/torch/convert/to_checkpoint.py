@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, parts, tree
+from ttp.adapters.torch.convert.contents import LazyTensor, Progress, WholeState, parts, tree
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
@@ -34,7 +34,7 @@ _WHY = "`ttp convert` made this checkpoint, and a file has no rank-local state"
 
 
 def write_checkpoint(
-    save_dir: Path, version: Version, contents: Contents, progress: Progress, *, optimizer: bool
+    save_dir: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
 ) -> Path:
     """Commit ``contents`` as the checkpoint of ``version`` in ``save_dir``; one of that name is kept as superseded.
 
@@ -64,7 +64,7 @@ def write_checkpoint(
 
 
 def _write_pieces(
-    draft: Path, version: Version, contents: Contents, progress: Progress, *, optimizer: bool
+    draft: Path, version: Version, contents: WholeState, progress: Progress, *, optimizer: bool
 ) -> tuple[Piece, ...]:
     state = _state(version, contents, optimizer=optimizer)
     shard = write_shard(draft, "__0_0.distcp", state, shard=REPLICATED, writer=_RANK, progress=progress)
@@ -79,7 +79,7 @@ def _write_pieces(
     return (shard, local, Piece("job_0.msgpack", len(data), digest_bytes(data), JOB_KIND, "", _RANK))
 
 
-def _state(version: Version, contents: Contents, *, optimizer: bool) -> dict[str, Any]:
+def _state(version: Version, contents: WholeState, *, optimizer: bool) -> dict[str, Any]:
     state = tree(contents.below(*parts(optimizer)), _read)
     state["ttp"] = {
         "version": version,
@@ -90,11 +90,11 @@ def _state(version: Version, contents: Contents, *, optimizer: bool) -> dict[str
     return state if scheduler is None else state | {"scheduler": scheduler}
 
 
-def _read(entry: Entry) -> Tensor:
+def _read(entry: LazyTensor) -> Tensor:
     return entry.read()
 
 
-def _order(version: Version, incident: str, contents: Contents, pieces: tuple[Piece, ...]) -> Commit:
+def _order(version: Version, incident: str, contents: WholeState, pieces: tuple[Piece, ...]) -> Commit:
     return Commit(
         rank=_RANK,
         term=0,

@@ -21,7 +21,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.convert.contents import Contents, Entry, Progress, bytes_of, digest_of, leaves_of, parts, tree
+from ttp.adapters.torch.convert.contents import (
+    LazyTensor,
+    Progress,
+    WholeState,
+    bytes_of,
+    digest_of,
+    leaves_of,
+    parts,
+    tree,
+)
 from ttp.adapters.torch.convert.foreign import understood
 from ttp.adapters.torch.saving.flatten_state import dump
 from ttp.errors import CheckpointError
@@ -30,7 +39,9 @@ from ttp.store.digest import HashingFile
 _ALIGNMENT = 64
 
 
-def write(target: Path, contents: Contents, progress: Progress, *, optimizer: bool) -> tuple[dict[str, str], list[str]]:
+def write(
+    target: Path, contents: WholeState, progress: Progress, *, optimizer: bool
+) -> tuple[dict[str, str], list[str]]:
     """Write the file, durably; the digest of every tensor by its flattened name, and the names of what was left out.
 
     Raises:
@@ -38,12 +49,12 @@ def write(target: Path, contents: Contents, progress: Progress, *, optimizer: bo
         OSError: the disk refused.
     """
     leaves = list(contents.below(*parts(optimizer)))
-    plain = [leaf for leaf in leaves if not isinstance(leaf.value, Entry)]
+    plain = [leaf for leaf in leaves if not isinstance(leaf.value, LazyTensor)]
     left_out = [leaf.key for leaf in plain if dump(leaf.value, Tensor.cpu) is None]
     kept = [leaf for leaf in leaves if leaf.key not in left_out]
     with TemporaryFile(dir=target.parent) as scratch:
         mapped = _Mapped(scratch, progress)
-        entries = {leaf.key: leaf.value for leaf in kept if isinstance(leaf.value, Entry)}
+        entries = {leaf.key: leaf.value for leaf in kept if isinstance(leaf.value, LazyTensor)}
         for entry in entries.values():
             mapped.add(entry)
         state = tree(iter(kept), mapped.tensor)
@@ -54,7 +65,7 @@ def write(target: Path, contents: Contents, progress: Progress, *, optimizer: bo
     return {key: mapped.digests[entry.identity] for key, entry in entries.items()}, left_out + unsafe
 
 
-def _rest(contents: Contents, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
+def _rest(contents: WholeState, *, optimizer: bool) -> tuple[dict[str, Any], list[str]]:
     """What is no tensor of the state. Without the optimizer its schedule is of no use either."""
     rest: dict[str, Any] = {"version": contents.version}
     if not optimizer:
@@ -75,7 +86,7 @@ class _Mapped:
         self._memory: mmap.mmap | None = None
         self.digests: dict[Any, str] = {}
 
-    def add(self, entry: Entry) -> None:
+    def add(self, entry: LazyTensor) -> None:
         """Write it, if it is not there yet under another name."""
         if entry.identity in self._places:
             return
@@ -86,7 +97,7 @@ class _Mapped:
         self._scratch.write(bytes_of(tensor))
         self._progress(entry.nbytes)
 
-    def tensor(self, entry: Entry) -> Tensor:
+    def tensor(self, entry: LazyTensor) -> Tensor:
         """It, in the mapped file. Nothing is added after the first."""
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.dtype)
@@ -106,7 +117,7 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
     """
     try:
         state = torch.load(path, weights_only=True, map_location="cpu", mmap=True)
-        found = {leaf.key: leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, Entry)}
+        found = {leaf.key: leaf.value for leaf in leaves_of(state) if isinstance(leaf.value, LazyTensor)}
     except Exception as problem:
         raise CheckpointError(f"{path} cannot be read back: {problem}") from problem
     for key, digest in digests.items():
@@ -118,7 +129,7 @@ def read_back(path: Path, digests: Mapping[str, str], progress: Progress) -> Non
 # --------------------------------------------------------------------------------------------------------- reading
 
 
-def read_torch(path: Path, *, optimizer: bool) -> Contents:
+def read_torch(path: Path, *, optimizer: bool) -> WholeState:
     """What the file holds, with or without the optimizer's state; see ``foreign`` for the forms that are understood.
 
     Files in torch's zip format stay mapped, not read. Older ones are read into memory whole.

@@ -19,7 +19,8 @@ from torch.nn.modules.batchnorm import _NormBase
 from ttp.adapters.torch.local_state.large_arrays import ApartMemory
 from ttp.errors import CheckpointError, UsageError
 from ttp.processor.local_state.pages import Kept
-from ttp.store.encoding import Encoder, EncodingError, decode, encode
+from ttp.store.encoding import EncodingError, decode, encode
+from ttp.store.repeated_encoding import RepeatedEncoder
 
 SINGLE = "extra_state"
 """The name of an object that was given without one."""
@@ -45,7 +46,7 @@ class ExtraState:
         self._changing = {n: o for n, o in others.items() if n not in self._constant}
         for name, value in {**self._changing, **self._constant}.items():
             _encoded(name, value)
-        self._encoders = {name: Encoder(_path(name)) for name in self._changing}
+        self._encoders = {name: RepeatedEncoder(_path(name)) for name in self._changing}
         self._memories = {name: ApartMemory() for name in self._changing}
 
     def notes(self) -> list[str]:

@@ -20,7 +20,7 @@ from ttp.adapters.torch.loop.schedule_habit import PLAIN, copied
 _FEW = 4
 _chained = chain.from_iterable
 
-Groups = list[dict[str, Any]]
+ParamGroups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
 
@@ -43,10 +43,10 @@ class _Columns:
     values: list[Any]
     types: list[type]
     others: list[int]
-    copies: Groups | None
-    few: Groups | None
+    copies: ParamGroups | None
+    few: ParamGroups | None
 
-    def groups(self) -> Groups:
+    def groups(self) -> ParamGroups:
         """As dictionaries."""
         if self.copies is not None:
             return self.copies
@@ -75,7 +75,7 @@ class Hyperparameters:
         now = [_looked_at(each.param_groups, old) for each, old in zip(optimizers, before.columns, strict=True)]
         return before if all(map(is_, now, before.columns)) else Hyperparameters(now)
 
-    def groups(self) -> list[Groups]:
+    def groups(self) -> list[ParamGroups]:
         """Of each optimizer."""
         return [columns.groups() for columns in self.columns]
 
@@ -105,7 +105,7 @@ def _new(groups: list[dict[str, Any]], lengths: list[int], names: list[str], val
     return _Columns(lengths, names, values, types, others, copies, None if copies is not None else _few(groups))
 
 
-def _few(groups: list[dict[str, Any]]) -> Groups | None:
+def _few(groups: list[dict[str, Any]]) -> ParamGroups | None:
     return [*map(dict.copy, groups)] if len(groups) <= _FEW else None
 
 

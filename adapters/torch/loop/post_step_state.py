@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Numbers, Runtime, number
-from ttp.adapters.torch.local_state.hyperparameters import Groups, Hyperparameters
+from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters, ParamGroups
 from ttp.adapters.torch.loop.schedule_habit import Habit, Reading
 from ttp.adapters.torch.saving.job_state import JobState, Schedule
 from ttp.errors import CheckpointError, UsageError
@@ -186,7 +186,7 @@ class Tail:
         job = JobState.of(version, schedules, _scaler_state(found.scaler), pending)
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
-    def param_groups(self, version: int, job: JobState | None = None) -> list[Groups]:
+    def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
         """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already.
 
         Args:

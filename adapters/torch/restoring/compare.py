@@ -25,7 +25,7 @@ _NOT_HYPERPARAMETERS = {
 }
 """Keys of a param group that schedulers and callers add: they do not tell one optimizer from another."""
 
-Groups = Sequence[Mapping[str, Any]]
+SavedGroups = Sequence[Mapping[str, Any]]
 
 
 def model_differences(
@@ -61,7 +61,7 @@ def is_left_out(extra_state: str, left_out: Collection[str]) -> bool:
     return any(key == f"model.{extra_state}" or key.startswith(f"model.{extra_state}.") for key in left_out)
 
 
-def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: Groups, saved_kind: str) -> list[str]:
+def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: SavedGroups, saved_kind: str) -> list[str]:
     """As above for the optimizer: its class and settings, and which parameter is in which param group."""
     groups = optimizer.param_groups
     here, there = _settings(groups), _settings(saved)
@@ -77,7 +77,7 @@ def optimizer_differences(names: ModelNames, optimizer: Optimizer, saved: Groups
     return found
 
 
-def _settings(groups: Groups) -> set[str]:
+def _settings(groups: SavedGroups) -> set[str]:
     return {key for group in groups for key in group} - _NOT_HYPERPARAMETERS
 
 

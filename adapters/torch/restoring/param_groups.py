@@ -13,10 +13,10 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.sharding.names import ModelNames
 
-Groups = Sequence[Mapping[str, Any]]
+SavedGroups = Sequence[Mapping[str, Any]]
 
 
-def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> Groups:
+def groups_for(saved: Any, names: ModelNames, optimizer: Optimizer, elsewhere: Collection[str]) -> SavedGroups:
     """The saved settings in groups as ``optimizer`` has them, with the names of their parameters in ``params``.
 
     Args:

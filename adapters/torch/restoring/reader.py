@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.utils import _create_file_view
 
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import put
 from ttp.adapters.torch.saving.metadata import build_metadata
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of
-from ttp.adapters.torch.saving.piece_index import Path as Steps
+from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
 from ttp.store.manifest import Manifest
@@ -86,7 +86,7 @@ def load(path: Path, manifest: Manifest, state_dict: dict[str, Any], *, partial:
     _load(ManifestReader(path, manifest.pieces), state_dict, partial=partial)
 
 
-def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Sequence[Chunk]]]) -> None:
+def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[StatePath, Sequence[Chunk]]]) -> None:
     """Fill the memory of chunks that torch itself has no description for: several of one tensor.
 
     What is read is what overlaps them, one saved piece at a time: that is the memory it takes.
@@ -108,21 +108,41 @@ def load_chunks(path: Path, manifest: Manifest, wanted: Iterable[tuple[Steps, Se
         if not saved[steps] or tuple(saved[steps][0].shape) != tuple(found[0].shape):
             raise CheckpointError(f"{path} has no tensor {'.'.join(steps)} of shape {tuple(found[0].shape)}")
         for item in saved[steps]:
-            _copy_overlaps(path, item, found)
+            copy_overlaps(path, item, found)
 
 
-def _copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
-    """What of one saved piece belongs to any of the chunks; it is read if something does."""
+def copy_overlaps(path: Path, item: IndexEntry, chunks: Sequence[Chunk]) -> None:
+    """Copy what of one saved piece belongs to any of the chunks; the piece is read if something does.
+
+    Raises:
+        CheckpointError: its file cannot be read, or is not what the table says.
+    """
     piece: Tensor | None = None
     for chunk in chunks:
-        bounds = list(zip(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape, strict=True))
-        spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
-        if any(begin >= end for begin, end in spans):
+        common = overlap(item.offsets, item.sizes, chunk.offsets, chunk.tensor.shape)
+        if common is None:
             continue
         piece = read_value(path, item) if piece is None else piece
-        source = tuple(slice(begin - a, end - a) for (begin, end), a in zip(spans, item.offsets, strict=True))
-        target = tuple(slice(begin - b, end - b) for (begin, end), b in zip(spans, chunk.offsets, strict=True))
+        source, target = common
         chunk.tensor.detach()[target].copy_(piece[source])
+
+
+Slices = tuple[slice, ...]
+
+
+def overlap(
+    offsets: Sequence[int], sizes: Sequence[int], others: Sequence[int], other_sizes: Sequence[int]
+) -> tuple[Slices, Slices] | None:
+    """Where what two boxes of a tensor have in common lies in the one and in the other; None: they have nothing."""
+    bounds = zip(offsets, sizes, others, other_sizes, strict=True)
+    spans = [(max(a, b), min(a + m, b + n)) for a, m, b, n in bounds]
+    if any(begin >= end for begin, end in spans):
+        return None
+
+    def within(origin: Sequence[int]) -> Slices:
+        return tuple(slice(begin - at, end - at) for (begin, end), at in zip(spans, origin, strict=True))
+
+    return within(offsets), within(others)
 
 
 def _load(reader: ManifestReader, state_dict: dict[str, Any], *, partial: bool = False) -> None:
@@ -149,7 +169,7 @@ def read_values(path: Path, items: Sequence[IndexEntry]) -> dict[str, Any]:
 
 
 def read_value(path: Path, item: IndexEntry) -> Any:
-    """One item, whole, on the CPU.
+    """One item, whole, on the CPU, without a copy of its bytes beside it.
 
     Raises:
         CheckpointError: its file cannot be read, or is not what the table says.
@@ -159,8 +179,13 @@ def read_value(path: Path, item: IndexEntry) -> Any:
             size = os.fstat(file.fileno()).st_size
             if item.offset + item.length > size:
                 raise ValueError(f"it ends at {item.offset + item.length}, the file at {size}")
-            file.seek(item.offset)
-            blob = file.read(item.length)
-        return torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu")
+            view: Any = _create_file_view(file, item.offset, item.length)
+            value = torch.load(view, weights_only=True, map_location="cpu")
     except Exception as problem:
         raise CheckpointError(f"{item.key} in {path / item.file} cannot be read: {problem}") from problem
+    told = (item.torch_dtype, tuple(item.sizes)) if item.is_tensor else None
+    if told and (not isinstance(value, Tensor) or (value.dtype, tuple(value.shape)) != told):
+        raise CheckpointError(
+            f"{item.key} in {path / item.file} is not the {item.dtype} {list(item.sizes)} it should be"
+        )
+    return value

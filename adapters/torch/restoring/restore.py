@@ -24,8 +24,7 @@ from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import get, put
 from ttp.adapters.torch.saving.job_state import JobState, read_job_state
-from ttp.adapters.torch.saving.piece_index import IndexEntry, items_of, left_out_of
-from ttp.adapters.torch.saving.piece_index import Path as Steps
+from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of, left_out_of
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, local
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -223,10 +222,10 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
         _load_group(group, other)
 
 
-def _fill(saved: _Saved, values: dict[Steps, Any], cutter: Cutter) -> None:
+def _fill(saved: _Saved, values: dict[StatePath, Any], cutter: Cutter) -> None:
     """Load the optimizer's values: tensors are written into, others are replaced."""
     target: dict[str, Any] = {}
-    pieces: list[tuple[Steps, Sequence[Chunk]]] = []
+    pieces: list[tuple[StatePath, Sequence[Chunk]]] = []
     for steps, value in values.items():
         found = cutter.pieces(str(steps[2]), value) if isinstance(value, Tensor) else None
         if found is None:

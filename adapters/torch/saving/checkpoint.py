@@ -54,7 +54,7 @@ class Chunk:
     dtype: torch.dtype | None = None
 
 
-Stored = Tensor | Chunk | tuple[Chunk, ...]
+TensorOrChunks = Tensor | Chunk | tuple[Chunk, ...]
 """One tensor of the state: all of it, or the parts that are here. Parts without elements are not written."""
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.piece_index import StatePath
 
 ToHost = Callable[[Tensor], Tensor]
 """Brings a tensor of an accelerator to the host, where the copy is the caller's, who may empty it; one that is on the
@@ -22,7 +22,7 @@ host is given back as it is."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
-def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[Path, tuple[int, ...], Any]]:
+def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
     """Every value as ``(path, positions of int keys in it, value)``.
 
     A mapping is opened always, a list only when there is a tensor or an open container in it, a tuple never.
@@ -31,7 +31,7 @@ def leaves(state: Mapping[Any, Any]) -> Iterator[tuple[Path, tuple[int, ...], An
         yield from _visit((str(key),), (0,) if type(key) is int else (), value)
 
 
-def _visit(path: Path, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[Path, tuple[int, ...], Any]]:
+def _visit(path: StatePath, int_keys: tuple[int, ...], value: Any) -> Iterator[tuple[StatePath, tuple[int, ...], Any]]:
     if isinstance(value, Mapping):
         for key, inner in list(value.items()):
             yield from _visit((*path, str(key)), (*int_keys, len(path)) if type(key) is int else int_keys, inner)
@@ -50,7 +50,7 @@ def _is_leaf(value: Any) -> bool:
     return not any(isinstance(entry, Tensor) or not _is_leaf(entry) for entry in value)
 
 
-def put(root: MutableMapping[Any, Any], path: Path, value: Any, int_keys: Sequence[int] = ()) -> None:
+def put(root: MutableMapping[Any, Any], path: StatePath, value: Any, int_keys: Sequence[int] = ()) -> None:
     """Set ``value`` at ``path``, making the mappings and lists on the way: the inverse of :func:`leaves`."""
     node: Any = root
     for depth, step in enumerate(path):
@@ -65,7 +65,7 @@ def put(root: MutableMapping[Any, Any], path: Path, value: Any, int_keys: Sequen
         node = node[key]
 
 
-def get(root: Mapping[Any, Any], path: Path) -> Any:
+def get(root: Mapping[Any, Any], path: StatePath) -> Any:
     """The value at ``path``."""
     node: Any = root
     for step in path:

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device.accelerator import Runtime, holder, poll
 from ttp.adapters.torch.device.to_host import launch_once, words
 from ttp.adapters.torch.saving.flatten_state import leaves
-from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.state import optimizer_state
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.adapters.torch.sharding.sharding import Sharding, local_tensors
@@ -105,11 +105,11 @@ def leaves_of(
     ]
 
 
-def agreed_on(names: ModelNames) -> Callable[[Path], bool]:
+def agreed_on(names: ModelNames) -> Callable[[StatePath], bool]:
     """Whether what is at a path of the state is compared between replicas, so that a mixture of theirs is as good."""
     known = set(names.parameters)
 
-    def agreed(path: Path) -> bool:
+    def agreed(path: StatePath) -> bool:
         if path[0] == "model":
             return len(path) == 2 and path[1] in known
         return len(path) > 2 and path[:2] == ("optim", "state") and path[2] in known

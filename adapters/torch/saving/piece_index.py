@@ -27,7 +27,7 @@ INDEX_MAX = 1 << 20
 """Entries of a list in the state."""
 NUMBER_MAX = 1 << 62
 
-Path = tuple[str | int, ...]
+StatePath = tuple[str | int, ...]
 """Where a value sits in the nested state: a string is a mapping's key, a number an index into a list."""
 
 
@@ -48,7 +48,7 @@ class IndexEntry:
         int_keys: positions in ``path`` whose mapping key was an ``int`` and became a string.
     """
 
-    path: Path
+    path: StatePath
     file: str
     offset: int
     length: int
@@ -164,7 +164,7 @@ def _item_from_json(file: str, row: dict[str, Any]) -> IndexEntry:
     return item
 
 
-def _path(steps: Any) -> Path:
+def _path(steps: Any) -> StatePath:
     if not isinstance(steps, list) or not steps:
         raise TypeError(f"{steps!r:.60} is not a path")
     path = tuple(step if type(step) is int else str(step) for step in steps)
@@ -183,7 +183,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 def _check_tree(items: Iterable[IndexEntry]) -> None:
     """That values have places of their own: what holds others is either a mapping or a list, and no value."""
-    holds_index: dict[Path, bool] = {}
+    holds_index: dict[StatePath, bool] = {}
     paths = {item.path: item.file for item in items}
     for path, file in paths.items():
         for depth, step in enumerate(path):

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from ttp.adapters.torch.saving.checkpoint import Chunk, Leaf, chunks_of
-from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.store.digest import digest_bytes
 
 CUT_MIN = 1 << 20
@@ -41,7 +41,7 @@ class Share:
 
     index: int
     count: int
-    agreed: Callable[[Path], bool]
+    agreed: Callable[[StatePath], bool]
 
     def of(self, entries: Iterable[Leaf]) -> tuple[list[Leaf], str]:
         """Those of the entries of a shard that are in this part, and the digest of how they were dealt."""

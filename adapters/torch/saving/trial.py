@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.saving.checkpoint import objection
 from ttp.adapters.torch.saving.flatten_state import dump, leaves
-from ttp.adapters.torch.saving.piece_index import Path
+from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.sharding.dtensor_chunks import local
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError, UsageError
@@ -241,7 +241,7 @@ def _tensors(state: State) -> Iterator[tuple[str, Tensor]]:
     return ((".".join(map(str, path)), value) for path, _, value in leaves(state) if isinstance(value, Tensor))
 
 
-def _values(state: State) -> Iterator[tuple[Path, str, Any]]:
+def _values(state: State) -> Iterator[tuple[StatePath, str, Any]]:
     for path, _, value in leaves(state):
         if not isinstance(value, Tensor):
             yield path, ".".join(map(str, path)), value

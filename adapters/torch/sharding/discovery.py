@@ -25,10 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ttp.adapters.torch.loop.combined_optimizer import members_of
-from ttp.adapters.torch.saving.checkpoint import Stored
+from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import broadcast_bytes, gather_or_refuse
 from ttp.adapters.torch.sharding.shard_discovery import Key, RankShards, ShardEntry, describe, held, key_of, view_of
-from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.adapters.torch.sharding.sharding import TrainingObjects
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
 from ttp.store.encoding import decode, encode
@@ -60,7 +60,12 @@ class FoundSharding:
     """
 
     def __init__(
-        self, parts: Parts, layout: Layout, mine: Mapping[Key, Shard], flat_groups: bool, elsewhere: Collection[str]
+        self,
+        parts: TrainingObjects,
+        layout: Layout,
+        mine: Mapping[Key, Shard],
+        flat_groups: bool,
+        elsewhere: Collection[str],
     ) -> None:
         self.layout, self.flat_groups = layout, flat_groups
         self.stepping = members_of(parts.optimizer)
@@ -80,7 +85,7 @@ class FoundSharding:
         """See ``Sharding``. What came after the discovery goes with every shard, as all of an explicit layout does."""
         return self._explicit or self._mine.get(self._cutter.cut("", tensor), shard) == shard
 
-    def stored(self, owner: str, tensor: Tensor) -> Stored:
+    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding``."""
         return self._cutter.stored(owner, tensor)
 
@@ -89,7 +94,7 @@ class FoundSharding:
         return self._elsewhere
 
 
-def discover(parts: Parts) -> FoundSharding:
+def discover(parts: TrainingObjects) -> FoundSharding:
     """Ask all ranks what they hold. Every rank calls it at the same point of its program.
 
     Raises:

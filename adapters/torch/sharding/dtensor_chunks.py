@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding.fsdp1 import flat_pieces
 from ttp.adapters.torch.sharding.names import ModelNames
 from ttp.errors import ConfigError
@@ -64,7 +64,7 @@ def mesh_ranks(tensor: Any) -> Ranks:
     return tuple(sorted(tensor.device_mesh.mesh.flatten().tolist())) if is_distributed(tensor) else ()
 
 
-def stored(tensor: Any) -> Stored:
+def stored(tensor: Any) -> TensorOrChunks:
     """What of it is here; see ``Sharding.stored``."""
     if not is_distributed(tensor):
         return tensor
@@ -166,7 +166,7 @@ class Cutter:
         """Of the whole parameter."""
         return self._flat[owner].shape if owner in self._flat else tuple(tensor.shape)
 
-    def stored(self, owner: str, tensor: Tensor) -> Stored:
+    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding.stored``."""
         piece = self._flat.get(owner)
         if piece is None or (tensor is not piece.parameter and tensor.shape != (piece.count,)):

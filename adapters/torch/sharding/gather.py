@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ttp.adapters.torch.sharding.partition import Placement
+from ttp.adapters.torch.sharding.partition import ShardPlacement
 from ttp.errors import ConfigError
 
 GATHER_BYTES = 64 << 20
@@ -128,7 +128,7 @@ class BlockGather:
 
 
 def block_gather(
-    placement: Placement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
+    placement: ShardPlacement, me: int, ranks: Sequence[int], group: Any, shards: Sequence[Sequence[Tensor]]
 ) -> BlockGather:
     """The exchange of the block that rank ``me`` of a group is in; a process group of its own is made for it.
 

@@ -17,7 +17,7 @@ from ttp.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class ShardPlacement:
     """Where the shards of a group are.
 
     Args:

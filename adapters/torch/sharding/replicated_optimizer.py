@@ -26,7 +26,7 @@ from torch.optim import LBFGS, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from ttp.adapters.torch.sharding.gather import BlockGather, block_gather, dense_memory
-from ttp.adapters.torch.sharding.partition import Placement, assign
+from ttp.adapters.torch.sharding.partition import ShardPlacement, assign
 from ttp.errors import ConfigError
 
 log = logging.getLogger("ttp.adapters.torch")
@@ -75,7 +75,7 @@ class ReplicatedOptimizer(Optimizer):
         _check_usable(optimizer_class)
         self._inner: Optimizer | None = None
         self._rank = dist.get_rank(process_group)
-        self.placement = Placement(dist.get_world_size(process_group), replicas)
+        self.placement = ShardPlacement(dist.get_world_size(process_group), replicas)
         self.shard = self.placement.shard_of(self._rank)
         self.process_group = process_group
         self._shards: list[list[Tensor]] = [[] for _ in range(self.placement.shards)]
@@ -237,7 +237,7 @@ def _number(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big", signed=True)
 
 
-def _crowded(placement: Placement, hosts: Sequence[int]) -> str | None:
+def _crowded(placement: ShardPlacement, hosts: Sequence[int]) -> str | None:
     """What to say when the copies of a shard share a host although there are several."""
     if placement.replicas == 1 or len(set(hosts)) == 1:
         return None

@@ -15,12 +15,12 @@ import xxhash
 from torch import Tensor, nn
 
 from ttp.adapters.torch.device.accelerator import flat_bytes
-from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
 from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
 from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
 from ttp.adapters.torch.sharding.names import module_tensors
-from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.adapters.torch.sharding.sharding import TrainingObjects
 from ttp.core.layout import Rank, Shard, compact_ranks
 from ttp.errors import ConfigError
 from ttp.store.encoding import decode, encode
@@ -104,7 +104,7 @@ UNNAMED: Key = ()
 """What is cut in no way; beside an explicit layout, what no shard of it names: buffers, which go with all."""
 
 
-def held(parts: Parts, rank: int) -> dict[Key, list[ShardEntry]]:
+def held(parts: TrainingObjects, rank: int) -> dict[Key, list[ShardEntry]]:
     """The entries of this rank, by what will be its shards.
 
     Raises:
@@ -118,14 +118,14 @@ def held(parts: Parts, rank: int) -> dict[Key, list[ShardEntry]]:
     return found
 
 
-def key_of(parts: Parts, name: str, rank: int) -> Key:
+def key_of(parts: TrainingObjects, name: str, rank: int) -> Key:
     """Where the parameter of this name belongs. Raises: as ``held``."""
     if parts.layout is not None:
         return label_of(parts, name, rank)
     return ALONE if parts.left_alone.get(name) else parts.cutter.cut(name, parts.names.parameters[name])
 
 
-def view_of(parts: Parts, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
+def view_of(parts: TrainingObjects, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankShards:
     """What to say of ``shards``, in their order."""
     said = tuple(_said(key, entries) for key, entries in shards.items())
     scopes = sorted({min(ranks) for ranks in _scopes(parts) if ranks})
@@ -135,7 +135,7 @@ def view_of(parts: Parts, shards: Mapping[Key, Iterable[ShardEntry]]) -> RankSha
     return RankShards(said, tuple(scopes), _stages(parts.model), _digest(groups), content, tuple(frozen[:_LISTED_MAX]))
 
 
-def label_of(parts: Parts, name: str, rank: int) -> Shard:
+def label_of(parts: TrainingObjects, name: str, rank: int) -> Shard:
     """The shard of an explicit layout to which a parameter of this rank belongs.
 
     Raises:
@@ -162,13 +162,13 @@ def label_of(parts: Parts, name: str, rank: int) -> Shard:
 # ------------------------------------------------------------------------------------------------------- what there is
 
 
-def _parameters(parts: Parts) -> Iterator[ShardEntry]:
+def _parameters(parts: TrainingObjects) -> Iterator[ShardEntry]:
     for name, parameter in parts.names.parameters.items():
         cut, stored = parts.cutter.cut(name, parameter), parts.cutter.stored(name, parameter)
         yield ShardEntry(f"model.{name}", parts.cutter.shape(name, parameter), cut, _text(stored))
 
 
-def _others(parts: Parts) -> Iterator[ShardEntry]:
+def _others(parts: TrainingObjects) -> Iterator[ShardEntry]:
     """What is no parameter and still has to be saved by somebody: buffers, extra states, averages."""
     for name, buffer in parts.names.buffers.items():
         yield ShardEntry(
@@ -182,7 +182,7 @@ def _others(parts: Parts) -> Iterator[ShardEntry]:
             yield ShardEntry(f"extra.{key}.{name}", shape, dtensor_chunks.cut_among(tensor), part)
 
 
-def _text(stored: Stored) -> str:
+def _text(stored: TensorOrChunks) -> str:
     chunks = stored if isinstance(stored, tuple) else (stored,)
     return repr([(list(c.offsets), list(c.tensor.shape)) for c in chunks if isinstance(c, Chunk) and c.tensor.numel()])
 
@@ -209,7 +209,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(repr(value).encode()).hexdigest()[:24]
 
 
-def _scopes(parts: Parts) -> Iterator[Ranks]:
+def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
     """The groups of ranks that train parts of this model together, as far as they show."""
     for ddp in parts.ddps:
         yield tuple(dist.get_process_group_ranks(ddp.process_group))

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.unwrap_optimizer import is_sharded
-from ttp.adapters.torch.saving.checkpoint import Chunk, Stored
+from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding.data_parallel import ddps_of, not_replicated
 from ttp.adapters.torch.sharding.ddp_buckets import Ddp
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter
@@ -56,7 +56,7 @@ class Sharding(Protocol):
         At least one shard of each rank that holds such a tensor carries it.
         """
 
-    def stored(self, owner: str, tensor: Tensor) -> Stored:
+    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """What to write for a live tensor, without copying and without communication.
 
         Args:
@@ -72,7 +72,7 @@ class Sharding(Protocol):
 
 
 @dataclass(frozen=True)
-class Parts:
+class TrainingObjects:
     """What a sharding is found from.
 
     Args:
@@ -125,7 +125,7 @@ class PlainSharding:
         parts: of the job.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingObjects) -> None:
         self.layout = parts.layout or Layout.data_parallel(parts.world_size)
         self.stepping: Sequence[Optimizer] = members_of(parts.optimizer)
         self.flat_groups = False
@@ -139,7 +139,7 @@ class PlainSharding:
         """See ``Sharding``."""
         return True
 
-    def stored(self, owner: str, tensor: Tensor) -> Stored:
+    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding``."""
         return tensor
 
@@ -148,7 +148,7 @@ class PlainSharding:
         return ()
 
 
-def sharding_of(parts: Parts) -> Sharding:
+def sharding_of(parts: TrainingObjects) -> Sharding:
     """How the state of this job is sharded. Called by all ranks at the same point: they may have to ask each other.
 
     Raises:
@@ -172,7 +172,7 @@ def sharding_of(parts: Parts) -> Sharding:
     return PlainSharding(parts)
 
 
-def _all_together(parts: Parts) -> bool:
+def _all_together(parts: TrainingObjects) -> bool:
     """DistributedDataParallel of all ranks, which leaves nothing alone: nobody has to be asked."""
     sizes = [len(dist.get_process_group_ranks(ddp.process_group)) for ddp in parts.ddps]
     return parts.world_size == 1 or (set(sizes) == {parts.world_size} and not parts.left_alone)
@@ -214,7 +214,7 @@ def _flat(groups: Sequence[Mapping[str, Any]], wanted: Collection[str]) -> dict[
     }
 
 
-def local_tensors(stored: Stored) -> tuple[Tensor, ...]:
+def local_tensors(stored: TensorOrChunks) -> tuple[Tensor, ...]:
     """The memory behind it."""
     chunks = stored if isinstance(stored, tuple) else (stored,)
     return tuple(chunk.tensor if isinstance(chunk, Chunk) else chunk for chunk in chunks)

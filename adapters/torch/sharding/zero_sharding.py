@@ -25,10 +25,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
-from ttp.adapters.torch.saving.checkpoint import Stored
+from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
-from ttp.adapters.torch.sharding.sharding import Parts
+from ttp.adapters.torch.sharding.sharding import TrainingObjects
 from ttp.core.layout import REPLICATED, Layout, Rank, Shard
 from ttp.errors import ConfigError
 
@@ -52,7 +52,7 @@ class ZeroSharding:
 
     flat_groups = False
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: TrainingObjects) -> None:
         _check(parts)
         self._names, self._optimizer = parts.names, parts.optimizer
         self._inner = inner_of(parts.optimizer)
@@ -77,7 +77,7 @@ class ZeroSharding:
         """See ``Sharding``."""
         return shard in (REPLICATED, COMMON)
 
-    def stored(self, owner: str, tensor: Tensor) -> Stored:
+    def stored(self, owner: str, tensor: Tensor) -> TensorOrChunks:
         """See ``Sharding``."""
         return tensor
 
@@ -112,7 +112,7 @@ def _parameters(optimizer: Optimizer) -> set[int]:
     return {id(parameter) for group in list(optimizer.param_groups) for parameter in list(group["params"])}
 
 
-def _check(parts: Parts) -> None:
+def _check(parts: TrainingObjects) -> None:
     kind = type(parts.optimizer).__name__
     if not connected(parts.world_size):
         raise ConfigError(
@@ -138,7 +138,7 @@ def _spans(optimizer: Any, world_size: int) -> bool:
     return dist.get_world_size(optimizer.process_group) == world_size
 
 
-def _reduced_over_all(parts: Parts) -> bool:
+def _reduced_over_all(parts: TrainingObjects) -> bool:
     return any(dist.get_world_size(ddp.process_group) == parts.world_size for ddp in parts.ddps)
 
 

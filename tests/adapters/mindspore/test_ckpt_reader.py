@@ -11,7 +11,7 @@ import pytest
 import xxhash
 
 from ttp.errors import CheckpointError
-from ttp.mindspore_files.ckpt_reader import Contents, read_contents
+from ttp.mindspore_files.ckpt_reader import CkptContents, read_contents
 
 pytestmark = pytest.mark.xdist_group("mindspore-files")
 
@@ -98,7 +98,7 @@ def test_thousands_of_damaged_files_are_read_or_refused(tmp_path: Path) -> None:
             broken[at : at + draw.randrange(4)] = draw.choice([b"", b"\xff", b"\x80\x80", draw.randbytes(4)])
         path.write_bytes(broken)
         try:
-            assert isinstance(read_contents(path), Contents)
+            assert isinstance(read_contents(path), CkptContents)
         except CheckpointError:
             refused += 1
     assert refused > 300

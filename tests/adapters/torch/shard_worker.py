@@ -21,7 +21,7 @@ from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
-from ttp.adapters.torch.sharding.sharding import Parts, Sharding, sharding_of
+from ttp.adapters.torch.sharding.sharding import Sharding, TrainingObjects, sharding_of
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, SaverOrder
@@ -103,7 +103,7 @@ class Stage(nn.Module):
 
 def sharding(model: nn.Module, layout: Layout | None = None, shard_of: Any = None) -> Sharding:
     optimizer = adamw(model)
-    return sharding_of(Parts(model, optimizer, ModelNames(model, optimizer), WORLD, {}, layout, shard_of))
+    return sharding_of(TrainingObjects(model, optimizer, ModelNames(model, optimizer), WORLD, {}, layout, shard_of))
 
 
 def groups(found: Sharding) -> dict[str, list[int]]:

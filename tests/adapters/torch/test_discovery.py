@@ -17,7 +17,7 @@ from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery  # noqa:
 from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
 from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
 from ttp.adapters.torch.sharding.shard_discovery import RankShards, StatedShards, label_of  # noqa: E402
-from ttp.adapters.torch.sharding.sharding import Parts, sharding_of  # noqa: E402
+from ttp.adapters.torch.sharding.sharding import TrainingObjects, sharding_of  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
@@ -108,10 +108,10 @@ class TestExplicit:
             explicit(same_shards(views), self.LAYOUT)
 
     @staticmethod
-    def parts(layout: Layout, shard_of: Any = None) -> Parts:
+    def parts(layout: Layout, shard_of: Any = None) -> TrainingObjects:
         model = nn.Linear(2, 2)
         optimizer = torch.optim.SGD(model.parameters())
-        return Parts(model, optimizer, ModelNames(model, optimizer), layout.world_size, {}, layout, shard_of)
+        return TrainingObjects(model, optimizer, ModelNames(model, optimizer), layout.world_size, {}, layout, shard_of)
 
     def test_where_a_parameter_belongs(self) -> None:
         assert label_of(self.parts(self.LAYOUT), "weight", 1) == "b"

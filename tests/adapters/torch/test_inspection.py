@@ -18,7 +18,7 @@ from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.saving import inspection  # noqa: E402
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Inspector, replicated  # noqa: E402
 from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402
-from ttp.adapters.torch.sharding.sharding import Parts, PlainSharding  # noqa: E402
+from ttp.adapters.torch.sharding.sharding import PlainSharding, TrainingObjects  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard, Version  # noqa: E402
 
 
@@ -250,7 +250,7 @@ class Halves(PlainSharding):
     """The first parameter belongs to the first shard, the others to the last."""
 
     def __init__(self, adapter: TorchAdapter, layout: Layout) -> None:
-        super().__init__(Parts(adapter._model, adapter._optimizer, adapter._names, layout.world_size))
+        super().__init__(TrainingObjects(adapter._model, adapter._optimizer, adapter._names, layout.world_size))
         self.layout = layout
 
     def parameters_of(self, shard: Shard) -> Collection[str]:

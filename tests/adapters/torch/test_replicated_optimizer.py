@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
-from ttp.adapters.torch.sharding.partition import Placement, assign  # noqa: E402
+from ttp.adapters.torch.sharding.partition import ShardPlacement, assign  # noqa: E402
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
@@ -126,7 +126,7 @@ def test_without_a_process_group() -> None:
 @given(st.integers(1, 40), st.data())
 def test_every_block_has_every_shard_and_every_shard_its_copies(size: int, data: st.DataObject) -> None:
     replicas = data.draw(st.integers(1, size))
-    placement = Placement(size, replicas)
+    placement = ShardPlacement(size, replicas)
     blocks = {placement.block_of(rank) for rank in range(size)}
     assert sorted(rank for block in blocks for rank in block) == list(range(size))
     for rank in range(size):
@@ -158,4 +158,4 @@ def test_a_second_helping_is_balanced_with_the_first() -> None:
     [("aabb", False), ("aaaa", False), ("abab", True), ("aaab", True), ("abcd", False)],
 )
 def test_copies_that_share_a_host_are_noticed(hosts: str, crowded: bool) -> None:
-    assert (_crowded(Placement(4, 2), list(map(ord, hosts))) is not None) is crowded
+    assert (_crowded(ShardPlacement(4, 2), list(map(ord, hosts))) is not None) is crowded

@@ -315,7 +315,7 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """The controller does not want this process."""
+    """The controller does not want this process, which was never part of the job."""
 
     code: m.RefusalCode
     text: str

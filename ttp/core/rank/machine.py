@@ -448,8 +448,11 @@ class ProcessorMachine:
         if code is m.RefusalCode.MOVED:
             self._route.moved()
             return
-        self.gone = True
-        self._do(Rejected(code, text))
+        if self.incarnation:  # it was part of the job: whatever it holds is of no use any more
+            self._exit(EXIT_NOT_SAVED, f"the controller refused this rank: {text}")
+        else:
+            self.gone = True
+            self._do(Rejected(code, text))
 
     # ------------------------------------------------------------------------------------------------------ incidents
 

@@ -1,0 +1,139 @@
+"""The state of one object as bytes, again and again, at little cost where little has changed."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Any
+
+import msgpack
+
+from ttp.store import arrays
+from ttp.store.encoding import (
+    DEPTH_MAX,
+    MAGIC,
+    NATIVE,
+    NUMPY_ARRAY,
+    ORDERED,
+    TENSOR,
+    EncodingError,
+    RefusedError,
+    big_int,
+    checksum,
+    encode,
+    extension,
+    pack,
+    to_plain,
+)
+
+APART_BYTES = 64 << 10
+"""Arrays of this size and more are kept apart."""
+
+_WHOLE = frozenset({type(None), int, str, bytes})
+"""Types whose values are the same for every purpose when they are equal; 0.0 and -0.0 are not."""
+
+_DICTS, _TEXT = frozenset({dict, OrderedDict}), frozenset({str})
+
+_LONG = 16
+"""Shorter lists are packed as fast as they are compared."""
+
+
+_NOTHING = object()
+
+
+class _Part:
+    """What is known of a value at one place of the state."""
+
+    __slots__ = ("copy", "inside", "key", "last", "packed")
+
+    def __init__(self, key: bytes) -> None:
+        self.key = key
+        self.last: object = _NOTHING  # what ``packed`` is of, if it cannot change
+        self.inside: dict[Any, _Part] = {}
+        self.copy: list[Any] | None = None
+        self.packed = b""
+
+
+class RepeatedEncoder:
+    """Encodes the state of one object again and again, at little cost where little has changed; for ``decode``.
+
+    Long lists that are equal to those of the last time are not packed again, nor looked through.
+
+    Args:
+        name: what to call the state in an error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.apart: list[Any] = []
+        """The arrays that the last ``encode`` has left to the caller: contiguous, on the CPU."""
+        self._name = name
+        self._root = _Part(b"")
+        self._packer = msgpack.Packer(default=big_int, unicode_errors="surrogatepass", buf_size=4096)
+
+    def encode(self, obj: object) -> bytes:
+        """``obj`` as bytes, but for those of ``apart``.
+
+        Raises:
+            EncodingError: it holds something that cannot be stored; the text says where.
+        """
+        self.apart = []
+        try:
+            body = self._value(self._root, obj, 0)
+        except RefusedError:
+            encode(obj, self._name)  # says where
+            raise EncodingError(f"{self._name}: it changed while it was encoded") from None
+        return b"".join((MAGIC, checksum(body), body))
+
+    def _value(self, part: _Part, value: Any, depth: int) -> bytes:
+        kind = type(value)
+        if kind in NATIVE:
+            return self._packed(value)
+        if kind in _DICTS and depth < DEPTH_MAX and _TEXT.issuperset(map(type, value)):
+            ordered = kind is OrderedDict
+            pack_header = self._packer.pack_array_header if ordered else self._packer.pack_map_header
+            packed = self._inside(part, pack_header(len(value) << ordered), value.items(), depth + 1, keyed=True)
+            return self._packed(extension(ORDERED, packed)) if ordered else packed
+        if kind is list and depth < DEPTH_MAX:
+            return self._list(part, value, depth + 1)
+        if arrays.may_be_apart(value, APART_BYTES):
+            self.apart.append(value)
+            return self._packed(_array_apart(value, len(self.apart) - 1))
+        return self._packed(to_plain(value, depth))
+
+    def _list(self, part: _Part, value: list[Any], depth: int) -> bytes:
+        if part.copy is not None and part.copy == value:
+            return part.packed
+        part.copy, part.last = None, _NOTHING
+        kinds = set(map(type, value))
+        if not kinds <= NATIVE:
+            return self._inside(part, self._packer.pack_array_header(len(value)), enumerate(value), depth, keyed=False)
+        packed = self._packed(value)
+        if len(value) >= _LONG and kinds <= _WHOLE:
+            part.copy, part.packed = value.copy(), packed
+        return packed
+
+    def _inside(
+        self, part: _Part, header: bytes, items: Iterable[tuple[Any, Any]], depth: int, *, keyed: bool
+    ) -> bytes:
+        inside, pieces = part.inside, [header]
+        for key, item in items:
+            found = inside.get(key)
+            if found is None:
+                found = inside[key] = _Part(self._packed(key) if keyed else b"")
+            if type(item) not in NATIVE:
+                pieces += (found.key, self._value(found, item, depth))
+                continue
+            if item is not found.last:
+                found.last, found.packed, found.copy = item, self._packer.pack(item), None
+            pieces += (found.key, found.packed)
+        if 2 * len(inside) >= len(pieces):
+            part.inside = {}  # something is gone, and is forgotten with the rest
+        return b"".join(pieces)
+
+    def _packed(self, plain: object) -> bytes:
+        return bytes(self._packer.pack(plain))
+
+
+def _array_apart(value: Any, index: int) -> Any:
+    code, fields = (TENSOR, arrays.pack_tensor) if arrays.is_tensor(value) else (NUMPY_ARRAY, arrays.pack_array)
+    return extension(code, pack(fields(value, index)))
