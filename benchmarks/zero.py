@@ -21,19 +21,19 @@ RANKS = 4
 
 def run(quick: bool) -> list[Result]:
     """Each optimizer in a job of its own, in which plain DDP with AdamW takes turns with it."""
-    world, blocks, steps, width = (2, 1, 3, 256) if quick else (RANKS, 15, 10, 1024)
+    blocks, steps, width = (1, 3, 256) if quick else (15, 10, 1024)
     kinds = {QUICK: KINDS[QUICK]} if quick else KINDS
-    return [result for kind, title in kinds.items() for result in _measure(kind, title, world, blocks, steps, width)]
+    return [result for kind, title in kinds.items() for result in _measure(kind, title, blocks, steps, width)]
 
 
-def _measure(kind: str, title: str, world: int, blocks: int, steps: int, width: int) -> list[Result]:
+def _measure(kind: str, title: str, blocks: int, steps: int, width: int) -> list[Result]:
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
             arguments = [kind, str(blocks), str(steps), str(width)]
-            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, world, port, directory)]
+            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, RANKS, port, directory)]
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
-    shown = f"{blocks} blocks of {steps} steps by turns, {world} ranks, {weights / 2**20:.0f} MiB of weights"
+    shown = f"{blocks} blocks of {steps} steps by turns, {RANKS} ranks, {weights / 2**20:.0f} MiB of weights"
     bare = statistics.median(ranks[0]["plain"])
     return [
         Result(
