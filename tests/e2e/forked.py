@@ -33,6 +33,8 @@ PRELOAD = [
     "torch.distributed._composable.replicate_with_fsdp",
     "torch.distributed.optim",
     "torch._dynamo",
+    "ttp.api",
+    "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
 ]
