@@ -23,6 +23,7 @@ from ttp.controller.service import start_server, stop_server
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, ConfigError
 from ttp.launch.presence import port_owner
+from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.wire.access import listening_address
 
 log = logging.getLogger("ttp.controller")
@@ -94,7 +95,8 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """The life of a controller."""
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir, (config.save_dir, config.fallback_dir))
-    driver = Driver(patience_of(config, args), journal, config.host or socket.gethostname(), port)
+    host = config.host or socket.gethostname()
+    driver = Driver(patience_of(config, args), journal, host, port, HandlerRecovery)
     try:
         bind = listening_address(config)
         server = await start_server(driver, config, port)

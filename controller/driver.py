@@ -20,8 +20,8 @@ from ttp.controller.sockets import Sockets
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.layout import Rank, Version
-from ttp.core.manager_messages import ManagerCall, Notice
 from ttp.store.history import HISTORY_KINDS
 
 log = logging.getLogger("ttp.controller")
@@ -77,10 +77,18 @@ class Driver:
         journal: where incidents are written.
         host: name of this host, as ranks name theirs.
         port: where it will listen.
+        program: leads jobs that save and repair themselves.
     """
 
-    def __init__(self, patience: ce.ControllerTimeouts, journal: Journal, host: str = "", port: int = 0) -> None:
-        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port)
+    def __init__(
+        self,
+        patience: ce.ControllerTimeouts,
+        journal: Journal,
+        host: str = "",
+        port: int = 0,
+        program: MakeRecovery = no_recovery,
+    ) -> None:
+        self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
         """This controller ends: that its streams do too is no evidence of anything."""
@@ -94,8 +102,9 @@ class Driver:
         self._sockets = Sockets()
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
-        self._calls: asyncio.Queue[ManagerCall | None] | None = None
-        self._problem = ""
+        self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
+        """Does what the program's own recovery wants."""
+        self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
         self._plan_timer()
@@ -162,26 +171,6 @@ class Driver:
         finally:
             self._saves.pop(request, None)
 
-    def attend(self, wait_s: float) -> asyncio.Queue[ManagerCall | None] | None:
-        """A manager is there; what it is told. ``None``: there is one already."""
-        if self._calls is not None or self.closed:
-            return None
-        self._calls = asyncio.Queue()
-        self.feed(ce.ManagerCame(wait_s))
-        return self._calls
-
-    def leave(self, calls: asyncio.Queue[ManagerCall | None]) -> None:
-        """The manager that was told through ``calls`` has gone."""
-        if calls is self._calls:
-            self._calls = None
-            self.feed(ce.ManagerLeft())
-
-    def notice(self, notice: Notice) -> str:
-        """The manager says something; why that is not accepted, empty if it is."""
-        self._problem = "this controller ends"
-        self.feed(ce.Noticed(next(self._ids), notice))
-        return self._problem
-
     def watch(self, replay: int) -> Watch:
         """Events from now on, preceded by the last ``replay`` ones."""
         watch = Watch(list(self.history)[-replay:] if replay else [])
@@ -203,8 +192,7 @@ class Driver:
             connection.end()
         for watch in self._watchers:
             watch.end()
-        if self._calls is not None:
-            self._calls.put_nowait(None)
+        self.on_close()
         for request, future in self._saves.items():
             if not future.done():
                 future.set_result(_no_more(request))
@@ -221,11 +209,8 @@ class Driver:
                 future = self._saves.get(request)
                 if future is not None and not future.done():
                     future.set_result(action)
-            case ce.CallManager(call):
-                if self._calls is not None:
-                    self._calls.put_nowait(call)
-            case ce.AnswerNotice(_, problem):
-                self._problem = problem
+            case ce.ProgramAction():
+                self.perform_program(action)
             case ce.LookAt(host, connections):
                 peers = (self._connections[c].peer for c in connections if c in self._connections)
                 asyncio.get_running_loop().call_soon(self.feed, ce.LookedAt(host, self._sockets.silent_s(peers)))

@@ -22,14 +22,14 @@ from ttp.config import Config
 from ttp.controller.connection import Connection
 from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.controller.relay_link import RelayLink
-from ttp.controller.rounds_service import SERVICE as MANAGER_SERVICE
-from ttp.controller.rounds_service import ManagerService
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.accusation import who_is_meant
 from ttp.core.controller.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.errors import EXIT_BAD_CONFIG
+from ttp.mindio.manager_service import SERVICE as MANAGER_SERVICE
+from ttp.mindio.manager_service import ManagerService
 from ttp.wire import limits, tls
 from ttp.wire.access import aio_guards, listening_address
 from ttp.wire.address import target

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.ports import free_port
-from ttp.core.replica_lists import Replicas
 from ttp.legacy import replica_set
+from ttp.mindio.protocol.replica_lists import Replicas
 
 PROGRAM = """
 import os, sys

@@ -1,7 +1,7 @@
 """The function names of the original's first generations: ``ttp_init_controller`` and so on.
 
 For programs that drive the protocol by hand, with save and rename callbacks of their own. They run on the same
-controller, processor and machines as ``wrap_optimizer``, as participants in rounds (``ttp.handlers``). Signatures and
+controller, processor and machines as ``wrap_optimizer``, as participants in rounds (``ttp.mindio``). Signatures and
 order of calls follow the vendor's guide for MindIO TTP; as there, functions return 0 when they worked and 1 when they
 did not, the registering ones return nothing.
 """
@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
-from ttp.core.replica_lists import check_set
-from ttp.core.rounds_messages import ReplicaSet
 from ttp.errors import TtpError, UsageError
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
+from ttp.mindio.protocol.messages import ReplicaSet
+from ttp.mindio.protocol.replica_lists import check_set
 
 if TYPE_CHECKING:
-    from ttp.handlers import Call, Participant
+    from ttp.mindio.handlers import Call, Participant
 
 log = logging.getLogger("ttp.legacy")
 
@@ -117,7 +117,7 @@ def ttp_start_processor(master_ip: str, port: int) -> int:
     if _program.replicas is None or _program.rank is None:
         log.error("ttp_start_processor: call ttp_init_processor() first")
         return RET_ERROR
-    from ttp.handlers import HandlerKind, Participant
+    from ttp.mindio.handlers import HandlerKind, Participant
 
     try:
         env = RankEnv.from_env({**os.environ, "MASTER_ADDR": master_ip})

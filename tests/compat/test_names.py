@@ -15,9 +15,9 @@ import ttp.compat.mindio.framework_ttp as tft
 from tests.wire.certificates import Authority
 from ttp.compat.mindio import catching, managing, rank, tls_info, update_times
 from ttp.compat.mindio.handlers import Handlers
-from ttp.core.rounds_messages import RepairWay
 from ttp.errors import ConfigError, UsageError
-from ttp.handlers import Ailment, Call, HandlerKind
+from ttp.mindio.handlers import Ailment, Call, HandlerKind
+from ttp.mindio.protocol.messages import RepairWay
 
 
 @pytest.fixture(autouse=True)

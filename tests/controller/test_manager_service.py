@@ -9,10 +9,10 @@ import pytest
 
 from tests.controller.conftest import Controller
 from ttp.core.layout import Rank
-from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
-from ttp.handlers import Manager
+from ttp.mindio.handlers import Manager
+from ttp.mindio.manager_wire import call_from_wire, call_to_wire, notice_from_wire, notice_to_wire
+from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.wire.limits import WireError
-from ttp.wire.manager import call_from_wire, call_to_wire, notice_from_wire, notice_to_wire
 from ttp.wire.v1 import rounds_pb2 as pb
 from ttp.wire.v1 import rounds_pb2_grpc as rpc
 

@@ -25,6 +25,7 @@ from ttp.core.controller.events import (
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
 from ttp.testing.scenario import grid
@@ -74,10 +75,12 @@ class Talk:
     What the machine says comes back as one line: ``Freeze:1,2`` are orders, ``[plan]`` is a record, and so on.
     """
 
-    def __init__(self, layout: Layout | None = None, *, formed: bool = True) -> None:
+    def __init__(
+        self, layout: Layout | None = None, *, formed: bool = True, program: MakeRecovery = no_recovery
+    ) -> None:
         self.layout = layout or grid(1, 3)
         self.now = 0.0
-        self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0, host="h")
+        self.machine = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0, host="h", program=program)
         self.said: list[Action] = []
         self.streams = {r: r + 1 for r in range(self.layout.world_size)}
         for r in range(self.layout.world_size if formed else 0):

@@ -31,6 +31,8 @@ from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
 from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import machine as pm
 from ttp.core.rank.machine import ProcessorMachine
+from ttp.mindio.protocol.handler_recovery import HandlerRecovery
+from ttp.mindio.protocol.rank_side import RankRounds
 from ttp.wire import limits
 from ttp.wire.convert import WireError, order_from_wire, order_to_wire, parse_report, report_to_wire
 from ttp.wire.v1 import controller_pb2 as pb
@@ -42,7 +44,7 @@ STRANGERS = [ConnectionId(10), ConnectionId(11)]
 
 
 def machine() -> ControllerMachine:
-    subject = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0)
+    subject = ControllerMachine(PATIENCE, lambda n: f"i{n}", 0.0, program=HandlerRecovery)
     subject.job.learn(LAYOUT)
     return subject
 
@@ -325,6 +327,7 @@ PROCESSOR_EVENTS = st.one_of(
 @fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
     subject, now = ProcessorMachine(hello(0, LAYOUT), pm.RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
+    subject.program = RankRounds()
     events: list[pm.Event] = [pm.StreamUp(), pm.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
     for event in [*events, *script]:
         if isinstance(event, float):

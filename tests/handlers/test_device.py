@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from ttp.config import Config, RankEnv
-from ttp.handlers import HandlerKind, Participant, device
+from ttp.mindio.handlers import HandlerKind, Participant, device
 
 
 class Runtime:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.handlers.jobs import Job, after
 from ttp.errors import EXIT_SAVED
-from ttp.handlers import Manager
+from ttp.mindio.handlers import Manager
 
 
 class Told:

@@ -13,11 +13,11 @@ import pytest
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
-from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
-from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant
-from ttp.handlers.actor import Actor
-from ttp.handlers.loop import Loop
-from ttp.handlers.pause import PausePoint
+from ttp.mindio.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant
+from ttp.mindio.handlers.actor import Actor
+from ttp.mindio.handlers.loop import Loop
+from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.protocol.messages import Act, Acted, RepairWay, RoundKind, Transfer, TypeRanks
 from ttp.processor.gate import gate
 from ttp.processor.gate.gate import Gate
 
@@ -142,7 +142,7 @@ class Rank0:
         self.activity = ""
         self.say = lambda: None
         self.placed: list[HandlerKind] = []
-        self.acted = self.answers.append
+        self.tell = lambda event: self.answers.append(event.report)
         known = {HandlerKind(kind): func for kind, func in handlers.items()}
         self.actor = Actor(Rank(0), self, known, self.loop, self.pause, self.halted.append, self.on_device)  # type: ignore[arg-type]  # a stand-in for the processor
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ttp.config import Config, RankEnv
-from ttp.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
+from ttp.mindio.handlers import Ailment, Call, ForcedStop, HandlerKind, NextAction, Participant, RepairWay, ReplicaSet
 
 DIR = Path(os.environ["JOB_DIR"])
 ENV = RankEnv.from_env()

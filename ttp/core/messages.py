@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
-from ttp.core.rounds_messages import Act, Acted, Ailing, Handlers
 
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
@@ -338,6 +337,13 @@ class Copied:
     whole: Version
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramReport:
+    """Base of what ranks say of a recovery that the program makes itself; opaque to everybody else."""
+
+    rank: Rank
+
+
 Report = (
     Hello
     | LayoutPart
@@ -354,9 +360,7 @@ Report = (
     | Probed
     | StandbyUp
     | Copied
-    | Handlers
-    | Ailing
-    | Acted
+    | ProgramReport
 )
 
 # -------------------------------------------------------------------------------------------------------------- orders
@@ -539,6 +543,14 @@ class Settled:
     whole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramOrder:
+    """Base of what ranks are told in a recovery that the program makes itself; opaque to everybody else."""
+
+    rank: Rank
+    term: int
+
+
 Order = (
     Welcome
     | TellLayout
@@ -558,5 +570,5 @@ Order = (
     | CopyTo
     | MirrorTo
     | Settled
-    | Act
+    | ProgramOrder
 )

@@ -22,13 +22,13 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import machine as pm
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
+from ttp.mindio.protocol.rank_side import NoHandlers
 from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import Receiver
 from ttp.processor.gate.gate import Gate
@@ -105,6 +105,7 @@ class Processor:
         at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
         greeting = hello(config, env, layout, source, save_dir, version, *at)
         self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
+        self.speak_for(NoHandlers(), lambda action: None)
         self._line = ControllerLink(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
         )
@@ -122,8 +123,6 @@ class Processor:
         self._exit_code: int | None = None
         self.on_death: Callable[[], None] = lambda: None
         """Called when a neighbour has died, on any thread; must not block."""
-        self.on_act: Callable[[rm.Act], None] | None = None
-        """Carries out rounds; must not block. ``acted`` says what came of it."""
         self._thread = threading.Thread(target=self._run, name="ttp-processor", daemon=True)
 
     # --------------------------------------------------------------------------------------------- for the main thread
@@ -235,18 +234,13 @@ class Processor:
         self.gate.mark_torn()
         self._inbox.put(pm.Raised(kind, text, detail))
 
-    def handlers_known(self, report: rm.Handlers) -> None:
-        """What the program's handlers can do; said again to every controller."""
-        self._inbox.put(pm.HandlersKnown(report))
+    def speak_for(self, program: pm.RankProgram, perform: Callable[[pm.ProgramAction], None]) -> None:
+        """The program saves and repairs itself. Before ``start``; ``perform`` must not block."""
+        self._machine.program, self._perform_program = program, perform
 
-    def ails(self, report: rm.Ailing) -> None:
-        """The training thread has left its loop, and can go back. May be called from any thread."""
-        self.gate.mark_torn()
-        self._inbox.put(pm.Ailed(report))
-
-    def acted(self, report: rm.Acted) -> None:
-        """What came of an act. May be called from any thread."""
-        self._inbox.put(pm.ActDone(report))
+    def tell(self, event: pm.ProgramEvent) -> None:
+        """Something happened that the program's own recovery has to know. May be called from any thread."""
+        self._inbox.put(event)
 
     def exit_with(self, code: int | None) -> None:
         """Exit code of this process after a release; None: as the controller says."""
@@ -401,16 +395,8 @@ class Processor:
                 self.copying.named(order)
             case pm.SettleCopy() if self.copying is not None:
                 self.copying.settle(action)
-            case pm.StartAct(act):
-                self._start_act(act)
-
-    def _start_act(self, act: rm.Act) -> None:
-        if self.on_act is not None:
-            self.on_act(act)
-            return
-        state = self.gate.state()
-        torn, text = state.phase is m.Phase.TORN, f"this rank has no handlers to {act.kind.value} with"
-        self.acted(rm.Acted(act.rank, act.serial, False, 0, state.version, torn, text))
+            case pm.ProgramAction():
+                self._perform_program(action)
 
     @staticmethod
     def _aside(name: str, job: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ttp.core import layout_messages as lm
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
+from ttp.mindio.protocol import messages as rm
 from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import controller_pb2 as pb
@@ -38,8 +38,15 @@ __all__ = [
     "report_to_wire",
 ]
 
-REPORTS: tuple[type, ...] = typing.get_args(m.Report)
-ORDERS: tuple[type, ...] = typing.get_args(m.Order)
+
+def _kinds(union: Any, opaque: type, instead: Any) -> tuple[type, ...]:
+    """What goes over the wire: the core's own kinds, and those that it only knows by their base."""
+    own = (kind for kind in typing.get_args(union) if kind is not opaque)
+    return (*own, *(typing.get_args(instead) or (instead,)))
+
+
+REPORTS: tuple[type, ...] = _kinds(m.Report, m.ProgramReport, rm.Report)
+ORDERS: tuple[type, ...] = _kinds(m.Order, m.ProgramOrder, rm.Order)
 
 
 def report_to_wire(report: m.Report) -> pb.RankReport:

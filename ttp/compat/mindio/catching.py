@@ -17,7 +17,7 @@ from ttp.compat.mindio.rank import THIS
 from ttp.compat.mindio.update_times import tft_can_do_uce_repair
 from ttp.compat.mindio.values import AILMENTS, ERROR_CODE_MAX, RET_EXIT, ReportState
 from ttp.errors import ConfigError
-from ttp.handlers import NextAction
+from ttp.mindio.handlers import NextAction
 from ttp.processor.faults import describe
 from ttp.session import write_error_file
 

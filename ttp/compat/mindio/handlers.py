@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ttp.compat.mindio.values import for_mindspore
-from ttp.handlers import Call, HandlerKind
+from ttp.mindio.handlers import Call, HandlerKind
 
 Handler = Callable[..., Any]
 

@@ -15,11 +15,11 @@ from ttp.compat.mindio.rank import THIS, check_rank, job_port, resolve
 from ttp.compat.mindio.values import RET_ERROR, RET_OK
 from ttp.config import Config
 from ttp.errors import ConfigError, TtpError, UsageError
-from ttp.handlers import Manager
 from ttp.launch.admission import admitted
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.ring import places
 from ttp.launch.run_dir import prepare_run_dir
+from ttp.mindio.handlers import Manager
 from ttp.wire.address import target
 
 log = logging.getLogger("ttp.compat.mindio")

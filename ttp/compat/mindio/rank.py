@@ -24,7 +24,7 @@ from ttp.compat.mindio.values import (
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Rank
 from ttp.errors import ConfigError, UsageError
-from ttp.handlers import HandlerKind, Participant, ReplicaSet
+from ttp.mindio.handlers import HandlerKind, Participant, ReplicaSet
 
 log = logging.getLogger("ttp.compat.mindio")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import os
 
-from ttp.handlers import Ailment, NextAction, RepairWay
+from ttp.mindio.handlers import Ailment, NextAction, RepairWay
 
 RET_OK, RET_ERROR, RET_EXIT, RET_PASS, RET_EXCEPTION = 0, 1, 2, 3, 4
 """``RET_EXIT`` is the exit code of a process that could not be started."""

@@ -7,7 +7,6 @@ from typing import Any, NewType
 
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.manager_messages import ManagerCall, Notice
 
 ConnectionId = NewType("ConnectionId", int)
 
@@ -126,23 +125,8 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class ManagerCame:
-    """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
-
-    wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerLeft:
-    """Nobody does any more."""
-
-
-@dataclass(frozen=True, slots=True)
-class Noticed:
-    """The manager says something."""
-
-    request: int
-    notice: Notice
+class ProgramEvent:
+    """Something for ``program_recovery`` alone; what it is, only that knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +150,7 @@ Event = (
     | LauncherSaid
     | RankWasWrong
     | Remembered
-    | ManagerCame
-    | ManagerLeft
-    | Noticed
+    | ProgramEvent
     | LookedAt
     | Tick
 )
@@ -205,18 +187,8 @@ class AnswerSave:
 
 
 @dataclass(frozen=True, slots=True)
-class CallManager:
-    """Tell the manager."""
-
-    call: ManagerCall
-
-
-@dataclass(frozen=True, slots=True)
-class AnswerNotice:
-    """The answer to a ``Noticed``: why it is not accepted; empty if it is."""
-
-    request: int
-    problem: str
+class ProgramAction:
+    """What ``program_recovery`` wants done; whoever fed the ``ProgramEvent`` understands it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,4 +206,4 @@ class Stop:
     reason: str
 
 
-Action = Send | Record | AnswerSave | CallManager | AnswerNotice | LookAt | Stop
+Action = Send | Record | AnswerSave | ProgramAction | LookAt | Stop

@@ -20,16 +20,16 @@ class Stage(enum.Enum):
 
     FREEZING = "freezing"
     SAVING = "saving"
-    MENDING = "mending"
+    PROGRAM = "mending"  # as journals have it
     COMMITTING = "committing"
     SAVED = "saved"
     RELEASED = "released"
 
 
 _EDGES = {
-    Stage.FREEZING: {Stage.FREEZING, Stage.SAVING, Stage.MENDING, Stage.SAVED, Stage.RELEASED},
+    Stage.FREEZING: {Stage.FREEZING, Stage.SAVING, Stage.PROGRAM, Stage.SAVED, Stage.RELEASED},
     Stage.SAVING: {Stage.FREEZING, Stage.COMMITTING, Stage.RELEASED},
-    Stage.MENDING: {Stage.SAVED, Stage.RELEASED},
+    Stage.PROGRAM: {Stage.SAVED, Stage.RELEASED},
     Stage.COMMITTING: {Stage.FREEZING, Stage.SAVING, Stage.SAVED, Stage.RELEASED},
     Stage.SAVED: {Stage.FREEZING, Stage.RELEASED},
     Stage.RELEASED: set(),
@@ -200,7 +200,7 @@ class Incident:
               | | |         | +------------+ |         | |          |   the committer failed: another one
               | | +---------+----------------+---------|-+          |   a saver failed, a newer version came
               | +-------------------------------------->            |   it is on disk already
-              +-----> MENDING --------------------------            |   the program's handlers save
+              +-----> PROGRAM --------------------------            |   the program itself saves
             any stage ----------------------------------------------+   told to exit: saved, or it cannot be
 
         Args:

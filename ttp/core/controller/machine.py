@@ -12,7 +12,7 @@ which only depends on what is known and can be entered again when more ranks are
                ``FREEZING``, where the plan is made again for the pieces that are missing (generation + 1).
 ``COMMITTING`` all pieces are durable; one rank renames the draft. If it is lost another one is asked; the commit is
                idempotent.
-``MENDING``    instead of both, where it is for the program's own handlers to save or to repair (``ttp.core.mending``).
+``PROGRAM``    instead of both, where it is for the program itself to save or to repair (``program_recovery``).
 ``SAVED``      the checkpoint exists. What is left is to learn whether the fault is real: a stream that broke and came
                back within the grace was a false alarm, and the world is thawed.
 ``RELEASED``   everybody was told to exit (75 saved, 70 could not save). The incident ends when the streams have ended.
@@ -42,19 +42,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
 from ttp.core.controller.events import (
     Accused,
     Action,
-    AnswerNotice,
     ConnectionId,
     ControllerTimeouts,
     Event,
     LauncherSaid,
     LookedAt,
-    ManagerCame,
-    ManagerLeft,
-    Noticed,
+    ProgramEvent,
     RankWasWrong,
     Received,
     Remembered,
@@ -73,6 +69,7 @@ from ttp.core.controller.layout_exchange import Layouts
 from ttp.core.controller.membership import Member, Membership, Refusal
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
 from ttp.core.controller.rescue import OUTSIDER, Rescue
 from ttp.core.controller.restore_agreement import Restoring
 from ttp.core.controller.silence import Silence
@@ -95,10 +92,17 @@ class ControllerMachine:
         now: the time at which the machine starts, in seconds of the clock that ``on_event`` is given.
         host: where it runs, as ranks name their hosts.
         port: where it listens; 0: that is of no interest.
+        program: leads jobs that save and repair themselves.
     """
 
     def __init__(
-        self, patience: ControllerTimeouts, new_id: Callable[[int], str], now: float, host: str = "", port: int = 0
+        self,
+        patience: ControllerTimeouts,
+        new_id: Callable[[int], str],
+        now: float,
+        host: str = "",
+        port: int = 0,
+        program: MakeRecovery = no_recovery,
     ) -> None:
         self.patience = patience
         self.job = Membership()
@@ -108,7 +112,7 @@ class ControllerMachine:
         self._layouts = Layouts(self.job, self._outbox)
         self._mirrors = Mirrors(self.job, self._outbox)
         self._buddies = Buddies(self.job, self._outbox)
-        self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors)
+        self._rescue = Rescue(self.job, self._outbox, patience, new_id, self._mirrors, program)
         self._restoring = Restoring(self.job, self._outbox)
         self._hangs = HangWatch(patience.hang_s, patience.heartbeat_s)
         self._silence = Silence(self.job, self._outbox, self._rescue, patience, host)
@@ -122,7 +126,7 @@ class ControllerMachine:
 
     def on_event(self, event: Event, now: float) -> list[Action]:
         """Take one event, return what has to be done, in order. Late and duplicate events change nothing."""
-        self._rescue.mending.at(now)
+        self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
                 self._hello(connection, hello, now)
@@ -142,13 +146,8 @@ class ControllerMachine:
                 self._rescue.request(event, now)
             case LauncherSaid() | RankWasWrong() | Remembered():
                 self._about_the_end(event)
-            case ManagerCame(wait_s):
-                self._rescue.mending.manager_came(wait_s)
-            case ManagerLeft():
-                self._rescue.mending.manager_left()
-            case Noticed(request, notice):
-                problem = self._rescue.mending.notice(notice, incident=self.incident is not None)
-                self._outbox.add(AnswerNotice(request, problem))
+            case ProgramEvent():
+                self._rescue.program.happened(event, incident=self.incident is not None)
             case LookedAt():
                 self._silence.looked(event, now)
             case Tick():
@@ -157,7 +156,7 @@ class ControllerMachine:
         self._expire(now)
         self._rescue.advance(now)
         if self.incident is None:
-            self._rescue.mending.advance()
+            self._rescue.program.advance()
         if frozen and self.incident is None:
             self._hangs.restart(now)  # nobody could move, and that was no hang
         self._maybe_finished(now)
@@ -186,7 +185,7 @@ class ControllerMachine:
         yield from self._layouts.deadlines()
         yield from self._rescue.deadlines()
         if self.incident is None:
-            yield from self._rescue.mending.deadlines()
+            yield from self._rescue.program.deadlines()
 
     # --------------------------------------------------------------------------------------------------- what is known
 
@@ -344,7 +343,7 @@ class ControllerMachine:
         self._standby.reset()
         self._mirrors.reset()
         self._buddies.reset()
-        self._rescue.mending.reset()
+        self._rescue.program.reset()
         self._silence.reset()
         self.finished_at = None
 
@@ -500,7 +499,7 @@ class ControllerMachine:
         member.last_seen, member.version, member.phase = now, beat.version, beat.phase
         member.mark, member.activity = beat.mark, beat.activity
         self._hangs.observed(beat.rank, beat.version, beat.mark, beat.phase, beat.activity, now)
-        self._rescue.mending.moved(beat.version)
+        self._rescue.program.moved(beat.version)
         if self.incident is not None:
             self._rescue.saving.written(self.incident, beat.rank, beat.written, now)
         return self._silence.heard(beat.rank, now)
@@ -543,8 +542,8 @@ class ControllerMachine:
                 self._standby.answered(report)
             case m.Copied():
                 self._buddies.copied(report)
-            case rm.Handlers() | rm.Ailing() | rm.Acted():
-                self._rescue.mending.reported(report)
+            case m.ProgramReport():
+                self._rescue.program.reported(report)
             case _ if self.incident is not None:
                 self._saving_reported(self.incident, report, now)
 

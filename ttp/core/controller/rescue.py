@@ -1,7 +1,7 @@
 """Takes an incident from its first evidence to the release or the thaw: freezing, deciding, ending.
 
-What happens between the plan and the checkpoint is in ``saving``, or in ``ttp.core.mending`` where it is for
-the program's own handlers to save; the stages are explained in ``ttp.core.controller.machine``.
+What happens between the plan and the checkpoint is in ``saving``, or behind ``program_recovery`` where it is for the
+program itself to save; the stages are explained in ``ttp.core.controller.machine``.
 """
 
 from __future__ import annotations
@@ -16,13 +16,11 @@ from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import Ending, MakeRecovery, Outcome, RescueContext
 from ttp.core.controller.saving import Saving
 from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.mending import Mending
 from ttp.core.replication import keepers
-from ttp.core.rounds import Ending, Outcome
-from ttp.core.ward import Judge
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 
 OUTSIDER = Rank(-1)
@@ -60,6 +58,7 @@ class Rescue:
         patience: see ``ControllerTimeouts``.
         new_id: makes an incident's id from its number.
         mirrors: who keeps the pages of lost hosts.
+        make_program: leads jobs that save and repair themselves.
     """
 
     def __init__(
@@ -69,6 +68,7 @@ class Rescue:
         patience: ControllerTimeouts,
         new_id: Callable[[int], str],
         mirrors: Mirrors,
+        make_program: MakeRecovery,
     ) -> None:
         self.incident: Incident | None = None
         self.last: Incident | None = None
@@ -81,7 +81,9 @@ class Rescue:
         self._outbox = outbox
         self._patience = patience
         self._new_id = new_id
-        self.mending = Mending(job, outbox, Judge(self._decide, self._on_disk, patience.rescue_s), self._blame)
+        self.program = make_program(
+            RescueContext(job, outbox, self._decide, self._on_disk, self._blame, patience.rescue_s)
+        )
 
     # ------------------------------------------------------------------------------------------------------- evidence
 
@@ -167,7 +169,7 @@ class Rescue:
             self.saving.drop(incident, hello.rank)  # its gate was open meanwhile
         self._freeze(incident, hello.rank, incident.cause, now)
         self.saving.resend(incident, hello.rank)
-        self.mending.came_back(hello.rank, frozen=hello.incident == incident.id)
+        self.program.came_back(hello.rank, frozen=hello.incident == incident.id)
 
     def _after_incident(self, hello: m.Hello, now: float) -> None:
         """The rank is frozen and no incident is open here: it missed the end, or another controller froze it."""
@@ -181,7 +183,7 @@ class Rescue:
 
     def lost(self, rank: Rank) -> None:
         """The rank cannot be spoken to any more."""
-        self.mending.lost(rank)
+        self.program.lost(rank)
         if self.incident is not None:
             self.incident.forget(rank)
             self.incident.waiting.discard(rank)
@@ -257,7 +259,7 @@ class Rescue:
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
         if plan is None or not clean or answer.version <= plan.version:
             return False
-        if incident.stage in (Stage.FREEZING, Stage.MENDING):
+        if incident.stage in (Stage.FREEZING, Stage.PROGRAM):
             return False
         verdict = self._decide(incident)
         return isinstance(verdict, Plan) and verdict.version > plan.version
@@ -280,8 +282,8 @@ class Rescue:
         if incident.look_again_at:
             yield incident.look_again_at
         yield from (until for until in incident.pauses.values() if until != OVER)
-        if incident.stage is Stage.MENDING:
-            yield from self.mending.deadlines()
+        if incident.stage is Stage.PROGRAM:
+            yield from self.program.deadlines()
         if incident.waiting:
             yield incident.expire_check_at
 
@@ -322,7 +324,7 @@ class Rescue:
         steps: dict[Stage, Callable[[Incident, float], None]] = {
             Stage.FREEZING: self._maybe_plan,
             Stage.SAVING: self._check_savers,
-            Stage.MENDING: self._mend,
+            Stage.PROGRAM: self._follow_program,
             Stage.COMMITTING: lambda incident, _: self.saving.check_committer(incident),
             Stage.SAVED: self._maybe_end,
             Stage.RELEASED: self._maybe_close,
@@ -343,8 +345,8 @@ class Rescue:
                 if why not in (ANSWERS, incident.waits_for):  # answers are recorded one by one
                     self._outbox.record("waits", reason=why)
                 incident.waits_for = why
-            case Go(_) if self.mending.leads:
-                self._start_mending(incident)
+            case Go(_) if self.program.leads:
+                self._begin_program(incident)
             case Go(Plan() as plan):
                 self._start(incident, plan, now)
             case Go(NoPlan(reason)):
@@ -353,28 +355,28 @@ class Rescue:
     def _should_plan(self, incident: Incident, now: float) -> Wait | Go:
         """Whether what is known is enough to act on: a plan made too early gives up what a moment would have brought.
 
-        Where the program's own handlers save, everybody has to stand where it will stand before they begin.
+        Where the program itself saves, everybody has to stand where it will stand before they begin.
         """
-        handlers = self.mending.leads
+        leads = self.program.leads
         if self._job.gather_until is not None:
             return Wait("a controller was lost: ranks with a newer version may still come")
-        if incident.waiting and (handlers or not incident.newest_is_known()):
+        if incident.waiting and (leads or not incident.newest_is_known()):
             return Wait(ANSWERS)
-        if now < incident.look_again_at and not handlers:
+        if now < incident.look_again_at and not leads:
             return Wait(incident.waits_for)
         if now < incident.next_plan_at:
             incident.look_again_at = incident.next_plan_at
             return Wait("savers are lost one after the other: they are replaced together")
-        layout = self.mending.layout
-        if handlers and layout is not None and layout is not incident.layout:
+        layout = self.program.layout
+        if leads and layout is not None and layout is not incident.layout:
             incident.use(layout)
         verdict = self._decide(incident)
-        why = self._handlers_wait(incident, verdict, now) if handlers else self._falls_short(incident, verdict, now)
+        why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
         return Wait(why) if why else Go(verdict)
 
-    def _handlers_wait(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
-        """What may change in a moment where the program's own handlers save; empty: nothing."""
-        short = isinstance(verdict, NoPlan) and not self.mending.ails_any
+    def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+        """What may change in a moment where the program itself saves; empty: nothing."""
+        short = isinstance(verdict, NoPlan) and not self.program.may_repair
         if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
             return "a rank may come, or come back"
         return ""
@@ -390,12 +392,12 @@ class Rescue:
             return "a rank of which nothing is heard may come back and complete a version"
         return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
 
-    def _start_mending(self, incident: Incident) -> None:
-        incident.enter(Stage.MENDING, "it is for the program's handlers to save")
-        self.mending.begin(incident)
+    def _begin_program(self, incident: Incident) -> None:
+        incident.enter(Stage.PROGRAM, "it is for the program to save")
+        self.program.begin(incident)
 
-    def _mend(self, incident: Incident, now: float) -> None:
-        ending = self.mending.advance()
+    def _follow_program(self, incident: Incident, now: float) -> None:
+        ending = self.program.advance()
         if ending is None:
             return
         self._outbox.record("mended", outcome=ending.outcome.value, version=ending.version, text=ending.text)
@@ -405,14 +407,13 @@ class Rescue:
                 for kind, subject in [(kind, s) for kind, found in incident.evidence.items() for s in found]:
                     self._retract(incident, subject, kind)
                 self._thaw(incident, text, mended=mended)
-            case Ending(Outcome.SAVED, version, text):
+            case Ending(Outcome.SAVED, version, text, path):
                 incident.enter(Stage.SAVED, text)
                 incident.saved, incident.outcome = version, text
-                incident.path = "where the save handlers wrote it"
-                self.saving.last_commit = (version, incident.path)
-                if self.mending.halted:
+                incident.path, self.saving.last_commit = path, (version, path)
+                if self.program.halted:
                     self._release(incident, EXIT_SAVED, f"{text}; a restart goes on with step {version + 1}", now)
-            case Ending(_, _, text) if self.mending.halted:
+            case Ending(_, _, text) if self.program.halted:
                 incident.outcome = f"not saved: {text}"
                 self._release(incident, EXIT_NOT_SAVED, text, now)
             case Ending(_, _, text):
@@ -467,7 +468,7 @@ class Rescue:
         return Answer(
             rank=frozen.rank,
             version=frozen.version,
-            torn=frozen.phase is m.Phase.TORN or redoing or self.mending.spoilt(frozen.rank),
+            torn=frozen.phase is m.Phase.TORN or redoing or self.program.invalid(frozen.rank),
             has_gradient=frozen.has_gradient and with_offers,
             has_preimage=frozen.has_preimage and with_offers and not redoing,
             stuck=frozen.stuck or bool(member.broken),
@@ -553,7 +554,7 @@ class Rescue:
         incident.outcome = incident.outcome or reason
         self._outbox.record("thawed", reason=reason, false_alarm=false_alarm)
         self.close()
-        self.mending.over(resumed=True)
+        self.program.over(resumed=True)
 
     def _give_up(self, incident: Incident, reason: str, now: float) -> None:
         """Nothing can be saved here and now; perhaps elsewhere, or later."""
@@ -599,7 +600,7 @@ class Rescue:
         return True
 
     def _release(self, incident: Incident, exit_code: int, text: str, now: float) -> None:
-        self.mending.over(resumed=False)
+        self.program.over(resumed=False)
         self.verdict.progress |= self.saving.last_commit is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None

@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttp.core import messages as m
-from ttp.core.handler_talk import StartAct
 from ttp.core.layout import Rank, Version
-from ttp.core.rounds_messages import Acted, Ailing, Handlers
 
 # -------------------------------------------------------------------------------------------------------------- events
 
@@ -137,24 +135,8 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class HandlersKnown:
-    """What the program's handlers can do, and how they stand."""
-
-    report: Handlers
-
-
-@dataclass(frozen=True, slots=True)
-class Ailed:
-    """The training thread has left its loop, and can go back once it is repaired; ``None``: it has gone back."""
-
-    report: Ailing | None
-
-
-@dataclass(frozen=True, slots=True)
-class ActDone:
-    """A handler has ended, or there was nothing to do."""
-
-    report: Acted
+class ProgramEvent:
+    """Something for ``program`` alone; what it is, only that knows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,9 +210,7 @@ Event = (
     | StandbyStarted
     | CopyMade
     | CopySkipped
-    | HandlersKnown
-    | Ailed
-    | ActDone
+    | ProgramEvent
 )
 
 # ------------------------------------------------------------------------------------------------------------- actions
@@ -406,6 +386,11 @@ class SettleCopy:
     whole: bool
 
 
+@dataclass(frozen=True, slots=True)
+class ProgramAction:
+    """What ``program`` wants done; whoever told it of the ``ProgramEvent`` understands it."""
+
+
 Action = (
     Connect
     | Send
@@ -430,5 +415,5 @@ Action = (
     | NameBuddy
     | NameKeeper
     | SettleCopy
-    | StartAct
+    | ProgramAction
 )

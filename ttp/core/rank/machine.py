@@ -25,15 +25,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
 from ttp.core.decide import How
-from ttp.core.handler_talk import HandlerTalk, StartAct
 from ttp.core.layout import Version
 from ttp.core.layout_messages import LayoutPart, Parts, TellLayout
 from ttp.core.rank.events import (
-    ActDone,
     Action,
-    Ailed,
     Based,
     CancelSave,
     CloseGate,
@@ -46,7 +42,6 @@ from ttp.core.rank.events import (
     DropLease,
     Event,
     Exit,
-    HandlersKnown,
     HoldLease,
     HostProbed,
     Joined,
@@ -62,6 +57,8 @@ from ttp.core.rank.events import (
     OrderReceived,
     PiecesWritten,
     ProbeHost,
+    ProgramAction,
+    ProgramEvent,
     Quiet,
     Raised,
     Redo,
@@ -81,12 +78,11 @@ from ttp.core.rank.events import (
     WriteFailed,
 )
 from ttp.core.rank.failover import HOME, Route
+from ttp.core.rank.program import RankProgram
 from ttp.errors import EXIT_NOT_SAVED
 
 __all__ = [
-    "ActDone",
     "Action",
-    "Ailed",
     "Based",
     "CancelSave",
     "CloseGate",
@@ -99,7 +95,6 @@ __all__ = [
     "DropLease",
     "Event",
     "Exit",
-    "HandlersKnown",
     "HoldLease",
     "HostProbed",
     "Joined",
@@ -116,8 +111,11 @@ __all__ = [
     "PiecesWritten",
     "ProbeHost",
     "ProcessorMachine",
+    "ProgramAction",
+    "ProgramEvent",
     "Quiet",
     "Raised",
+    "RankProgram",
     "RankTimeouts",
     "Redo",
     "Rejected",
@@ -127,7 +125,6 @@ __all__ = [
     "SettleCopy",
     "StackSeen",
     "StandbyStarted",
-    "StartAct",
     "StartCommit",
     "StartSave",
     "StartStandby",
@@ -204,7 +201,8 @@ class ProcessorMachine:
         self._copy: m.Copied | None = None
         self._unsettled = False
         self._skipped = Version(0)
-        self._talk = HandlerTalk()
+        self.program = RankProgram()
+        """Speaks for a program that saves and repairs itself."""
         self._actions: list[Action] = []
 
     # ------------------------------------------------------------------------------------------------------- entrance
@@ -252,8 +250,9 @@ class ProcessorMachine:
                 self._report(m.StandbyUp(self._hello.rank, address))
             case CopyMade() | CopySkipped():
                 self._copied(event)
-            case HandlersKnown() | Ailed() | ActDone():
-                self._handled(event)
+            case ProgramEvent():
+                for said in self.program.happened(event):
+                    self._report(said)
         if not self.gone:
             self._on_time(now)
         return self._actions
@@ -295,13 +294,13 @@ class ProcessorMachine:
 
     @property
     def _may_not_redo(self) -> bool:
-        """A snapshot is written from what there is; handlers need all ranks at one version."""
-        return self._snapshot and self._hello.framework != rm.HANDLERS
+        """A snapshot is written from what there is, where the pieces may be of ranks that stand differently."""
+        return self._snapshot and not self.program.updates_for_snapshot
 
     @property
     def _waits(self) -> bool:
         """Whether the training thread has left its loop, and stands there until somebody says something."""
-        return bool(self._broken or self._returned or self._talk.ailing)
+        return bool(self._broken or self._returned or self.program.waits)
 
     def _within_s(self, now: float) -> float | None:
         """How long an attempt may take, where there are others to ask; None: as long as it takes.
@@ -385,8 +384,8 @@ class ProcessorMachine:
                 self._serve(order)
             case m.Settled():
                 self._settled(order)
-            case rm.Act():
-                self._act(order)
+            case m.ProgramOrder():
+                self._ordered_program(order)
             case _:
                 pass  # late: of an incident or a generation that is over
 
@@ -435,7 +434,7 @@ class ProcessorMachine:
             self._report(self._view)  # others may still wait for the decision, and this controller may be new
         if self._copy is not None:
             self._report(self._copy)  # this controller may be new
-        for report in self._talk.repeated():
+        for report in self.program.repeated():
             self._report(report)
         if self._broken is not None:
             self._report_broken(self._broken)
@@ -578,22 +577,11 @@ class ProcessorMachine:
         self._do(OpenGate())
         self._do(DropLease())
 
-    # -------------------------------------------------------------------------------------------------------- handlers
+    # --------------------------------------------------------------------------------------------------------- program
 
-    def _handled(self, event: HandlersKnown | Ailed | ActDone) -> None:
-        match event:
-            case HandlersKnown(report):
-                self._report(self._talk.known(report))
-            case Ailed(ailing):
-                if self._talk.ailed(ailing) is not None and ailing is not None:
-                    self._report(ailing)
-            case ActDone(acted):
-                if self._talk.done(acted) is not None:
-                    self._report(acted)
-
-    def _act(self, order: rm.Act) -> None:
-        answer = self._talk.ordered(order)
-        if isinstance(answer, StartAct):
+    def _ordered_program(self, order: m.ProgramOrder) -> None:
+        answer = self.program.ordered(order)
+        if isinstance(answer, ProgramAction):
             self._do(answer)
         elif answer is not None:
             self._report(answer)

@@ -27,7 +27,7 @@ from ttp.compat.mindio.values import (
     repair_type_name,
 )
 from ttp.errors import ConfigError, TtpError, UsageError
-from ttp.handlers import HandlerKind
+from ttp.mindio.handlers import HandlerKind
 
 log = logging.getLogger("ttp.compat.mindio")
 

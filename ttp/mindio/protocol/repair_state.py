@@ -1,27 +1,26 @@
-"""What the scripts of ``ttp.core.mending`` know of the ranks, and how they make rounds from it."""
+"""What the scripts of ``ttp.mindio.protocol.handler_recovery`` know of the ranks, and how they make rounds from it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 from ttp.core import messages as m
 from ttp.core.controller.incident import Incident
-from ttp.core.controller.membership import Membership
-from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import RescueContext
 from ttp.core.decide import NoPlan, Plan
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.replica_lists import Replicas, gather
-from ttp.core.rounds import Result, Round
-from ttp.core.rounds_messages import HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
 from ttp.errors import ConfigError
+from ttp.mindio.protocol.messages import HANDLERS, Act, Ailing, Ailment, Handlers, ReplicaSet, RoundKind
+from ttp.mindio.protocol.replica_lists import Replicas, gather
+from ttp.mindio.protocol.rounds import Result, Round
 
 ACTION_S = 180.0
 """How long a handler may take where no rank has said anything."""
 CATCH_UP_S = 30.0
 """How long an update may take that a rank is let through to make."""
 
-CURABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
+REPAIRABLE = (m.FaultKind.AILING, m.FaultKind.COLLECTIVE, m.FaultKind.SILENT, m.FaultKind.HUNG)
 """Evidence that may all be gone once the loops are entered again."""
 UNTOLD = "no rank has said which ranks share its state"
 NO_VERSION = Version(0)
@@ -30,35 +29,18 @@ NO_COPY = (Ailment.RETRY, Ailment.MEMORY_CORRUPT)
 """What is wrong may be in every copy: nothing is saved, and only an older checkpoint helps."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judge:
-    """What scripts ask of the rescue.
-
-    Args:
-        decide: the newest version that can be saved now.
-        on_disk: the newest version that is on disk.
-        rescue_s: how long an incident may last.
-    """
-
-    decide: Callable[[Incident], Plan | NoPlan]
-    on_disk: Callable[[], Version]
-    rescue_s: float
-
-
 class RepairState:
     """The ranks, as far as handlers are concerned.
 
     Args:
-        job: who can be spoken to.
-        outbox: takes records.
-        judge: see ``Judge``.
+        context: what the controller says.
     """
 
-    def __init__(self, job: Membership, outbox: Outbox, judge: Judge) -> None:
+    def __init__(self, context: RescueContext) -> None:
         self.now = 0.0
         self.said: dict[Rank, Handlers] = {}
         self.ailing: dict[Rank, Ailing] = {}
-        self.spoilt: set[Rank] = set()
+        self.invalid: set[Rank] = set()
         """Ranks whose copy is of no version."""
         self.low: set[Rank] = set()
         """Ranks whose device lost memory in which nothing of the state was."""
@@ -67,9 +49,9 @@ class RepairState:
         self.cleaned = False
         self.saved = Version(0)
         """What was saved in the open incident, which need not be over yet."""
-        self.job = job
-        self.outbox = outbox
-        self._judge = judge
+        self.job = context.job
+        self.outbox = context.outbox
+        self._context = context
         self._sets: dict[ReplicaSet, ReplicaSet] = {}
         """One object of each: all ranks of a set send the same list."""
         self._gathered: Replicas | str | None = UNTOLD
@@ -85,11 +67,11 @@ class RepairState:
         """The training loop of a rank has ended."""
         self.ailing[report.rank] = report
         if report.ailment in (Ailment.MEMORY, *NO_COPY):
-            self.spoilt.add(report.rank)
+            self.invalid.add(report.rank)
 
     def recovered(self) -> None:
         """All ranks are in their loops again."""
-        self.ailing, self.spoilt, self.low = {}, set(), set()
+        self.ailing, self.invalid, self.low = {}, set(), set()
         self.halted = self.cleaned = False
 
     # ------------------------------------------------------------------------------------------------------------ facts
@@ -148,20 +130,20 @@ class RepairState:
             rank
             for rank, a in incident.answers.items()
             if a.final and a.version == version and a.phase is not m.Phase.TORN
-            and rank not in self.spoilt and rank not in incident.failures and rank not in incident.redoing
+            and rank not in self.invalid and rank not in incident.failures and rank not in incident.redoing
         }  # fmt: skip
 
     def suspect(self, incident: Incident) -> set[Rank]:
         """Ranks that are asked to save only where nobody else can."""
         return {*self.job.broken, *self.ailing, *incident.accused}
 
-    def curable(self, incident: Incident) -> bool:
+    def repairable(self, incident: Incident) -> bool:
         """Whether every process is there and fit to go back into its loop."""
         kinds = incident.kinds
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
             m.FaultKind.AILING in kinds
-            and kinds.issubset(CURABLE)
+            and kinds.issubset(REPAIRABLE)
             and everybody
             and not (self.job.broken or self.job.done)
             and all(rank in self.said and self.said[rank].retry for rank in self.job.members)
@@ -171,15 +153,15 @@ class RepairState:
         """The newest version that every piece has a copy of."""
         if isinstance(self.replicas, str):
             return NoPlan(self.replicas)
-        return self._judge.decide(incident)
+        return self._context.decide(incident)
 
     def patience_s(self, incident: Incident) -> float:
         """How long somebody may be waited for, so that as much time is left for what comes then."""
-        return max(0.0, incident.opened_at + self._judge.rescue_s - self.now) / 2
+        return max(0.0, incident.opened_at + self._context.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
         """The newest version that is on disk."""
-        return max(self._judge.on_disk(), self.saved)
+        return max(self._context.on_disk(), self.saved)
 
     # ----------------------------------------------------------------------------------------------------------- rounds
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ttp.core.layout import Layout, Rank, Shard, compact_ranks
-from ttp.core.rounds_messages import ReplicaSet, Transfer, TypeRanks
 from ttp.errors import ConfigError
+from ttp.mindio.protocol.messages import ReplicaSet, Transfer, TypeRanks
 
 TYPES_MAX = 64
 """Types of state that are believed."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from ttp.core.handshake import ManagerMailbox
+from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.layout import Rank, Version
-from ttp.core.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
-from ttp.core.rounds import Ending, Outcome, Part, Pause, Round, Script
-from ttp.core.rounds_messages import Act, RoundKind
-from ttp.core.ward import RepairState
+from ttp.mindio.protocol.handshake import ManagerMailbox
+from ttp.mindio.protocol.manager_messages import CallKind, Code, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol.messages import Act, RoundKind
+from ttp.mindio.protocol.repair_state import RepairState
+from ttp.mindio.protocol.rounds import Part, Pause, Round, Script
 
 PURPOSE = "pause"
 FOR_EVER_S = 1e9
@@ -25,15 +26,15 @@ class Pausing:
     """At most one pause.
 
     Args:
-        ward: the ranks.
-        desk: the manager.
+        state: the ranks.
+        mailbox: the manager.
         end_job: the manager wants something else of a paused job than that it goes on.
     """
 
-    def __init__(self, ward: RepairState, desk: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
+    def __init__(self, state: RepairState, mailbox: ManagerMailbox, end_job: Callable[[Notice], None]) -> None:
         self.paused = False
         """Training threads may be standing still."""
-        self._ward, self._desk, self._end_job = ward, desk, end_job
+        self._state, self._mailbox, self._end_job = state, mailbox, end_job
         self._faults: tuple[RankFault, ...] = ()
 
     def pause(self, notice: Notice) -> Script:
@@ -41,22 +42,22 @@ class Pausing:
         self.paused, self._faults = True, notice.faults
         problem = yield from self._stand_still(notice.seconds)
         code = Code.ERROR if problem else Code.OK
-        self._desk.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks stand still")
+        self._mailbox.tell(CallKind.STOP_COMPLETE, self._faults, code, problem or "all ranks stand still")
         return (yield from self.go_on(at_once=bool(problem)))
 
     def go_on(self, *, at_once: bool = False) -> Script:
         """Wait for the end of the pause, and end it."""
-        while not at_once and self._desk.present:
-            notice = self._desk.take(NoticeKind.STRATEGY)
+        while not at_once and self._mailbox.present:
+            notice = self._mailbox.take(NoticeKind.STRATEGY)
             if notice is not None and notice.strategy in ("dump", "exit"):
                 self._end_job(notice)
             at_once = notice is not None and notice.strategy == "continue"
             if not at_once:
-                yield Pause(self._ward.now + FOR_EVER_S)
-        result = yield self._ward.everyone(RoundKind.CONTINUE, purpose=PURPOSE)
+                yield Pause(self._state.now + FOR_EVER_S)
+        result = yield self._state.everyone(RoundKind.CONTINUE, purpose=PURPOSE)
         self.paused = False
         text = result.words or "training goes on"
-        self._desk.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
+        self._mailbox.tell(CallKind.RESULT, (), Code.OK if result.ok else Code.ERROR, text, strategy="continue")
         return Ending(Outcome.RESUMED, Version(0), text)
 
     def _stand_still(self, seconds: float) -> Part:
@@ -72,7 +73,7 @@ class Pausing:
 
     def _round(self, kind: RoundKind, version: Version, seconds: float) -> Round:
         acts: dict[Rank, Act] = {}
-        for rank in self._ward.live:
-            act = self._ward.act(rank, kind, version, PURPOSE)
+        for rank in self._state.live:
+            act = self._state.act(rank, kind, version, PURPOSE)
             acts[rank] = replace(act, limit_ms=int(seconds * 1000)) if seconds else act
         return Round(kind, acts, together=True)

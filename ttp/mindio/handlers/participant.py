@@ -12,15 +12,17 @@ from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import FaultKind
-from ttp.core.replica_lists import check_set
-from ttp.core.rounds_messages import Act, Ailing, Ailment, Handlers, ReplicaSet
+from ttp.core.rank.events import ProgramAction
 from ttp.errors import UsageError
-from ttp.handlers import device
-from ttp.handlers.actor import Actor
-from ttp.handlers.call import Call, Handler, HandlerKind
-from ttp.handlers.loop import ForcedStop, Loop, NextAction
-from ttp.handlers.pause import PausePoint
-from ttp.handlers.source import HandlerSource
+from ttp.mindio.handlers import device
+from ttp.mindio.handlers.actor import Actor
+from ttp.mindio.handlers.call import Call, Handler, HandlerKind
+from ttp.mindio.handlers.loop import ForcedStop, Loop, NextAction
+from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.handlers.source import HandlerSource
+from ttp.mindio.protocol.messages import Ailing, Ailment, Handlers, ReplicaSet
+from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
+from ttp.mindio.protocol.replica_lists import check_set
 from ttp.processor.gate import gate
 from ttp.processor.processor import Processor
 
@@ -107,7 +109,8 @@ class Participant:
             Rank(self._env.rank), processor, self._handlers, self._loop, self._pause, self._say_halted, self._on_device
         )
         processor.exit_with(self._exit_code)
-        processor.on_act, processor.before_exit = self._act, self._before_exit
+        processor.speak_for(RankRounds(), self._act)
+        processor.before_exit = self._before_exit
         self._processor = processor
 
     def _on_device(self, kind: HandlerKind) -> AbstractContextManager[None]:
@@ -147,16 +150,18 @@ class Participant:
             if self._processor is None:
                 return
             rescue_s = self._config.rescue_patience_s
-            self._processor.handlers_known(
-                Handlers(
-                    rank=Rank(self._env.rank),
-                    sets=self._sets,
-                    retry=self._retry,
-                    load_repair=self._load_repair,
-                    halt_before_dump=self._halt_before_dump,
-                    action_ms=_ms(min(self._action_s, rescue_s / 2)),
-                    save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
-                    halted=self._halted,
+            self._processor.tell(
+                Said(
+                    Handlers(
+                        rank=Rank(self._env.rank),
+                        sets=self._sets,
+                        retry=self._retry,
+                        load_repair=self._load_repair,
+                        halt_before_dump=self._halt_before_dump,
+                        action_ms=_ms(min(self._action_s, rescue_s / 2)),
+                        save_ms=_ms(rescue_s - min(rescue_s / 2, ANOTHER_S)),
+                        halted=self._halted,
+                    )
                 )
             )
 
@@ -230,7 +235,7 @@ class Participant:
             log.error("no controller came to the rescue of rank %s", self._env.rank)
             self.close()
         else:
-            processor.ails(Ailing(Rank(self._env.rank), ailment, code, words))
+            processor.tell(Said(Ailing(Rank(self._env.rank), ailment, code, words)))
 
     def _loop_left(self) -> None:
         if self._processor is not None:
@@ -313,9 +318,9 @@ class Participant:
         if self.in_handler:
             raise UsageError(f"{what} is for the training thread to report, and a handler has done so: leave it out")
 
-    def _act(self, act: Act) -> None:
-        assert self._actor is not None
-        self._actor.start(act)
+    def _act(self, action: ProgramAction) -> None:
+        assert self._actor is not None and isinstance(action, StartAct)
+        self._actor.start(action.act)
 
     def _before_exit(self) -> None:
         handler = self._handlers.get(HandlerKind.EXIT)

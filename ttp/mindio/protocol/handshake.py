@@ -11,17 +11,26 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 
 from ttp.core import messages as m
-from ttp.core.controller.events import CallManager
 from ttp.core.controller.incident import Incident
 from ttp.core.controller.outbox import Outbox
-from ttp.core.curing import cure, halt
+from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.decide import Plan
-from ttp.core.dumping import dump
 from ttp.core.layout import Rank, Version
-from ttp.core.manager_messages import CallKind, Code, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
-from ttp.core.rounds import Ending, Outcome, Pause, Result, Script, Step
-from ttp.core.rounds_messages import Ailment
-from ttp.core.ward import RepairState
+from ttp.mindio.protocol.in_process_repair import halt, repair_in_process
+from ttp.mindio.protocol.manager_messages import (
+    CallKind,
+    CallManager,
+    Code,
+    FaultOf,
+    ManagerCall,
+    Notice,
+    NoticeKind,
+    RankFault,
+)
+from ttp.mindio.protocol.messages import Ailment
+from ttp.mindio.protocol.repair_state import RepairState
+from ttp.mindio.protocol.rounds import Pause, Result, Script, Step
+from ttp.mindio.protocol.save_script import dump
 
 WAIT_S = 30.0
 """How long a manager may take to answer unless it says otherwise."""
@@ -85,38 +94,38 @@ class Handshake:
     """The script, and what it leaves to be said later.
 
     Args:
-        ward: the ranks.
-        desk: the manager.
+        state: the ranks.
+        mailbox: the manager.
         alone: what is done without a manager.
     """
 
-    def __init__(self, ward: RepairState, desk: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
-        self._ward, self._desk, self._alone = ward, desk, alone
+    def __init__(self, state: RepairState, mailbox: ManagerMailbox, alone: Callable[[Incident], Script]) -> None:
+        self._state, self._mailbox, self._alone = state, mailbox, alone
         self._owed: tuple[Version, str] | None = None
 
     def moved(self, version: Version) -> None:
         """A rank has finished an update. A job counts as cured when it has made one more step."""
         if self._owed is not None and version > self._owed[0]:
-            self._desk.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy="retry")
+            self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=self._owed[1], strategy="retry")
             self._owed = None
 
     def lead(self, incident: Incident) -> Script:
         """From the fault to its end, as the manager says."""
-        ward, desk, self._owed = self._ward, self._desk, None
-        while ward.job.in_doubt and desk.decides:
-            yield Pause(ward.now + 1.0)  # who was lost may be back in a moment
-        if not (incident.faulty or ward.job.broken or ward.halted):
+        state, mailbox, self._owed = self._state, self._mailbox, None
+        while state.job.in_doubt and mailbox.decides:
+            yield Pause(state.now + 1.0)  # who was lost may be back in a moment
+        if not (incident.faulty or state.job.broken or state.halted):
             return Ending(Outcome.RESUMED, Version(0), "nothing is broken after all")
-        desk.tell(CallKind.FAULT_RANKS, faults_of(ward, incident))
+        mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
         if (yield from self._hear(incident, NoticeKind.STOP_TRAIN)) is None:
             return (yield from self._alone(incident))
-        problem = yield from halt(ward, incident)
+        problem = yield from halt(state, incident)
         code = Code.ERROR if problem else Code.OK
-        desk.tell(CallKind.STOP_COMPLETE, faults_of(ward, incident), code, problem or "training has stopped")
+        mailbox.tell(CallKind.STOP_COMPLETE, faults_of(state, incident), code, problem or "training has stopped")
         if (yield from self._hear(incident, NoticeKind.GLOBAL_RANK)) is None:
             return (yield from self._alone(incident))
-        desk.tell(CallKind.FAULT_RANKS, faults_of(ward, incident))
-        desk.tell(CallKind.STRATEGIES, faults_of(ward, incident), strategies=self._offers(incident))
+        mailbox.tell(CallKind.FAULT_RANKS, faults_of(state, incident))
+        mailbox.tell(CallKind.STRATEGIES, faults_of(state, incident), strategies=self._offers(incident))
         return (yield from self._obey(incident))
 
     def _obey(self, incident: Incident) -> Script:
@@ -124,16 +133,16 @@ class Handshake:
             ending: Ending | None = None
             match notice.strategy:
                 case "retry" if "retry" in self._offers(incident):
-                    ending = yield from cure(self._ward, incident)
+                    ending = yield from repair_in_process(self._state, incident)
                 case "dump" if "dump" in self._offers(incident):
-                    ending = yield from dump(self._ward, incident)
+                    ending = yield from dump(self._state, incident)
                 case "exit":
                     return Ending(Outcome.NOT_SAVED, Version(0), "the manager has chosen to exit")
             if ending is not None and ending.outcome is Outcome.RESUMED:
                 self._owed = (ending.version, ending.text)
                 return ending
             if ending is not None and ending.outcome is Outcome.SAVED:
-                self._desk.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
+                self._mailbox.tell(CallKind.RESULT, code=Code.OK, text=ending.text, strategy="dump")
                 yield from self._hear(incident, NoticeKind.STRATEGY)  # it says exit, or nothing
                 return ending
             text = ending.text if ending else f"{notice.strategy or 'nothing'} is not possible here"
@@ -143,33 +152,33 @@ class Handshake:
     def refuse(self, incident: Incident, strategy: str, text: str) -> None:
         """A strategy failed or cannot be had: what can still be done?"""
         code = Code.MAY_DUMP if "dump" in self._offers(incident) else Code.MAY_EXIT
-        self._desk.tell(CallKind.RESULT, faults_of(self._ward, incident), code, text, strategy=strategy)
+        self._mailbox.tell(CallKind.RESULT, faults_of(self._state, incident), code, text, strategy=strategy)
 
     def _offers(self, incident: Incident) -> tuple[str, ...]:
         """What can be done now, the best last."""
-        ward = self._ward
-        can_dump = not ward.must_load and isinstance(ward.decide(incident), Plan)
-        return ("exit", *(["dump"] if can_dump else []), *(["retry"] if ward.curable(incident) else []))
+        state = self._state
+        can_dump = not state.must_load and isinstance(state.decide(incident), Plan)
+        return ("exit", *(["dump"] if can_dump else []), *(["retry"] if state.repairable(incident) else []))
 
     def _hear(self, incident: Incident, kind: NoticeKind) -> Hearing:
-        until = self._ward.now + min(self._desk.wait_s, self._ward.patience_s(incident))
-        while self._desk.decides and self._ward.now < until:
-            notice = self._desk.take(kind)
+        until = self._state.now + min(self._mailbox.wait_s, self._state.patience_s(incident))
+        while self._mailbox.decides and self._state.now < until:
+            notice = self._mailbox.take(kind)
             if notice is not None:
                 return notice
             yield Pause(until)
         return None
 
 
-def faults_of(ward: RepairState, incident: Incident) -> tuple[RankFault, ...]:
+def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
     """Which ranks are faulty, and how."""
     found: dict[Rank, RankFault] = {}
-    for rank, ailing in ward.ailing.items():
+    for rank, ailing in state.ailing.items():
         if ailing.ailment is not Ailment.STOPPED:
             kind = FAULTS.get(ailing.ailment, FaultOf.MEMORY)
             found[rank] = RankFault(rank, kind, ailing.code)
     killing = [found for kind, found in incident.evidence.items() if kind is not m.FaultKind.AILING]
     dead = {rank for found in killing for rank in found if rank >= 0}
-    for rank in {*dead, *ward.job.broken} - set(found):
+    for rank in {*dead, *state.job.broken} - set(found):
         found[rank] = RankFault(rank, FaultOf.PROCESS)
     return tuple(found[rank] for rank in sorted(found))

@@ -8,10 +8,20 @@ from typing import Any
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
-from ttp.core.controller.events import CallManager, ManagerCame, Noticed, Send
+from ttp.core.controller.events import Send
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.manager_messages import FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol import messages as rm
+from ttp.mindio.protocol.handler_recovery import HandlerRecovery
+from ttp.mindio.protocol.manager_messages import (
+    CallManager,
+    FaultOf,
+    ManagerCall,
+    ManagerCame,
+    Notice,
+    Noticed,
+    NoticeKind,
+    RankFault,
+)
 
 Kind = rm.RoundKind
 Trouble = dict[tuple[Kind, int], str]
@@ -65,7 +75,7 @@ class HandlerWorld(Talk):
         self.saves: dict[int, Saved] = {}
         self.named: list[int] = []
         self.sent: dict[int, set[tuple[int, int]]] = {}
-        super().__init__(Layout.data_parallel(size), formed=False)
+        super().__init__(Layout.data_parallel(size), formed=False, program=HandlerRecovery)
         for rank in range(size):
             self.hello(rank, framework=rm.HANDLERS)
         plain: dict[str, Any] = {"retry": True, "load_repair": False, "halt_before_dump": False, "halted": False}
@@ -96,7 +106,7 @@ class HandlerWorld(Talk):
     def say(self, kind: NoticeKind, faults: dict[int, int] | None = None, strategy: str = "") -> None:
         """The manager says something."""
         known = tuple(RankFault(Rank(rank), FaultOf(what)) for rank, what in (faults or {}).items())
-        self.event(Noticed(1, Notice(kind, known, strategy=strategy)))
+        self.event(Noticed(Notice(kind, known, strategy=strategy)))
         self.pump(self._take())
 
     def attend(self, wait_s: float = 30.0) -> None:

@@ -1,10 +1,10 @@
 """For programs whose own handlers save, repair and resume: the side of a rank and the side of an outside manager."""
 
-from ttp.core.rounds_messages import Ailment, RepairWay, ReplicaSet, TypeRanks
-from ttp.handlers.call import Call, HandlerKind
-from ttp.handlers.loop import ForcedStop, NextAction
-from ttp.handlers.manager import Manager
-from ttp.handlers.participant import Participant
+from ttp.mindio.handlers.call import Call, HandlerKind
+from ttp.mindio.handlers.loop import ForcedStop, NextAction
+from ttp.mindio.handlers.manager import Manager
+from ttp.mindio.handlers.participant import Participant
+from ttp.mindio.protocol.messages import Ailment, RepairWay, ReplicaSet, TypeRanks
 
 __all__ = [
     "Ailment",

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Commit, Piece, SaverOrder, ShardDigest
-from ttp.core.rounds_messages import HANDLERS
 from ttp.errors import UsageError
+from ttp.mindio.protocol.messages import HANDLERS
 
 NOT_HERE = "the handlers of this program save in rounds, not piece by piece"
 

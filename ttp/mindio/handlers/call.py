@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ttp.core.rounds_messages import Act, RepairWay, RoundKind, TypeRanks
+from ttp.mindio.protocol.messages import Act, RepairWay, RoundKind, TypeRanks
 
 
 class HandlerKind(enum.Enum):

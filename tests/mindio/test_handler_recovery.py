@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.core.handler_world import HandlerWorld, Kind, Trouble
 from tests.core.talk import PATIENCE
+from tests.mindio.handler_world import HandlerWorld, Kind, Trouble
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
 from ttp.core.layout import Rank, Version
-from ttp.core.manager_messages import CallKind, NoticeKind
-from ttp.core.rounds import RESPITE_S
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+from ttp.mindio.protocol import messages as rm
+from ttp.mindio.protocol.manager_messages import CallKind, ManagerLeft, NoticeKind
+from ttp.mindio.protocol.rounds import RESPITE_S
 
 FOUR = [[([0, 1, 2, 3], 2)]]
 """Two pieces: one on 0 and 2, the other on 1 and 3."""
@@ -450,8 +450,6 @@ def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
 
 
 def test_without_a_manager_nobody_is_left_standing() -> None:
-    from ttp.core.controller.events import ManagerLeft
-
     world = HandlerWorld(FOUR)
     world.attend()
     world.say(NoticeKind.PAUSE_TRAIN)

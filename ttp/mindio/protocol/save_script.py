@@ -1,9 +1,9 @@
 """The script by which handlers save: in step, with one list for all who save one state.
 
-The version is that of ``ttp.core.decide``; who saves it is chosen as ``ttp.core.replica_lists`` says. A rank that
-stands in front of the update that is missing to it makes it first. Save handlers work together, so a saver that is lost
-or fails spoils the whole attempt: everybody is chosen anew and saves anew. Only then one rank gives the checkpoint its
-name; if it is lost before it has said so, the next one does.
+The version is that of ``ttp.core.decide``; who saves it is chosen as ``replica_lists`` says. A rank that stands before
+the update that is missing to it makes it first. Save handlers work together, so a saver that is lost or fails spoils
+the whole attempt: everybody is chosen anew and saves anew. Only then one rank gives the checkpoint its name; if it is
+lost before it has said so, the next one does.
 """
 
 from __future__ import annotations
@@ -12,45 +12,49 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ttp.core.controller.incident import Incident
-from ttp.core.curing import halt
+from ttp.core.controller.program_recovery import Ending, Outcome
 from ttp.core.decide import Assignment, How, NoPlan, Plan
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.replica_lists import Replicas, choose, renamer
-from ttp.core.rounds import Ending, Outcome, Part, Round, Script
-from ttp.core.rounds_messages import RoundKind, TypeRanks
-from ttp.core.ward import RepairState
+from ttp.mindio.protocol.in_process_repair import halt
+from ttp.mindio.protocol.messages import RoundKind, TypeRanks
+from ttp.mindio.protocol.repair_state import RepairState
+from ttp.mindio.protocol.replica_lists import Replicas, choose, renamer
+from ttp.mindio.protocol.rounds import Part, Round, Script
 
 FAILURES_MAX = 3
 """Attempts that may fail with nobody lost: storage that refuses everybody refuses the next as well."""
 
+PLACE = "where the save handlers wrote it"
+"""Nobody else knows."""
+
 Lists = Mapping[Rank, tuple[TypeRanks, ...]]
 
 
-def dump(ward: RepairState, incident: Incident) -> Script:
+def dump(state: RepairState, incident: Incident) -> Script:
     """Save the newest version that can be saved, and name it."""
-    if ward.must_load:
-        words = sorted(f"rank {a.rank}: {a.text}" for a in ward.ailing.values())[:4]
+    if state.must_load:
+        words = sorted(f"rank {a.rank}: {a.text}" for a in state.ailing.values())[:4]
         return _not_saved(f"no copy of the state can be trusted ({'; '.join(words)}); nothing is saved")
-    if _halts_first(ward) and not incident.snapshot:
-        yield from halt(ward, incident, "dump")  # what hangs may still be saved: a failure is no reason to stop here
+    if _halts_first(state) and not incident.snapshot:
+        yield from halt(state, incident, "dump")  # what hangs may still be saved: a failure is no reason to stop here
     failures = 0
     while failures < FAILURES_MAX:
-        plan = ward.decide(incident)
+        plan = state.decide(incident)
         if isinstance(plan, NoPlan):
             return _not_saved(plan.reason)
-        if plan.version <= ward.on_disk():
-            text = f"version {ward.on_disk()} is on disk already" if ward.on_disk() else "no update had finished"
-            return Ending(Outcome.SAVED, ward.on_disk(), text)
+        if plan.version <= state.on_disk():
+            text = f"version {state.on_disk()} is on disk already" if state.on_disk() else "no update had finished"
+            return Ending(Outcome.SAVED, state.on_disk(), text, PLACE)
         behind = [a.rank for a in plan.assignments if a.how is How.REDO]
         if behind:
-            yield from _catch_up(ward, incident, plan.version, behind)
+            yield from _catch_up(state, incident, plan.version, behind)
             continue
-        lists = _chosen(ward, incident, plan)
+        lists = _chosen(state, incident, plan)
         if lists is None:
             return _not_saved("ranks contradict what they have said before of who shares state with whom")
-        result = yield _save(ward, plan.version, lists)
+        result = yield _save(state, plan.version, lists)
         if result.ok:
-            return (yield from _name(ward, plan.version, lists))
+            return (yield from _name(state, plan.version, lists))
         if not result.lost:
             first, text = next(iter(result.failed.items()))
             incident.fail(first, text)  # the others' failures follow from it
@@ -58,48 +62,48 @@ def dump(ward: RepairState, incident: Incident) -> Script:
     return _not_saved("; ".join(f"rank {rank}: {text}" for rank, text in incident.failures.items()))
 
 
-def _halts_first(ward: RepairState) -> bool:
-    return any(said.halt_before_dump for said in ward.said.values())
+def _halts_first(state: RepairState) -> bool:
+    return any(said.halt_before_dump for said in state.said.values())
 
 
-def _catch_up(ward: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
+def _catch_up(state: RepairState, incident: Incident, version: Version, ranks: list[Rank]) -> Part:
     """Let ranks make the one update that they stand in front of; whoever cannot is counted on no more for it."""
     for rank in ranks:
         incident.redoing[rank] = version
-    result = yield ward.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
-    ward.note(incident, result)
+    result = yield state.everyone(RoundKind.CATCH_UP, version, "dump", ranks=ranks)
+    state.note(incident, result)
     for rank, text in result.failed.items():
         incident.fail(rank, text)
     return result.words
 
 
-def _chosen(ward: RepairState, incident: Incident, plan: Plan) -> Lists | None:
+def _chosen(state: RepairState, incident: Incident, plan: Plan) -> Lists | None:
     """Who saves what."""
-    assert isinstance(ward.replicas, Replicas)
-    lists = choose(ward.replicas, ward.standing(incident, plan.version), ward.suspect(incident))
+    assert isinstance(state.replicas, Replicas)
+    lists = choose(state.replicas, state.standing(incident, plan.version), state.suspect(incident))
     if lists is None:
         return None
     incident.plan = replace(plan, assignments=_assignments(lists))
-    ward.outbox.record("plan", version=plan.version, reason=plan.reason, savers=list(lists))
+    state.outbox.record("plan", version=plan.version, reason=plan.reason, savers=list(lists))
     return lists
 
 
-def _save(ward: RepairState, version: Version, lists: Lists) -> Round:
-    plain = ward.everyone(RoundKind.SAVE, version, "dump", ranks=lists)
+def _save(state: RepairState, version: Version, lists: Lists) -> Round:
+    plain = state.everyone(RoundKind.SAVE, version, "dump", ranks=lists)
     acts = {rank: replace(act, lists=lists[rank]) for rank, act in plain.acts.items()}
     return Round(RoundKind.SAVE, acts, together=True)
 
 
-def _name(ward: RepairState, version: Version, lists: Lists) -> Script:
+def _name(state: RepairState, version: Version, lists: Lists) -> Script:
     """One saver after the other, until one has done it; one that refuses has a reason that holds for all."""
     first = renamer(lists)
     for rank in [first, *(r for r in lists if r != first)]:
-        if rank not in ward.job.live:
+        if rank not in state.job.live:
             continue
-        result = yield ward.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
+        result = yield state.everyone(RoundKind.RENAME, version, "dump", ranks=[rank])
         if result.ok:
-            ward.saved = version
-            return Ending(Outcome.SAVED, version, f"saved version {version}")
+            state.saved = version
+            return Ending(Outcome.SAVED, version, f"saved version {version}", PLACE)
         if not result.lost:
             return _not_saved(f"version {version} is written and has no name: {result.words}")
     return _not_saved(f"version {version} is written and has no name: all who wrote it are lost")

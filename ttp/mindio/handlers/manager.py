@@ -1,4 +1,4 @@
-"""The side of an outside manager, which decides what becomes of a job after a fault; see ``ttp.core.handshake``."""
+"""The side of an outside manager, which decides what becomes of a job after a fault; see ``protocol.handshake``."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Protocol
 import grpc
 
 from ttp.core.layout import Rank
-from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.launch.ring import places, reigning
+from ttp.mindio.manager_wire import call_from_wire, notice_to_wire
+from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.wire import channel as wire
 from ttp.wire.address import split, target
 from ttp.wire.limits import WireError
-from ttp.wire.manager import call_from_wire, notice_to_wire
 from ttp.wire.v1 import controller_pb2 as controller_pb
 from ttp.wire.v1 import rounds_pb2 as pb
 from ttp.wire.v1 import rounds_pb2_grpc as rpc

@@ -10,17 +10,18 @@ from contextlib import AbstractContextManager
 
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Phase
-from ttp.core.rounds_messages import Act, Acted, RepairWay, RoundKind
-from ttp.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
-from ttp.handlers.loop import Loop
-from ttp.handlers.pause import PausePoint
+from ttp.mindio.handlers.call import HANDLER_OF, Call, Handler, HandlerKind
+from ttp.mindio.handlers.loop import Loop
+from ttp.mindio.handlers.pause import PausePoint
+from ttp.mindio.protocol.messages import Act, Acted, RepairWay, RoundKind
+from ttp.mindio.protocol.rank_side import Said
 from ttp.processor.gate.gate import Gate
 from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.handlers")
 
 CLEANED = (0, 2)
-"""What a clean handler returns where the device is usable again; see ``ttp.core.curing``."""
+"""What a clean handler returns where the device is usable again; see ``ttp.mindio.protocol.in_process_repair``."""
 LOADS = (RepairWay.LOAD, RepairWay.LOAD_REBUILD)
 WRITES = (RepairWay.MEMORY_HIGH, RepairWay.RECEIVE, *LOADS)
 NEEDED = (RoundKind.SAVE, RoundKind.RENAME, RoundKind.REPAIR)
@@ -91,7 +92,8 @@ class Actor:
         if not ok:
             log.error("rank %s could not %s: %s", self._rank, act.kind.value, text)
         state = self._gate.state()
-        self._processor.acted(Acted(self._rank, act.serial, ok, result, state.version, state.phase is Phase.TORN, text))
+        torn = state.phase is Phase.TORN
+        self._processor.tell(Said(Acted(self._rank, act.serial, ok, result, state.version, torn, text)))
         if ok and act.kind is RoundKind.RESUME:
             self._loop.resume()  # after the answer: what the training thread says next comes later
 

@@ -1,6 +1,7 @@
 """What is said about rounds: one action that the registered handlers of many ranks carry out in step.
 
-Part of the protocol of ``ttp.core.messages``; the wire form is ``proto/ttp/wire/v1/rounds.proto``.
+They are the ``ProgramReport`` and ``ProgramOrder`` of ``ttp.core.messages``; the wire form is
+``proto/ttp/wire/v1/rounds.proto``.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
 
 HANDLERS = "handlers"
@@ -56,7 +58,7 @@ class RepairWay(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSet:
-    """The ranks that share one part of the state, as one of them says it; see ``ttp.core.replica_lists``.
+    """The ranks that share one part of the state, as one of them says it; see ``ttp.mindio.protocol.replica_lists``.
 
     Args:
         ranks: all ranks that hold a piece of it, this one among them.
@@ -90,7 +92,7 @@ class Transfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Handlers:
+class Handlers(m.ProgramReport):
     """What this rank can do, and whom it shares state with. Said again to every controller.
 
     Args:
@@ -104,7 +106,6 @@ class Handlers:
         halted: the training thread was stopped in a round and has not gone back.
     """
 
-    rank: Rank
     sets: tuple[ReplicaSet, ...]
     retry: bool
     load_repair: bool
@@ -115,23 +116,21 @@ class Handlers:
 
 
 @dataclass(frozen=True, slots=True)
-class Ailing:
+class Ailing(m.ProgramReport):
     """The training thread has left its loop and can go back; ``code`` is the device's word for it."""
 
-    rank: Rank
     ailment: Ailment
     code: str
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Acted:
+class Acted(m.ProgramReport):
     """What came of an ``Act``, and where the rank stands since.
 
     ``result`` is what the handler returned; of HOLD the step at whose end the training thread will stand.
     """
 
-    rank: Rank
     serial: int
     ok: bool
     result: int
@@ -144,7 +143,7 @@ class Acted:
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class Act(m.ProgramOrder):
     """One rank's part of a round. Carried out once for each term and serial number; the answer is said again.
 
     Args:
@@ -164,8 +163,6 @@ class Act:
         ranks: REPAIR: everybody who sends or receives.
     """
 
-    rank: Rank
-    term: int
     serial: int
     kind: RoundKind
     version: Version
@@ -178,3 +175,7 @@ class Act:
     way: RepairWay = RepairWay.ROLLBACK
     transfers: tuple[Transfer, ...] = ()
     ranks: tuple[Rank, ...] = ()
+
+
+Report = Handlers | Ailing | Acted
+Order = Act

@@ -5,13 +5,13 @@ from __future__ import annotations
 import threading
 import time
 
-from ttp.handlers.loop import ForcedStop
+from ttp.mindio.handlers.loop import ForcedStop
 
 HALTED = "FORCE STOP. By ttp pause_train"
 
 
 class PausePoint:
-    """See ``ttp.core.pausing``. ``pass_by`` belongs to the training thread."""
+    """See ``ttp.mindio.protocol.pause``. ``pass_by`` belongs to the training thread."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

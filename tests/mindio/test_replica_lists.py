@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ttp.core.layout import Rank
-from ttp.core.replica_lists import check_set, choose, gather, holders, pieces, renamer, sources
-from ttp.core.rounds_messages import ReplicaSet
 from ttp.errors import ConfigError
+from ttp.mindio.protocol.messages import ReplicaSet
+from ttp.mindio.protocol.replica_lists import check_set, choose, gather, holders, pieces, renamer, sources
 
 
 def job(*types: list[tuple[list[int], int, int]]) -> Any:

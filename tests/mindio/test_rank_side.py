@@ -7,9 +7,10 @@ from typing import Any
 
 from tests.core.talk import hello
 from ttp.core import messages as m
-from ttp.core import rounds_messages as rm
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import machine as pm
+from ttp.mindio.protocol import messages as rm
+from ttp.mindio.protocol.rank_side import NoHandlers, RankRounds, Said, StartAct
 
 LAYOUT = Layout.data_parallel(2)
 ACT = rm.Act(Rank(1), 1, 7, rm.RoundKind.SAVE, Version(5), 1000)
@@ -19,8 +20,9 @@ AILING = rm.Ailing(Rank(1), rm.Ailment.MEMORY, "", "it hurts")
 
 
 class Rank1:
-    def __init__(self, framework: str = rm.HANDLERS) -> None:
-        self.machine = pm.ProcessorMachine(hello(1, LAYOUT, framework=framework), pm.RankTimeouts(), 0.0)
+    def __init__(self, program: pm.RankProgram | None = None) -> None:
+        self.machine = pm.ProcessorMachine(hello(1, LAYOUT), pm.RankTimeouts(), 0.0)
+        self.machine.program = program or RankRounds()
         self.welcome(1)
 
     def welcome(self, term: int) -> list[Any]:
@@ -37,10 +39,10 @@ class Rank1:
 
 def test_an_act_is_carried_out_once_and_its_answer_said_again() -> None:
     rank = Rank1()
-    assert rank.ordered(ACT) == [pm.StartAct(ACT)]
+    assert rank.ordered(ACT) == [StartAct(ACT)]
     assert rank.ordered(ACT) == []  # it runs
-    assert rank.event(pm.ActDone(DONE)) == [DONE]
-    assert rank.event(pm.ActDone(DONE)) == []
+    assert rank.event(Said(DONE)) == [DONE]
+    assert rank.event(Said(DONE)) == []
     assert rank.ordered(ACT) == [DONE]
 
 
@@ -48,28 +50,28 @@ def test_a_new_act_replaces_one_that_runs_and_an_old_one_is_nothing() -> None:
     rank = Rank1()
     rank.ordered(ACT)
     newer = replace(ACT, serial=8)
-    assert rank.ordered(newer) == [pm.StartAct(newer)]
-    assert rank.event(pm.ActDone(DONE)) == []
+    assert rank.ordered(newer) == [StartAct(newer)]
+    assert rank.event(Said(DONE)) == []
     assert rank.ordered(ACT) == []
     assert rank.ordered(replace(ACT, serial=9, term=0)) == []  # of a controller that was replaced
 
 
 def test_a_new_controller_is_told_what_the_last_one_knew() -> None:
     rank = Rank1()
-    assert rank.event(pm.HandlersKnown(KNOWN)) == [KNOWN]
-    assert rank.event(pm.Ailed(AILING)) == [AILING]
+    assert rank.event(Said(KNOWN)) == [KNOWN]
+    assert rank.event(Said(AILING)) == [AILING]
     rank.event(pm.StreamDown("gone"))
     assert rank.welcome(2)[-2:] == [KNOWN, AILING]
     resume = replace(ACT, kind=rm.RoundKind.RESUME, term=2)
     rank.ordered(resume)
-    rank.event(pm.ActDone(DONE))
+    rank.event(Said(DONE))
     rank.event(pm.StreamDown("gone"))
     assert AILING not in rank.welcome(3)
 
 
 def test_whoever_waits_for_a_repair_is_let_go_when_no_controller_comes() -> None:
     rank = Rank1()
-    rank.event(pm.Ailed(AILING))
+    rank.event(Said(AILING))
     rank.event(pm.StreamDown("gone"))
     patience_s = rank.machine.manners.alone_s
     actions = rank.machine.on_event(pm.Observed(Version(5), m.Phase.IDLE), patience_s)
@@ -77,8 +79,13 @@ def test_whoever_waits_for_a_repair_is_let_go_when_no_controller_comes() -> None
 
 
 def test_a_snapshot_by_handlers_may_let_an_update_through() -> None:
-    for framework, may in ((rm.HANDLERS, True), ("toy", False)):
-        rank = Rank1(framework)
+    for program, may in ((RankRounds(), True), (NoHandlers(), False)):
+        rank = Rank1(program)
         rank.ordered(m.Freeze(Rank(1), 1, "i", "asked", True))
         (answer,) = rank.event(pm.Quiet(Version(5), m.Phase.IDLE, True, True, has_gradient=True))
         assert answer.has_gradient is may
+
+
+def test_a_rank_without_handlers_says_so() -> None:
+    (answer,) = Rank1(NoHandlers()).ordered(ACT)
+    assert not answer.ok and "no handlers to save with" in answer.text

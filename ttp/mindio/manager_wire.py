@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ttp.core.layout import WORLD_SIZE_MAX, Rank
-from ttp.core.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
+from ttp.mindio.protocol.manager_messages import CallKind, FaultOf, ManagerCall, Notice, NoticeKind, RankFault
 from ttp.wire import limits
 from ttp.wire.limits import WireError
 from ttp.wire.v1 import rounds_pb2 as pb

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
+from ttp.core.controller.events import ProgramAction, ProgramEvent
 from ttp.core.layout import Rank
 
 
@@ -91,3 +92,39 @@ class ManagerCall:
     text: str = ""
     strategies: tuple[str, ...] = ()
     strategy: str = ""
+
+
+# ------------------------------------------------------------------------------------ to and from the controller's core
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerCame(ProgramEvent):
+    """Somebody wants to decide what is to be done after a fault; ``wait_s``: how long to wait for each answer."""
+
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerLeft(ProgramEvent):
+    """Nobody does any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Noticed(ProgramEvent):
+    """The manager says something."""
+
+    notice: Notice
+
+
+@dataclass(frozen=True, slots=True)
+class CallManager(ProgramAction):
+    """Tell the manager."""
+
+    call: ManagerCall
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerNotice(ProgramAction):
+    """The answer to a ``Noticed``, at once: why it is not accepted; empty if it is."""
+
+    problem: str

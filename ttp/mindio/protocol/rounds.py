@@ -15,13 +15,13 @@ from top to bottom like the procedure that it is, and is given up by closing it.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Generator, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from ttp.core.controller.outbox import Outbox
-from ttp.core.layout import Rank, Version
-from ttp.core.rounds_messages import Act, Acted, RoundKind
+from ttp.core.controller.program_recovery import Ending
+from ttp.core.layout import Rank
+from ttp.mindio.protocol.messages import Act, Acted, RoundKind
 
 SERIALS_PER_TERM = 1 << 32
 RESPITE_S = 10.0
@@ -76,23 +76,6 @@ class Pause:
     """Wait for anything to happen, until this time at the latest."""
 
     until: float
-
-
-class Outcome(enum.Enum):
-    """How a script ended."""
-
-    RESUMED = "resumed"  # training goes on
-    SAVED = "saved"
-    NOT_SAVED = "not_saved"
-
-
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """What came of a script: the version that training goes on from or that was saved, and a sentence."""
-
-    outcome: Outcome
-    version: Version
-    text: str
 
 
 Step = Round | Pause

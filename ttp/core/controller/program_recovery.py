@@ -1,0 +1,131 @@
+"""The seam for jobs that save and repair themselves: what the controller asks of whoever leads such a recovery.
+
+Faults are found, the world is frozen and the newest whole version is decided on as in every other job. Then, instead of
+``saving``, whoever ``leads`` is asked to ``begin``, and to ``advance`` after every event, until it says how that ended.
+What it and the program's ranks say to each other is opaque here: ``ProgramReport``, ``ProgramOrder``, ``ProgramEvent``.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ProgramEvent
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.decide import NoPlan, Plan
+from ttp.core.layout import Layout, Rank, Version
+
+
+class Outcome(enum.Enum):
+    """How a recovery ended."""
+
+    RESUMED = "resumed"  # training goes on
+    SAVED = "saved"
+    NOT_SAVED = "not_saved"
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """What came of a recovery: the version that training goes on from or that was saved, why, and where it is."""
+
+    outcome: Outcome
+    version: Version
+    text: str
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RescueContext:
+    """What a recovery may ask and use of the controller.
+
+    Args:
+        job: the ranks.
+        outbox: takes orders, records and ``ProgramAction``.
+        decide: the newest version that can be saved now.
+        on_disk: the newest version that is on disk.
+        blame: takes evidence against a rank, or against nobody (-1), and when it came.
+        rescue_s: how long an incident may last.
+    """
+
+    job: Membership
+    outbox: Outbox
+    decide: Callable[[Incident], Plan | NoPlan]
+    on_disk: Callable[[], Version]
+    blame: Callable[[Rank, m.FaultKind, str, float], None]
+    rescue_s: float
+
+
+class ProgramRecovery:
+    """Leads nothing, and says so: what a controller has that knows no such programs, and the base of what leads one."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether it is for the program to save."""
+        return False
+
+    @property
+    def layout(self) -> Layout | None:
+        """Which rank holds what, if the program knows better than the ranks' ``Hello``."""
+        return None
+
+    @property
+    def halted(self) -> bool:
+        """Whether a thaw alone would not make training go on."""
+        return False
+
+    @property
+    def may_repair(self) -> bool:
+        """Whether a training loop has ended that can be entered again: a version that is not whole may become so."""
+        return False
+
+    def invalid(self, rank: Rank) -> bool:
+        """Whether the rank's copy is of no version."""
+        return False
+
+    def at(self, now: float) -> None:
+        """The time at which everything happens that is told next."""
+
+    def reported(self, report: m.ProgramReport) -> None:
+        """A rank says something that only the program's recovery understands."""
+
+    def happened(self, event: ProgramEvent, *, incident: bool) -> None:
+        """Something happened outside of the ranks; ``incident``: one is open."""
+
+    def lost(self, rank: Rank) -> None:
+        """The rank cannot be spoken to any more."""
+
+    def came_back(self, rank: Rank, *, frozen: bool) -> None:
+        """On another stream; not ``frozen``: its gate was open meanwhile."""
+
+    def moved(self, version: Version) -> None:
+        """A rank has finished an update."""
+
+    def begin(self, incident: Incident) -> None:
+        """The world stands still: see what can be done."""
+        raise NotImplementedError
+
+    def advance(self) -> Ending | None:
+        """Go on as far as what is known allows, in an incident or not; how it ended, once it has."""
+        return None
+
+    def over(self, *, resumed: bool) -> None:
+        """The incident is over: the world trains on, or has ended."""
+
+    def reset(self) -> None:
+        """A new incarnation of the job, or another controller leads it."""
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``advance`` has something to do."""
+        return iter(())
+
+
+MakeRecovery = Callable[[RescueContext], ProgramRecovery]
+
+
+def no_recovery(_: RescueContext) -> ProgramRecovery:
+    """For a controller of jobs that ttp saves."""
+    return ProgramRecovery()

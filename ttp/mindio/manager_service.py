@@ -1,0 +1,77 @@
+"""The gRPC face of the controller towards an outside manager, one at a time: ``ttp.wire.v1.Manager``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from ttp.controller.driver import Driver
+from ttp.core.controller.events import ProgramAction
+from ttp.mindio.manager_wire import call_to_wire, notice_from_wire, seconds
+from ttp.mindio.protocol.manager_messages import (
+    AnswerNotice,
+    CallManager,
+    ManagerCall,
+    ManagerCame,
+    ManagerLeft,
+    Noticed,
+)
+from ttp.wire.limits import WireError
+from ttp.wire.v1 import rounds_pb2 as pb
+from ttp.wire.v1 import rounds_pb2_grpc as rpc
+
+SERVICE = "ttp.wire.v1.Manager"
+
+
+class ManagerService(rpc.ManagerServicer):
+    """Translates between the wire and the driver, and does what ``HandlerRecovery`` wants; decides nothing."""
+
+    def __init__(self, driver: Driver) -> None:
+        self._driver = driver
+        self._calls: asyncio.Queue[ManagerCall | None] | None = None
+        self._problem = ""
+        driver.perform_program, driver.on_close = self._perform, self._close
+
+    def _perform(self, action: ProgramAction) -> None:
+        match action:
+            case CallManager(call) if self._calls is not None:
+                self._calls.put_nowait(call)
+            case AnswerNotice(problem):
+                self._problem = problem
+
+    def _close(self) -> None:
+        if self._calls is not None:
+            self._calls.put_nowait(None)
+
+    async def Attend(self, request: pb.AttendRequest, context: Any) -> AsyncIterator[pb.ManagerCall]:
+        """See the proto."""
+        try:
+            wait_s = seconds(request.wait_s)
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        if self._calls is not None or self._driver.closed:
+            await context.abort(grpc.StatusCode.ALREADY_EXISTS, "another manager is attached to this controller")
+            return
+        queue: asyncio.Queue[ManagerCall | None] = asyncio.Queue()
+        self._calls = queue
+        self._driver.feed(ManagerCame(wait_s))
+        try:
+            await context.send_initial_metadata(())
+            while (call := await queue.get()) is not None:
+                yield call_to_wire(call)
+        finally:
+            self._calls = None
+            self._driver.feed(ManagerLeft())
+
+    async def Notify(self, request: pb.Notice, context: Any) -> pb.NoticeAnswer:
+        """See the proto."""
+        try:
+            notice = notice_from_wire(request)
+        except WireError as problem:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(problem))
+        self._problem = "this controller ends"
+        self._driver.feed(Noticed(notice))
+        return pb.NoticeAnswer(accepted=not self._problem, text=self._problem)

@@ -1,0 +1,161 @@
+"""The script that brings training loops back to life in the same processes.
+
+All loops are ended (STOP) and the devices made usable (CLEAN). Then it is known what each copy is worth: a copy that
+was left in the middle of an update, whose device lost memory, or that is of another version than the newest one that
+is whole, gets what it lacks from a replica (REPAIR). Everything else, data and schedules, is set to that version
+(ROLLBACK), and the loops are entered again (RESUME). Where no copy can be trusted, or a piece has none left, all ranks
+load a checkpoint instead. Whatever fails leaves the healthy copies as they were: they can still be saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.program_recovery import Ending, Outcome
+from ttp.core.decide import NoPlan
+from ttp.core.layout import Rank, Version, compact_ranks
+from ttp.mindio.protocol.messages import Act, Ailment, RepairWay, RoundKind, Transfer
+from ttp.mindio.protocol.repair_state import RepairState
+from ttp.mindio.protocol.replica_lists import Replicas, sources
+from ttp.mindio.protocol.rounds import Part, Round, Script
+
+LOW = 2
+"""What the clean handler returns where nothing of the state was in the memory that was lost."""
+PURPOSE = "retry"
+LOST_MEMORY = (Ailment.MEMORY, Ailment.MEMORY_CORRUPT)
+
+
+def halt(state: RepairState, incident: Incident, purpose: str = PURPOSE) -> Part:
+    """Get all training threads out of their loops, and the devices usable."""
+    if state.cleaned:
+        return ""
+    state.halted = True
+    stop = yield state.everyone(RoundKind.STOP, purpose=purpose, together=True)
+    state.note(incident, stop)
+    if not stop.ok:
+        return stop.words
+    plain = state.everyone(RoundKind.CLEAN, purpose=purpose)
+    acts = {rank: replace(act, memory_error=_lost_memory(state, rank)) for rank, act in plain.acts.items()}
+    clean = yield Round(RoundKind.CLEAN, acts, together=True)
+    for rank, acted in clean.done.items():
+        if acted.result == LOW and _lost_memory(state, rank):
+            state.low.add(rank)
+            state.invalid.discard(rank)
+    state.cleaned = clean.ok
+    return clean.words
+
+
+def repair_in_process(state: RepairState, incident: Incident) -> Script:
+    """Stop, clean, repair, roll back, resume. Not saved: it cannot be done; what is healthy has not been touched."""
+    problem = yield from halt(state, incident)
+    if problem:
+        return _failed(problem)
+    plan = state.decide(incident)
+    lacking = _lacking(state, incident, plan.version) if not isinstance(plan, NoPlan) else set()
+    transfers = None
+    if not (state.must_load or isinstance(plan, NoPlan)) and isinstance(state.replicas, Replicas):
+        transfers = sources(state.replicas, lacking, state.standing(incident, plan.version))
+    if transfers is None or isinstance(plan, NoPlan):
+        return (yield from _load(state, incident))
+    version = plan.version
+    if lacking or state.low:
+        problem = yield from _repair(state, incident, version, transfers, lacking)
+        if problem:
+            return _failed(problem)
+    return (yield from _resume(state, incident, version, f"repaired ranks {compact_ranks(lacking) or 'none'}"))
+
+
+def _lacking(state: RepairState, incident: Incident, version: Version) -> set[Rank]:
+    """Ranks that do not hold the version."""
+    return set(state.job.live) - state.standing(incident, version)
+
+
+def _lost_memory(state: RepairState, rank: Rank) -> bool:
+    return rank in state.ailing and state.ailing[rank].ailment in LOST_MEMORY
+
+
+def _repair(
+    state: RepairState, incident: Incident, version: Version, transfers: tuple[Transfer, ...], lacking: Iterable[Rank]
+) -> Part:
+    """Senders and receivers at once; whoever has lost memory that it did not need only makes its device usable."""
+    ranks = tuple(sorted({r for t in transfers for r in (t.src, t.dst)}))
+    errors = tuple(sorted({*lacking, *state.low}))
+    acts: dict[Rank, Act] = {}
+    for rank in sorted({*ranks, *state.low}):
+        way = _way(state, rank, transfers)
+        acts[rank] = replace(
+            state.act(rank, RoundKind.REPAIR, version, PURPOSE),
+            way=way,
+            rebuild=way is RepairWay.MEMORY_HIGH,
+            error_ranks=errors,
+            transfers=tuple(t for t in transfers if rank in (t.src, t.dst)),
+            ranks=ranks,
+        )
+    state.invalid.update(lacking)
+    result = yield Round(RoundKind.REPAIR, acts, together=True)
+    if result.ok:
+        state.invalid.difference_update(lacking)
+        state.note(incident, result, version)
+    return result.words
+
+
+def _way(state: RepairState, rank: Rank, transfers: Iterable[Transfer]) -> RepairWay:
+    if any(rank == t.src for t in transfers):
+        return RepairWay.SEND
+    if not any(rank == t.dst for t in transfers):
+        return RepairWay.MEMORY_LOW
+    return RepairWay.MEMORY_HIGH if _lost_memory(state, rank) else RepairWay.RECEIVE
+
+
+def _load(state: RepairState, incident: Incident) -> Script:
+    """From the last checkpoint, all ranks."""
+    unable = [rank for rank in state.live if not state.said[rank].load_repair]
+    if unable:
+        return _failed(f"ranks {compact_ranks(unable)} cannot load a checkpoint in the running process")
+    acts: dict[Rank, Act] = {}
+    for rank in state.live:
+        high = _lost_memory(state, rank) and rank not in state.low
+        acts[rank] = replace(
+            state.act(rank, RoundKind.REPAIR, Version(0), PURPOSE),
+            way=RepairWay.LOAD_REBUILD if high else RepairWay.LOAD,
+            rebuild=high,
+            error_ranks=tuple(sorted(state.ailing)),
+            ranks=tuple(state.live),
+        )
+    state.invalid.update(acts)
+    result = yield Round(RoundKind.REPAIR, acts, together=True)
+    loaded = sorted({acted.result for acted in result.done.values()})
+    if not result.ok or len(loaded) != 1:
+        return _failed(result.words or f"ranks have loaded different steps: {loaded[:10]}")
+    newest = max(answer.version for answer in incident.answers.values())
+    if loaded[0] > newest:
+        return _failed(f"step {loaded[0]} cannot have been loaded: no rank has come further than {newest}")
+    version = Version(loaded[0])
+    state.invalid.clear()
+    state.note(incident, result, version)
+    return (yield from _resume(state, incident, version, "loaded a checkpoint"))
+
+
+def _resume(state: RepairState, incident: Incident, version: Version, text: str) -> Script:
+    everybody = state.live
+    back = yield state.everyone(RoundKind.ROLLBACK, version, PURPOSE, together=True)
+    state.invalid.update(back.failed)
+    before = dict(state.ailing)
+    if back.ok:
+        back = yield state.everyone(RoundKind.RESUME, version, PURPOSE)
+    if not back.ok or everybody != state.live or state.job.broken:
+        return _failed(back.words or "a rank was lost on the way")
+    state.note(incident, back)
+    anew = [ailing for rank, ailing in state.ailing.items() if ailing is not before.get(rank)]
+    state.recovered()
+    if anew:  # those who were back in their loops first have left them again while others were on their way
+        for ailing in anew:
+            state.ails(ailing)
+        return (yield from repair_in_process(state, incident))
+    return Ending(Outcome.RESUMED, version, f"{text}; training goes on with step {version + 1}")
+
+
+def _failed(text: str) -> Ending:
+    return Ending(Outcome.NOT_SAVED, Version(0), text)

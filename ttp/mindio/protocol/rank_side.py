@@ -1,0 +1,84 @@
+"""A rank's side of rounds (``rounds``): what was ordered, what came of it, what a new controller has to know.
+
+An act is carried out once. Told again, because a stream broke or a controller did not hear the answer, the rank says
+again what came of it. A new act replaces one that is still running: what that one brings is said to nobody.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.core import messages as m
+from ttp.core.layout import Version
+from ttp.core.rank.events import ProgramAction, ProgramEvent
+from ttp.core.rank.program import RankProgram
+from ttp.mindio.protocol.messages import Act, Acted, Ailing, Handlers, RoundKind
+
+
+@dataclass(frozen=True, slots=True)
+class Said(ProgramEvent):
+    """What the program's handlers can do, that the training thread has left its loop, or what came of an act."""
+
+    report: Handlers | Ailing | Acted
+
+
+@dataclass(frozen=True, slots=True)
+class StartAct(ProgramAction):
+    """Carry out an act; an ``Acted`` follows."""
+
+    act: Act
+
+
+class RankRounds(RankProgram):
+    """What was said about handlers."""
+
+    updates_for_snapshot = True
+
+    def __init__(self) -> None:
+        self._ailing: Ailing | None = None
+        self._known: Handlers | None = None
+        self._act: Act | None = None
+        self._done: Acted | None = None
+
+    def happened(self, event: ProgramEvent) -> list[m.ProgramReport]:
+        """See the base."""
+        match event:
+            case Said(Handlers() as report):
+                self._known = report
+            case Said(Ailing() as report):
+                self._ailing, self.waits = report, True
+            case Said(Acted() as report) if self._awaits(report):
+                self._done = report
+                if self._act is not None and self._act.kind is RoundKind.RESUME and report.ok:
+                    self._ailing, self.waits = None, False
+            case _:
+                return []
+        return [report]
+
+    def _awaits(self, report: Acted) -> bool:
+        return self._act is not None and report.serial == self._act.serial and self._done is None
+
+    def ordered(self, order: m.ProgramOrder) -> Acted | StartAct | None:
+        """Start it, say its answer again, or nothing."""
+        assert isinstance(order, Act)
+        last = self._act
+        if last is not None and order.serial < last.serial:
+            return None
+        if last is not None and order.serial == last.serial:
+            return self._done
+        self._act, self._done = order, None
+        return StartAct(order)
+
+    def repeated(self) -> list[m.ProgramReport]:
+        """See the base."""
+        return [report for report in (self._known, self._ailing) if report is not None]
+
+
+class NoHandlers(RankProgram):
+    """Of a rank whose program has none, in a job that is led as if it had."""
+
+    def ordered(self, order: m.ProgramOrder) -> Acted | None:
+        """Nobody waits for it."""
+        assert isinstance(order, Act)
+        text = f"this rank has no handlers to {order.kind.value} with"
+        return Acted(order.rank, order.serial, False, 0, Version(0), True, text)
