@@ -16,16 +16,16 @@ BUDGET_US = 50.0
 
 def run(quick: bool) -> Iterator[Result]:
     """Blocks of meetings; the time of one is that of the block over their number."""
-    yield from _measure("one", "one host", BUDGET_US, 3 if quick else 15, 200 if quick else 5000)
-    yield from _measure("many", "a host each, gloo on loopback", None, 3 if quick else 5, 200)
+    yield from _measure("one", "one host", BUDGET_US, *((2, 1, 20) if quick else (RANKS, 15, 5000)))
+    yield from _measure("many", "a host each, gloo on loopback", None, *((2, 1, 20) if quick else (RANKS, 5, 200)))
 
 
-def _measure(where: str, title: str, budget: float | None, blocks: int, meetings: int) -> list[Result]:
+def _measure(where: str, title: str, budget: float | None, world: int, blocks: int, meetings: int) -> list[Result]:
     with scratch() as directory:
         arguments = [where, str(blocks), str(meetings), str(directory / "pages")]
-        said = train("benchmarks.barrier_rank", arguments, RANKS, free_port(), directory)
+        said = train("benchmarks.barrier_rank", arguments, world, free_port(), directory)
         ranks = [json.loads(line) for line in said]
-    how = f"{blocks} blocks of {meetings} meetings, {RANKS} ranks"
+    how = f"{blocks} blocks of {meetings} meetings, {world} ranks"
     took = statistics.median(ranks[0]["us"])
     cpu = statistics.median(us for rank in ranks for us in rank["cpu_us"])
     return [

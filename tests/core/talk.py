@@ -22,6 +22,7 @@ from ttp.core.controller.events import (
     StreamEnded,
     Tick,
 )
+from ttp.core.controller.incident import Incident
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
@@ -84,6 +85,12 @@ class Talk:
         self.streams = {r: r + 1 for r in range(self.layout.world_size)}
         for r in range(self.layout.world_size if formed else 0):
             self.hello(r)
+
+    @property
+    def incident(self) -> Incident:
+        """The one that is open."""
+        assert self.machine.incident
+        return self.machine.incident
 
     # ------------------------------------------------------------------------------------------------------- what comes
 

@@ -88,7 +88,7 @@ def test_a_silent_host_is_looked_at_by_a_third_one() -> None:
     talk = Wide()
     assert silent_loss(talk, 2).endswith("[evidence] [witness_asked] Probe:4")
     assert talk.orders(m.Probe)[0].address == "10.0.0.1"
-    assert "after 20.0 s of silence" in talk.machine.incident.cause  # type: ignore[union-attr]
+    assert "after 20.0 s of silence" in talk.incident.cause
     assert talk.lost(3).endswith("[evidence]"), "one question for each host"
 
 
@@ -274,7 +274,7 @@ def test_two_controllers_with_one_incident_have_drafts_of_their_own() -> None:
         talk.fault(0)
         talk.comes(5, incident="i1")
         talk.frozen_all()
-        drafts.append(talk.machine.incident.draft)  # type: ignore[union-attr]
+        drafts.append(talk.incident.draft)
     assert drafts == [".draft-step_7-i1-j1", ".draft-step_7-i1-k1"]
 
 
@@ -431,7 +431,7 @@ def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
     """Whoever is asked fails. Returns the orders before the last answer and what was said to that."""
     ordered: list[m.Save] = []
     for _ in range(6):
-        pending = talk.machine.incident.pending  # type: ignore[union-attr]
+        pending = talk.incident.pending
         rank = min(pending)
         said = talk.save_failed(rank, pending[rank].generation)
         if "fallback" in said or "Release" in said:
@@ -497,9 +497,9 @@ def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
     assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
     for order in talk.orders(m.Save):
         talk.saved(order.rank, order.generation)
-    commit = talk.machine.incident.committer  # type: ignore[union-attr]
+    commit = talk.incident.committer
     assert commit is not None
-    said = talk.committed(commit, talk.machine.incident.generation)  # type: ignore[union-attr]
+    said = talk.committed(commit, talk.incident.generation)
     assert said.startswith("[committed] [released] Release(75)")
 
 
@@ -507,7 +507,7 @@ def test_who_failed_of_something_else_is_not_asked_again() -> None:
     talk = Wide(rescue_s=60.0)
     talk.fault(5)
     talk.frozen_all()
-    first = min(talk.machine.incident.pending)  # type: ignore[union-attr] # a fault has opened one
+    first = min(talk.incident.pending)
     talk.save_failed(first, may_pass=False)
     assert everybody_fails(talk).endswith("[retry]")
     while (incident := talk.machine.incident) is not None and incident.retries < 3:
@@ -573,7 +573,7 @@ def test_storage_that_takes_nothing_has_failed() -> None:
     assert "[save_failed]" in said
     assert "[replan] [plan] Save" in said
     assert "took no byte for 60 s (TTP_STALL_S)" in talk.facts("save_failed")["text"]
-    assert first in talk.machine.incident.failures  # type: ignore[union-attr]
+    assert first in talk.incident.failures
 
 
 @pytest.mark.parametrize("stage", ["saving", "committing"])

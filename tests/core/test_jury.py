@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -12,9 +13,9 @@ from ttp.core.replica_vote import judge
 from ttp.testing.scenario import grid
 
 
-def answer(rank: int, digest: str = "", version: int = 7, **more: object) -> Answer:
+def answer(rank: int, digest: str = "", version: int = 7, **more: Any) -> Answer:
     digests = {REPLICATED: digest} if digest else {}
-    return Answer(Rank(rank), Version(version), digests=digests, **more)  # type: ignore[arg-type]
+    return Answer(Rank(rank), Version(version), digests=digests, **more)
 
 
 def plan(layout: Layout, *answers: Answer) -> Plan:

@@ -7,7 +7,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import Action, LookAt, LookedAt
 from ttp.core.controller.incident import Stage
 from ttp.core.controller.silence import LATE_S, LOOK_S
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.testing.scenario import grid
 
 assert PATIENCE.quiet_s is not None
@@ -144,7 +144,7 @@ def test_streams_that_end_and_come_back_leave_nothing() -> None:
 
 
 def test_a_version_that_only_the_silent_have_is_waited_for() -> None:
-    talk = Hosts(Layout(6, {"a": tuple(map(Rank, (0, 1, 4, 5))), "b": (Rank(2), Rank(3))}))  # type: ignore[dict-item]
+    talk = Hosts(Layout(6, {Shard("a"): tuple(map(Rank, (0, 1, 4, 5))), Shard("b"): (Rank(2), Rank(3))}))
     talk.passes(3)
     talk.cut("h1")
     talk.passes(DOUBT_S + LOOK_S)

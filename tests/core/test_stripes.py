@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -25,10 +26,10 @@ ddp = Layout.data_parallel(4)
 hsdp = Layout(4, {Shard("a"): (Rank(0), Rank(2)), Shard("b"): (Rank(1), Rank(3))})
 
 
-def o(rank: int, host: str | None = None, stripes: int = AUTO, size: int = LARGE, **more: object) -> Answer:
+def o(rank: int, host: str | None = None, stripes: int = AUTO, size: int = LARGE, **more: Any) -> Answer:
     sizes = {Shard(s): size for s in ("model", "a", "b", "c", "s0", "s1", "s2", "s3")}
     answer = Answer(Rank(rank), Version(7), host=f"h{rank}" if host is None else host, stripes=stripes, sizes=sizes)
-    return replace(answer, **more)  # type: ignore[arg-type]
+    return replace(answer, **more)
 
 
 def shown(verdict: Plan | NoPlan) -> str:

@@ -43,7 +43,7 @@ def relay(tmp_path: Path) -> Iterator[RelayServer]:
 
 
 def rank_through(controller: Controller, relay: RelayServer, number: int, **changes: Any) -> FakeRank:
-    rank = FakeRank(Relayed(controller, relay), number, **changes)  # type: ignore[arg-type]
+    rank = FakeRank(Relayed(controller, relay), number, **changes)  # type: ignore[arg-type] # has the port and metadata it asks for
     controller.ranks.append(rank)
     return rank
 
@@ -150,7 +150,7 @@ def test_without_the_token_the_relay_serves_nobody(controller: Controller, relay
     wrong = Relayed(controller, relay)
     wrong.metadata = ((TO_KEY, f"127.0.0.1:{controller.port}"),)
     with pytest.raises(grpc.RpcError) as problem:
-        FakeRank(wrong, 0).hear()  # type: ignore[arg-type]
+        FakeRank(wrong, 0).hear()  # type: ignore[arg-type] # as above
     assert problem.value.code() is grpc.StatusCode.UNAUTHENTICATED
 
 

@@ -157,7 +157,7 @@ def test_the_kernel_says_whose_a_connection_is(connection: tuple[socket.socket, 
     opened.close()  # what is over is nobody's; the kernel says root's
     assert owner_of(peer) == UNKNOWN
     assert "of another user" in Door(Config()).about_peer(peer, {})
-    for strange in ("ipv4:192.0.2.1:80", "unix:/tmp/x", "ipv4:nonsense", "", "ipv6:%5B::1%5D:1"):
+    for strange in ("ipv4:192.0.2.1:80", "unix:/run/x", "ipv4:nonsense", "", "ipv6:%5B::1%5D:1"):
         assert owner_of(strange) == UNKNOWN
     assert Door(Config(token="t")).about_peer("", {}) == Door(Config(insecure=True)).about_peer("", {}) == ""
 
