@@ -54,6 +54,19 @@ def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> N
     check(job, unbroken, {1: "stopped", 0: "in act"})
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("hangs")
+def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, unbroken: Unbroken) -> None:
+    faults = [
+        {"id": "stop", "rank": 1, "step": 22, "phase": "forward", "action": "stop"},
+        {"id": "gil", "rank": 0, "step": 42, "phase": "scheduled", "action": "hold-gil"},
+    ]
+    job = make_job(ranks=2, steps=46, max_restarts=2, faults=faults, env=QUICK)
+    assert job.run(TIMEOUT_S - 40) == 0, job.story()
+    check(job, unbroken, {1: "stopped", 0: "in act"})
+
+
 def check(job: Job, unbroken: Unbroken, hung: dict[int, str]) -> None:
     """These ranks were found, one in each incident, with that in their stacks; and nothing was lost."""
     incidents = job.incidents()
