@@ -21,7 +21,7 @@ from ttp.core.layout import Layout
 GONE = 0
 """The number of no machine."""
 
-SILENT = {"patience", "manners", "_patience", "_new_id", "_attempts", "program"}
+SILENT = {"patience", "timeouts", "_patience", "_new_id", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
 

@@ -50,7 +50,7 @@ PATIENCE = ControllerTimeouts(
     standbys=0,
     quiet_s=None,
 )
-MANNERS = pm.RankTimeouts(
+RANK_TIMEOUTS = pm.RankTimeouts(
     heartbeat_s=1e9,
     rescue_s=400,
     alone_s=1e8,
@@ -209,7 +209,9 @@ class Model:
     def _start(self) -> State:
         patience = replace(PATIENCE, standbys=1) if self.rival else PATIENCE
         controller = ControllerMachine(patience, Names(0), 0.0)
-        ranks = [pm.ProcessorMachine(self._hello(r), MANNERS, 0.0, in_parts(self.layout)) for r in range(self.world)]
+        ranks = [
+            pm.ProcessorMachine(self._hello(r), RANK_TIMEOUTS, 0.0, in_parts(self.layout)) for r in range(self.world)
+        ]
         for r, machine in enumerate(ranks):
             machine.on_event(pm.Observed(Version(0), m.Phase.IDLE), 0.0)
             self._talk(controller, ranks, r, pm.StreamUp())

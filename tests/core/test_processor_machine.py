@@ -20,9 +20,9 @@ FROZEN = "HoldLease CloseGate"
 class Rank1:
     """The machine of rank 1 and a clock."""
 
-    def __init__(self, *, joined: bool = True, **manners: Any) -> None:
+    def __init__(self, *, joined: bool = True, **timeouts: Any) -> None:
         self.now = 0.0
-        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.RankTimeouts(**manners), 0.0)
+        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.RankTimeouts(**timeouts), 0.0)
         self.did: list[pm.Action] = []
         if joined:
             self.event(pm.StreamUp())

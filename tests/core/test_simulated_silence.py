@@ -39,8 +39,8 @@ def play(seed: int, *faults: Fault, steps: int = 80, shards: int = 1) -> Played:
     """A job of three hosts, whose training takes some four seconds."""
     layout = grid(shards, len(HOSTS) // shards)
     scenario = Scenario(seed, layout, HOSTS, steps, delay_s=0.0005, repeats=0.0, faults=(faults,))
-    patience, manners = ControllerTimeouts(), RankTimeouts()
-    simulation = Simulation(scenario, keep_trace=True, patience=patience, manners=manners, keepalive_s=KEEPALIVE_S)
+    patience, timeouts = ControllerTimeouts(), RankTimeouts()
+    simulation = Simulation(scenario, keep_trace=True, patience=patience, timeouts=timeouts, keepalive_s=KEEPALIVE_S)
     result = simulation.run()
     return Played(result.exits, result.trace)
 

@@ -29,6 +29,7 @@ def rendezvous(kind: str, port: int) -> list[str]:
     }[kind]
 
 
+@pytest.mark.parametrize("launcher", ["ttp-run", pytest.param("torchrun", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize(
     "kind",
     [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("default", "standalone", "static")), "c10d"],
@@ -49,7 +50,7 @@ def two_nodes(kind: str, port: int) -> list[list[str]]:
     return [[*common, "--node-rank", str(node)] for node in range(2)]
 
 
-@pytest.mark.parametrize("kind", ["static", "c10d"])
+@pytest.mark.parametrize("kind", [pytest.param("static", marks=pytest.mark.slow), "c10d"])
 def test_every_node_waits_for_its_ranks_and_restarts(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int
 ) -> None:
@@ -68,6 +69,7 @@ def test_every_node_waits_for_its_ranks_and_restarts(
     assert [fault["pids"] for fault in controller.faults] == [[victim]]
 
 
+@pytest.mark.parametrize("launcher", ["ttp-run", pytest.param("torchrun", marks=pytest.mark.slow)], indirect=True)
 @pytest.mark.parametrize("kind", ["static", pytest.param("c10d", marks=pytest.mark.slow)])
 def test_gloo_across_two_nodes_after_a_restart(
     kind: str, launcher: str, start: Start, controller: Controller, unused_port: int

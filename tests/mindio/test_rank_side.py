@@ -73,7 +73,7 @@ def test_whoever_waits_for_a_repair_is_let_go_when_no_controller_comes() -> None
     rank = Rank1()
     rank.event(Said(AILING))
     rank.event(pm.StreamDown("gone"))
-    patience_s = rank.machine.manners.alone_s
+    patience_s = rank.machine.timeouts.alone_s
     actions = rank.machine.on_event(pm.Observed(Version(5), m.Phase.IDLE), patience_s)
     assert pm.LetGo(rescued=False) in actions
 

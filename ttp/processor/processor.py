@@ -33,7 +33,7 @@ from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import Receiver
 from ttp.processor.gate.gate import Gate
 from ttp.processor.link.connecting import JOIN_PATIENCE_S, ControllerLink
-from ttp.processor.link.greeting import hello, manners
+from ttp.processor.link.greeting import hello, timeouts
 from ttp.processor.liveness import stacks
 from ttp.processor.liveness.host_services import HostServices
 from ttp.processor.saver import Saver
@@ -104,7 +104,7 @@ class Processor:
         self.copying: Copying | None = None
         at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
         greeting = hello(config, env, layout, source, save_dir, version, *at)
-        self._machine = pm.ProcessorMachine(greeting, manners(config, env), time.monotonic(), in_parts(layout))
+        self._machine = pm.ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._line = ControllerLink(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join

@@ -52,7 +52,7 @@ class SimRank:
     Args:
         world: the simulation.
         hello: who it is.
-        manners: waits of the machine.
+        timeouts: waits of the machine.
     """
 
     __slots__ = (
@@ -61,10 +61,10 @@ class SimRank:
         "stream", "trainer", "world",
     )  # fmt: skip
 
-    def __init__(self, world: Simulation, hello: m.Hello, manners: pm.RankTimeouts) -> None:
+    def __init__(self, world: Simulation, hello: m.Hello, timeouts: pm.RankTimeouts) -> None:
         self.world, self.hello, self.rank, self.host = world, hello, hello.rank, hello.host
         self.name = f"rank {self.rank}#{hello.launch}"
-        self.machine = pm.ProcessorMachine(hello, manners, world.now, world.parts)
+        self.machine = pm.ProcessorMachine(hello, timeouts, world.now, world.parts)
         self.trainer = Trainer(self)
         self.saver = Saver(self)
         self.copies = SimCopies(self)

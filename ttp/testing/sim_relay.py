@@ -69,7 +69,7 @@ class Uplink:
     def __init__(self, relay: SimRelay, controller: SimController) -> None:
         self.host, self.machine = relay.host, controller.machine
         self._relay, self._world = relay, relay.world
-        self._said = Relay(relay.world.manners.heartbeat_s)
+        self._said = Relay(relay.world.timeouts.heartbeat_s)
         self._ranks: dict[LineId, tuple[Rank, Stream]] = {}
         self._lines = 0
         self._due = float("inf")

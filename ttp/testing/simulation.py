@@ -58,7 +58,7 @@ PATIENCE = ControllerTimeouts(
     forming_s=40.0,
     linger_s=0.2,
 )
-MANNERS = pm.RankTimeouts(
+RANK_TIMEOUTS = pm.RankTimeouts(
     heartbeat_s=0.5,
     rescue_s=20.0,
     retry_min_s=0.01,
@@ -110,7 +110,7 @@ class Simulation(Clock):
         scenario: the job and its faults.
         keep_trace: keep the text of the trace; its digest is always made.
         patience: of every controller; as a rule a fraction of what it is in real jobs.
-        manners: of every rank; likewise.
+        timeouts: of every rank; likewise.
         keepalive_s: when gRPC takes a stream for dead whose other end gives no answer.
     """
 
@@ -120,7 +120,7 @@ class Simulation(Clock):
         *,
         keep_trace: bool = False,
         patience: ControllerTimeouts = PATIENCE,
-        manners: pm.RankTimeouts = MANNERS,
+        timeouts: pm.RankTimeouts = RANK_TIMEOUTS,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         super().__init__(keep_trace=keep_trace)
@@ -130,10 +130,10 @@ class Simulation(Clock):
         self.keepers = keepers(self.layout)
         """Who keeps copies of which shards; the same on all ranks, and computed once for all of them here."""
         self.judge = Judge(self)
-        self.patience, self.manners = patience, manners
+        self.patience, self.timeouts = patience, timeouts
         if scenario.watched:
             self.patience = replace(patience, heartbeat_s=WATCHED_BEAT_S, hang_s=WATCHED_FLOOR_S)
-            self.manners = replace(manners, heartbeat_s=WATCHED_BEAT_S)
+            self.timeouts = replace(timeouts, heartbeat_s=WATCHED_BEAT_S)
         self.roads = Roads(self, self.patience)
         self.keepalive_s, self.roads.gives_up_s = keepalive_s, max(keepalive_s, GIVES_UP_S)
         self.ranks: dict[Rank, SimRank] = {}
@@ -189,7 +189,7 @@ class Simulation(Clock):
         self._hosts, self._copies, self._somebody_died = {}, {}, False
         self.trace("launcher", f"starts incarnation {launch} at version {start.version}")
         world_size = self.layout.world_size
-        self.ranks = {Rank(r): SimRank(self, self._hello(Rank(r), launch), self.manners) for r in range(world_size)}
+        self.ranks = {Rank(r): SimRank(self, self._hello(Rank(r), launch), self.timeouts) for r in range(world_size)}
         self._alive = world_size
         self.collectives = Collectives(self)
         self.roads.new_incarnation()

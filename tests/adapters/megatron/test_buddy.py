@@ -44,6 +44,7 @@ def assert_one_count(checkpoint: Path) -> None:
     assert counts == {common["iteration"]}
 
 
+@pytest.mark.slow  # tests/e2e/test_buddy.py loses a host in every run
 def test_a_host_with_single_copies_is_lost(nursery: Nursery, tmp_path: Path) -> None:
     job = check(nursery, tmp_path, {}, "ab", [1])
     (first, *_) = sorted(job.save_dir.glob("tft_saved_*"))

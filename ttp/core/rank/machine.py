@@ -163,13 +163,13 @@ class ProcessorMachine:
 
     Args:
         hello: who this rank is; version, phase and the like are filled in whenever it is sent.
-        manners: see ``RankTimeouts``.
+        timeouts: see ``RankTimeouts``.
         now: the time at which the machine starts.
         layout: of the job, cut for messages (``ttp.core.controller.layout_exchange.in_parts``).
     """
 
-    def __init__(self, hello: m.Hello, manners: RankTimeouts, now: float, layout: Parts = ()) -> None:
-        self.manners = manners
+    def __init__(self, hello: m.Hello, timeouts: RankTimeouts, now: float, layout: Parts = ()) -> None:
+        self.timeouts = timeouts
         self.term = 0
         self.incarnation = 0
         self.incident = ""
@@ -196,7 +196,7 @@ class ProcessorMachine:
         self._preimage = False
         self._redo_until: float | None = None
         self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
-        self._route = Route(manners.failover_s)
+        self._route = Route(timeouts.failover_s)
         self._noted: NoteRing | None = None
         self._copy: m.Copied | None = None
         self._unsettled = False
@@ -269,25 +269,25 @@ class ProcessorMachine:
         if self._redo_until is not None:
             yield self._redo_until
         if self.incident and not self._snapshot:
-            yield self._frozen_since + self.manners.rescue_s
+            yield self._frozen_since + self.timeouts.rescue_s
         if self._down_since is not None and not self.incident and self._waits:
-            yield self._down_since + self.manners.alone_s
+            yield self._down_since + self.timeouts.alone_s
 
     def _on_time(self, now: float) -> None:
         if self._connect_at is not None and now >= self._connect_at:
             self._connect_at = None
-            start = self._attempts >= self.manners.start_controller_after
+            start = self._attempts >= self.timeouts.start_controller_after
             home = self._route.address == HOME
             self._do(Connect(start and home and self._route.went_round, self._route.address, self._within_s(now)))
         if self._welcomed and now >= self._beat_at:
-            self._beat_at = now + self.manners.heartbeat_s
+            self._beat_at = now + self.timeouts.heartbeat_s
             o = self._observed
             self._report(m.Heartbeat(self._hello.rank, self._version, self._phase, o.mark, o.activity, o.written))
         if self._redo_until is not None and now >= self._redo_until:
             self._redo_failed("the update that was asked for does not end")
-        if self.incident and not self._snapshot and now >= self._frozen_since + self.manners.rescue_s:
-            self._exit(EXIT_NOT_SAVED, f"frozen for {self.manners.rescue_s:g} s (TTP_OT) without being released")
-        alone = self._down_since is not None and now >= self._down_since + self.manners.alone_s
+        if self.incident and not self._snapshot and now >= self._frozen_since + self.timeouts.rescue_s:
+            self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released")
+        alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
         if alone and not self.incident and self._waits:
             self._do(LetGo(rescued=False))
             self.gone = True
@@ -308,7 +308,7 @@ class ProcessorMachine:
         The lost controller may not use up more than its respite: all ranks should come to the next one at about the
         same time, and an attempt at a host that does not answer ends with nothing but its time.
         """
-        m_ = self.manners
+        m_ = self.timeouts
         if not self._route.standbys:
             return None
         if self._route.takeover or self._down_since is None:
@@ -342,7 +342,7 @@ class ProcessorMachine:
         if self._down_since is None:
             self._down_since = now
         self._route.lost(now - self._down_since)
-        m_ = self.manners
+        m_ = self.timeouts
         in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
@@ -428,7 +428,7 @@ class ProcessorMachine:
         self._welcomed, self._attempts, self._down_since = True, 0, None
         self._route.connected()
         self._note_ring()
-        self._beat_at = now + self.manners.heartbeat_s
+        self._beat_at = now + self.timeouts.heartbeat_s
         self._do(Joined(order.incarnation, first))
         if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
             self._report(self._view)  # others may still wait for the decision, and this controller may be new
@@ -462,7 +462,7 @@ class ProcessorMachine:
             self.generation = 0
             self._frozen_since = now
         self.incident, self._snapshot = order.incident, order.snapshot
-        self._do(HoldLease(self._frozen_since + self.manners.rescue_s))
+        self._do(HoldLease(self._frozen_since + self.timeouts.rescue_s))
         self._do(CloseGate(hurry=not order.snapshot))
 
     def _quiet(self, quiet: Quiet, now: float) -> None:
@@ -506,7 +506,7 @@ class ProcessorMachine:
         elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
             self._do(StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
-            self._redo_until, self._redoing = now + self.manners.redo_s, order.version
+            self._redo_until, self._redoing = now + self.timeouts.redo_s, order.version
             self._do(Redo(order.version))
         else:
             state = self._phase.value if self._redoing is None else f"on its way to {self._redoing}"

@@ -59,7 +59,7 @@ def hello(
     )
 
 
-def manners(config: Config, env: RankEnv) -> pm.RankTimeouts:
+def timeouts(config: Config, env: RankEnv) -> pm.RankTimeouts:
     """How patient it is."""
     # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
     return pm.RankTimeouts(
