@@ -28,111 +28,11 @@ from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Version
 from ttp.core.layout_messages import LayoutPart, Parts, TellLayout
-from ttp.core.rank.events import (
-    Action,
-    Based,
-    CancelSave,
-    CloseGate,
-    CommitBroken,
-    CommitDone,
-    Connect,
-    CopyMade,
-    CopySkipped,
-    Decided,
-    DropLease,
-    Event,
-    Exit,
-    HoldLease,
-    HostProbed,
-    Joined,
-    KeepPage,
-    LetGo,
-    NameBuddy,
-    NameKeeper,
-    NeighbourDied,
-    NoteRing,
-    NotRedone,
-    Observed,
-    OpenGate,
-    OrderReceived,
-    PiecesWritten,
-    ProbeHost,
-    ProgramAction,
-    ProgramEvent,
-    Quiet,
-    Raised,
-    Redo,
-    Rejected,
-    RestoreWanted,
-    Returned,
-    Send,
-    SettleCopy,
-    StackSeen,
-    StandbyStarted,
-    StartCommit,
-    StartSave,
-    StartStandby,
-    StreamDown,
-    StreamUp,
-    TakeStack,
-    WriteFailed,
-)
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.rank.failover import HOME, Route
 from ttp.core.rank.program import RankProgram
 from ttp.errors import EXIT_NOT_SAVED
-
-__all__ = [
-    "Action",
-    "Based",
-    "CancelSave",
-    "CloseGate",
-    "CommitBroken",
-    "CommitDone",
-    "Connect",
-    "CopyMade",
-    "CopySkipped",
-    "Decided",
-    "DropLease",
-    "Event",
-    "Exit",
-    "HoldLease",
-    "HostProbed",
-    "Joined",
-    "KeepPage",
-    "LetGo",
-    "NameBuddy",
-    "NameKeeper",
-    "NeighbourDied",
-    "NotRedone",
-    "NoteRing",
-    "Observed",
-    "OpenGate",
-    "OrderReceived",
-    "PiecesWritten",
-    "ProbeHost",
-    "ProcessorMachine",
-    "ProgramAction",
-    "ProgramEvent",
-    "Quiet",
-    "Raised",
-    "RankProgram",
-    "RankTimeouts",
-    "Redo",
-    "Rejected",
-    "RestoreWanted",
-    "Returned",
-    "Send",
-    "SettleCopy",
-    "StackSeen",
-    "StandbyStarted",
-    "StartCommit",
-    "StartSave",
-    "StartStandby",
-    "StreamDown",
-    "StreamUp",
-    "TakeStack",
-    "WriteFailed",
-]
 
 OVER_MAX = 64
 """Incidents that were thawed last: a freeze for one of them that is still on its way is late."""
@@ -186,71 +86,71 @@ class ProcessorMachine:
         self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
         self._order: m.Save | m.Commit | None = None
         self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
-        self._broken: Raised | None = None
-        self._returned: Returned | None = None
+        self._broken: ev.Raised | None = None
+        self._returned: ev.Returned | None = None
         self._view: m.RestoreView | None = None
         self._undecided = False
         self._version = hello.version
         self._phase = hello.phase
-        self._observed = Observed(hello.version, hello.phase)
+        self._observed = ev.Observed(hello.version, hello.phase)
         self._preimage = False
         self._redo_until: float | None = None
         self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
         self._route = Route(timeouts.failover_s)
-        self._noted: NoteRing | None = None
+        self._noted: act.NoteRing | None = None
         self._copy: m.Copied | None = None
         self._unsettled = False
         self._skipped = Version(0)
         self.program = RankProgram()
         """Speaks for a program that saves and repairs itself."""
-        self._actions: list[Action] = []
+        self._actions: list[act.Action] = []
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
-    def on_event(self, event: Event, now: float) -> list[Action]:
+    def on_event(self, event: ev.Event, now: float) -> list[act.Action]:
         """Take one event, return what has to be done, in order."""
         self._actions = []
         if self.gone:
             return []
         match event:
-            case StreamUp():
-                self._do(Send(self._greeting()))
-            case StreamDown():
+            case ev.StreamUp():
+                self._do(act.Send(self._greeting()))
+            case ev.StreamDown():
                 self._stream_down(now)
-            case OrderReceived(order):
+            case ev.OrderReceived(order):
                 self._ordered(order, now)
-            case Quiet():
+            case ev.Quiet():
                 self._quiet(event, now)
-            case NotRedone(text):
+            case ev.NotRedone(text):
                 self._redoing = None
                 self._redo_failed(text)
-            case PiecesWritten() | WriteFailed() | CommitDone() | CommitBroken():
+            case ev.PiecesWritten() | ev.WriteFailed() | ev.CommitDone() | ev.CommitBroken():
                 self._worked(event)
-            case Raised():
+            case ev.Raised():
                 self._raised(event)
-            case Returned():
+            case ev.Returned():
                 self._left(event)
-            case RestoreWanted(candidates, skipped, readings):
+            case ev.RestoreWanted(candidates, skipped, readings):
                 self._view, self._undecided = m.RestoreView(self._hello.rank, candidates, skipped, readings), True
                 self._report(self._view)
-            case Based(version):
+            case ev.Based(version):
                 self._hello = replace(self._hello, base_version=version)
                 self._version = version
-            case Observed():
+            case ev.Observed():
                 self._observe(event, now)
-            case NeighbourDied(rank, nonce, text):
+            case ev.NeighbourDied(rank, nonce, text):
                 self._report(m.Fault(self._hello.rank, rank, m.FaultKind.EXITED, text, nonce=nonce))
-            case StackSeen(incident, subject, text):
+            case ev.StackSeen(incident, subject, text):
                 self._report(m.StackTaken(self._hello.rank, incident, subject, text))
-            case HostProbed(subject, reachable, text):
+            case ev.HostProbed(subject, reachable, text):
                 self._report(m.Probed(self._hello.rank, subject, reachable, text))
-            case StandbyStarted(address):
+            case ev.StandbyStarted(address):
                 self._route.knows(address)  # whether or not the announcement arrives
                 self._note_ring()
                 self._report(m.StandbyUp(self._hello.rank, address))
-            case CopyMade() | CopySkipped():
+            case ev.CopyMade() | ev.CopySkipped():
                 self._copied(event)
-            case ProgramEvent():
+            case ev.ProgramEvent():
                 for said in self.program.happened(event):
                     self._report(said)
         if not self.gone:
@@ -278,7 +178,7 @@ class ProcessorMachine:
             self._connect_at = None
             start = self._attempts >= self.timeouts.start_controller_after
             home = self._route.address == HOME
-            self._do(Connect(start and home and self._route.went_round, self._route.address, self._within_s(now)))
+            self._do(act.Connect(start and home and self._route.went_round, self._route.address, self._within_s(now)))
         if self._welcomed and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
             o = self._observed
@@ -289,7 +189,7 @@ class ProcessorMachine:
             self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released")
         alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
         if alone and not self.incident and self._waits:
-            self._do(LetGo(rescued=False))
+            self._do(act.LetGo(rescued=False))
             self.gone = True
 
     @property
@@ -318,7 +218,7 @@ class ProcessorMachine:
 
     # --------------------------------------------------------------------------------------------------------- stream
 
-    def _observe(self, observed: Observed, now: float) -> None:
+    def _observe(self, observed: ev.Observed, now: float) -> None:
         self._version, self._phase, self._observed = observed.version, observed.phase, observed
         if observed.urgent:
             self._beat_at = now
@@ -376,9 +276,9 @@ class ProcessorMachine:
                 self._exit(exit_code, text)
             case m.RestoreDecision() if self._undecided:
                 self._undecided = False
-                self._do(Decided(order))
+                self._do(act.Decided(order))
             case m.Finished():
-                self._do(LetGo(rescued=True))
+                self._do(act.LetGo(rescued=True))
                 self.gone = True
             case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo() | m.MirrorTo():
                 self._serve(order)
@@ -392,30 +292,30 @@ class ProcessorMachine:
     def _tell_layout(self, digest: str) -> None:
         if digest == self._hello.layout_digest:
             for index, groups in enumerate(self._layout):
-                self._do(Send(LayoutPart(self._hello.rank, digest, index, len(self._layout), groups)))
+                self._do(act.Send(LayoutPart(self._hello.rank, digest, index, len(self._layout), groups)))
 
     def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo | m.MirrorTo) -> None:
         """What a rank does for others."""
         match order:
             case m.TakeStack():
-                self._do(TakeStack(order))
+                self._do(act.TakeStack(order))
             case m.Probe():
-                self._do(ProbeHost(order))
+                self._do(act.ProbeHost(order))
             case m.StandBy():
-                self._do(StartStandby())
+                self._do(act.StartStandby())
             case m.Standbys(_, _, addresses):
                 self._route.announced(addresses)
                 self._note_ring()
             case m.Keep():
-                self._do(KeepPage(order))
+                self._do(act.KeepPage(order))
             case m.CopyTo():
-                self._do(NameBuddy(order))
+                self._do(act.NameBuddy(order))
             case m.MirrorTo():
-                self._do(NameKeeper(order))
+                self._do(act.NameKeeper(order))
 
     def _note_ring(self) -> None:
         """Said only where there is more than one controller to choose from, and once."""
-        ring = NoteRing(self.term, self._route.current, self._route.standbys)
+        ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
             self._noted = ring
             self._do(ring)
@@ -429,7 +329,7 @@ class ProcessorMachine:
         self._route.connected()
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
-        self._do(Joined(order.incarnation, first))
+        self._do(act.Joined(order.incarnation, first))
         if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
             self._report(self._view)  # others may still wait for the decision, and this controller may be new
         if self._copy is not None:
@@ -451,7 +351,7 @@ class ProcessorMachine:
             self._exit(EXIT_NOT_SAVED, f"the controller refused this rank ({code.value}): {text}")
         else:
             self.gone = True
-            self._do(Rejected(code, text))
+            self._do(act.Rejected(code, text))
 
     # ------------------------------------------------------------------------------------------------------ incidents
 
@@ -462,10 +362,10 @@ class ProcessorMachine:
             self.generation = 0
             self._frozen_since = now
         self.incident, self._snapshot = order.incident, order.snapshot
-        self._do(HoldLease(self._frozen_since + self.timeouts.rescue_s))
-        self._do(CloseGate(hurry=not order.snapshot))
+        self._do(act.HoldLease(self._frozen_since + self.timeouts.rescue_s))
+        self._do(act.CloseGate(hurry=not order.snapshot))
 
-    def _quiet(self, quiet: Quiet, now: float) -> None:
+    def _quiet(self, quiet: ev.Quiet, now: float) -> None:
         self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
         if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
             self._redoing = None
@@ -502,12 +402,12 @@ class ProcessorMachine:
         self._cancel()
         self._order, self.generation = order, order.generation
         if isinstance(order, m.Commit):
-            self._do(StartCommit(order))
+            self._do(act.StartCommit(order))
         elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
-            self._do(StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
+            self._do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
         elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
             self._redo_until, self._redoing = now + self.timeouts.redo_s, order.version
-            self._do(Redo(order.version))
+            self._do(act.Redo(order.version))
         else:
             state = self._phase.value if self._redoing is None else f"on its way to {self._redoing}"
             text = f"asked for version {order.version}, holds {self._version} ({state})"
@@ -526,13 +426,13 @@ class ProcessorMachine:
             return order.version == (self._version if torn else self._version - 1)
         return order.version == self._version and not torn and self._phase is not m.Phase.UPDATING
 
-    def _redone(self, quiet: Quiet) -> bool:
+    def _redone(self, quiet: ev.Quiet) -> bool:
         """The update was asked for: is it over, for good or bad?"""
         order = self._order
         assert isinstance(order, m.Save)
         if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
             self._redo_until = None
-            self._do(StartSave(_as_it_is(order)))
+            self._do(act.StartSave(_as_it_is(order)))
         elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
             return False
         else:
@@ -548,23 +448,23 @@ class ProcessorMachine:
     def _cancel(self) -> None:
         """Forget the order that is being carried out; a save is given up, a commit is harmless."""
         if isinstance(self._order, m.Save):
-            self._do(CancelSave())
+            self._do(act.CancelSave())
         self._order = self._redo_until = None
 
-    def _worked(self, event: PiecesWritten | WriteFailed | CommitDone | CommitBroken) -> None:
-        kind = m.Save if isinstance(event, (PiecesWritten, WriteFailed)) else m.Commit
+    def _worked(self, event: ev.PiecesWritten | ev.WriteFailed | ev.CommitDone | ev.CommitBroken) -> None:
+        kind = m.Save if isinstance(event, (ev.PiecesWritten, ev.WriteFailed)) else m.Commit
         order = self._order
         if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
             return
         rank, incident, generation = self._hello.rank, event.incident, event.generation
         match event:
-            case PiecesWritten(_, _, pieces):
+            case ev.PiecesWritten(_, _, pieces):
                 self._finish(order, m.Saved(rank, incident, generation, pieces))
-            case WriteFailed(_, _, text, may_pass):
+            case ev.WriteFailed(_, _, text, may_pass):
                 self._finish(order, m.SaveFailed(rank, incident, generation, text, may_pass))
-            case CommitDone(_, _, path, size):
+            case ev.CommitDone(_, _, path, size):
                 self._finish(order, m.Committed(rank, incident, generation, path, size))
-            case CommitBroken(_, _, text, may_pass):
+            case ev.CommitBroken(_, _, text, may_pass):
                 self._finish(order, m.CommitFailed(rank, incident, generation, text, may_pass))
 
     def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
@@ -574,29 +474,29 @@ class ProcessorMachine:
     def _thaw(self) -> None:
         self._cancel()
         self.incident, self._snapshot, self._redoing = "", False, None
-        self._do(OpenGate())
-        self._do(DropLease())
+        self._do(act.OpenGate())
+        self._do(act.DropLease())
 
     # --------------------------------------------------------------------------------------------------------- program
 
     def _ordered_program(self, order: m.ProgramOrder) -> None:
         answer = self.program.ordered(order)
-        if isinstance(answer, ProgramAction):
+        if isinstance(answer, act.ProgramAction):
             self._do(answer)
         elif answer is not None:
             self._report(answer)
 
     # ---------------------------------------------------------------------------------------------------------- copies
 
-    def _copied(self, event: CopyMade | CopySkipped) -> None:
+    def _copied(self, event: ev.CopyMade | ev.CopySkipped) -> None:
         """See ``replication``. Of a turn that was skipped nothing is said before the one before it is settled."""
-        if isinstance(event, CopyMade):
+        if isinstance(event, ev.CopyMade):
             whole = self._copy.whole if self._copy is not None else Version(0)
             self._copy = m.Copied(self._hello.rank, event.version, event.stored, event.text, whole)
             self._unsettled = True
         else:
             self._skipped = event.version
-        if self._copy is not None and (self._unsettled or isinstance(event, CopyMade)):
+        if self._copy is not None and (self._unsettled or isinstance(event, ev.CopyMade)):
             self._report(self._copy)
 
     def _settled(self, order: m.Settled) -> None:
@@ -605,7 +505,7 @@ class ProcessorMachine:
             return
         whole = order.version if order.whole else copy.whole
         self._copy, self._unsettled = replace(copy, whole=whole), False
-        self._do(SettleCopy(order.version, order.whole))
+        self._do(act.SettleCopy(order.version, order.whole))
         if self._skipped > order.version:
             text = f"the copy of version {order.version} was not through yet"
             self._copy = m.Copied(self._hello.rank, self._skipped, False, text, whole)
@@ -613,33 +513,33 @@ class ProcessorMachine:
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def _raised(self, event: Raised) -> None:
+    def _raised(self, event: ev.Raised) -> None:
         self._broken = self._broken or event
         self._report_broken(event)
 
-    def _report_broken(self, event: Raised) -> None:
+    def _report_broken(self, event: ev.Raised) -> None:
         rank = self._hello.rank
         self._report(m.Fault(rank, rank, event.kind, event.text, event.detail, self._hello.nonce))
 
-    def _left(self, event: Returned) -> None:
+    def _left(self, event: ev.Returned) -> None:
         self._returned = event
         self._phase = m.Phase.DONE
         self._report(m.Goodbye(self._hello.rank, event.reason, self._version))
         if event.reason is m.GoodbyeReason.LEFT:
-            self._do(LetGo(rescued=True))  # the user is not kept waiting for the others
+            self._do(act.LetGo(rescued=True))  # the user is not kept waiting for the others
             self.gone = True
 
     # --------------------------------------------------------------------------------------------------------- output
 
     def _exit(self, code: int, text: str) -> None:
         self.gone = True
-        self._do(Exit(code, text))
+        self._do(act.Exit(code, text))
 
     def _report(self, report: m.Report) -> None:
         if self._welcomed:
-            self._do(Send(report))
+            self._do(act.Send(report))
 
-    def _do(self, action: Action) -> None:
+    def _do(self, action: act.Action) -> None:
         self._actions.append(action)
 
 
