@@ -12,7 +12,8 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.machine import OVER_MAX, ProcessorMachine, RankTimeouts
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.rescue import OVER_MAX
 from ttp.testing.scenario import grid
 
 ME = Rank(1)
@@ -39,7 +40,7 @@ class Rank1:
 
     def after(self, seconds: float) -> str:
         self.now += seconds
-        return self.event(ev.Observed(self.machine._version, m.Phase.IDLE))
+        return self.event(ev.Observed(self.machine._state.version, m.Phase.IDLE))
 
     def freeze(self, incident: str = "a", *, snapshot: bool = False, term: int = 1) -> str:
         return self.order(m.Freeze(ME, term, incident, "why", snapshot))
@@ -260,7 +261,7 @@ def test_incidents_that_are_over_are_forgotten_but_for_the_last() -> None:
     for number in range(3 * OVER_MAX):
         assert rank.freeze(f"i{number}") == FROZEN
         rank.thaw(f"i{number}")
-    assert len(rank.machine._over) == OVER_MAX
+    assert len(rank.machine._rescue._over) == OVER_MAX
     assert rank.freeze(f"i{3 * OVER_MAX - 2}") == "", "it is late"
 
 

@@ -47,7 +47,7 @@ def alone(source: FakeSource, tmp_path: Path) -> Processor:
     """Whose machine has an incident."""
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
-    made._machine.incident = "i"
+    made._machine._rescue.incident = "i"
     return made
 
 
