@@ -209,7 +209,7 @@ class Judge:
 
 
 def _silent(incident: Incident) -> set[Rank]:
-    return set(incident.evidence.get(m.FaultKind.SILENT, ()))
+    return set(incident.evidence.against(m.FaultKind.SILENT))
 
 
 def _kept(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
+from ttp.core.controller.evidence import EvidenceBook
 from ttp.core.decide import Plan
 from ttp.core.layout import Layout, Rank, Shard, Version
 
@@ -35,33 +36,6 @@ _EDGES = {
     Stage.RELEASED: set(),
 }
 """Which stage may follow on which; see ``Incident.enter``."""
-
-_EXPLAINS = (
-    m.FaultKind.EXITED,
-    m.FaultKind.EXCEPTION,
-    m.FaultKind.LOST,
-    m.FaultKind.OUTSIDE,
-    m.FaultKind.PREEMPTED,
-    m.FaultKind.HUNG,
-    m.FaultKind.SILENT,
-    m.FaultKind.AILING,
-    m.FaultKind.COLLECTIVE,
-    m.FaultKind.SNAPSHOT,
-)
-"""Which evidence explains the most. A collective's error is what a death looks like from its neighbours."""
-
-
-@dataclass(slots=True)
-class Evidence:
-    """One reason to believe that something is wrong."""
-
-    subject: Rank
-    kind: m.FaultKind
-    text: str
-    at: float
-    retracted: bool = False
-    final: bool = False
-    """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
 
 
 @dataclass(slots=True)
@@ -91,6 +65,7 @@ class Incident:
     opened_at: float
     snapshot: bool
     layout: Layout
+    evidence: EvidenceBook
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
@@ -117,9 +92,6 @@ class Incident:
     """Why it is in this stage; only ``enter`` changes both."""
     waits_for: str = ""
     """Why no plan is made yet, as it was recorded last."""
-    evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
-    """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""
-    retracted: list[Evidence] = field(default_factory=list)
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
@@ -162,27 +134,12 @@ class Incident:
     @property
     def cause(self) -> str:
         """The evidence that explains the most, in words."""
-        for kind in _EXPLAINS:
-            if self.evidence.get(kind):
-                return next(iter(self.evidence[kind].values())).text
-        if not self.retracted:
-            return "a controller was lost during an incident"
-        return min(self.retracted, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+        return self.evidence.cause
 
     @property
     def faulty(self) -> bool:
         """Whether evidence of a real fault stands that nobody has taken back."""
-        return bool(self.kinds)
-
-    @property
-    def accused(self) -> set[Rank]:
-        """Of whom evidence stands."""
-        return {rank for found in self.evidence.values() for rank in found}
-
-    @property
-    def kinds(self) -> set[m.FaultKind]:
-        """Of the evidence of real faults that stands."""
-        return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}
+        return bool(self.evidence.kinds)
 
     @property
     def draft(self) -> str:
@@ -222,29 +179,6 @@ class Incident:
         for what, until in self.pauses.items():
             if until <= now:
                 self.pauses[what] = OVER
-
-    # ------------------------------------------------------------------------------------------------------- evidence
-
-    def accuse(self, evidence: Evidence) -> bool:
-        """Take evidence; false when it was known."""
-        found = self.evidence.setdefault(evidence.kind, OrderedDict())
-        known = found.get(evidence.subject)
-        if known is None:
-            found[evidence.subject] = evidence
-            return True
-        if not evidence.final or evidence.text == known.text:
-            return False
-        known.text, known.final = evidence.text, True
-        return True
-
-    def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
-        """The evidence turned out to be wrong; false when there was none."""
-        evidence = self.evidence.get(kind, OrderedDict()).pop(subject, None)
-        if evidence is None:
-            return False
-        evidence.retracted = True
-        self.retracted.append(evidence)
-        return True
 
     def wrote(self, rank: Rank, size: int, now: float) -> None:
         """What ``rank`` saves or commits has so many bytes since ``now``."""

@@ -249,5 +249,5 @@ class HandlerRecovery(ProgramRecovery):
                 return ending
             self._outbox.record("not_cured", text=ending.text)
         elif state.ailing:
-            self._outbox.record("not_curable", evidence=sorted(kind.value for kind in incident.kinds))
+            self._outbox.record("not_curable", evidence=sorted(kind.value for kind in incident.evidence.kinds))
         return (yield from dump(state, incident))
