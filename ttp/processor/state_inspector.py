@@ -70,7 +70,7 @@ class StateInspector:
         source: StateSource,
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
-        say: Callable[[Snapshot], None],
+        say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
         self._source, self._gate, self._held, self._put = source, gate, held, say
         self._lane = SerialWorker("ttp-looker")
@@ -94,6 +94,12 @@ class StateInspector:
         self._enough.set()
         self._gate.open()
         self._came.set()
+
+    def redo(self, version: Version) -> None:
+        """Let through the training thread, or a device that is behind it, for the update to ``version``."""
+        queued, let_through = self._gate.version >= version, self._source.redo(version)
+        if not (let_through if queued else self._gate.admit()):
+            self._put(ev.NotRedone("the training thread does not stand at the gate"))
 
     def on_quiet(self, asked: bool) -> None:
         """The training thread has come to the gate, which may be what a controller waits for."""

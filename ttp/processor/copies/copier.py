@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -82,11 +83,9 @@ class Copying:
     Args:
         source: of the state.
         layout: of the job.
-        rank: this rank.
-        every: updates from one copy to the next.
+        config: the job's settings.
+        env: who this rank is.
         receiver: takes the copies of others.
-        token: shared secret of the job.
-        run_id: the job.
         tell: takes events for the owner of the machine.
     """
 
@@ -94,18 +93,18 @@ class Copying:
         self,
         source: StateSource,
         layout: Layout,
-        rank: Rank,
-        every: int,
+        config: Config,
+        env: RankEnv,
         receiver: Receiver,
-        token: str,
-        run_id: str,
         tell: Callable[[ev.CopyMade | ev.CopySkipped], None],
     ) -> None:
-        self.every = every
+        self.every = config.buddy_every
+        """Updates from one copy to the next."""
         self.waited_s = 0.0
         """Seconds that updates of this rank have waited for copies: all that they cost on the critical path."""
+        rank = Rank(env.rank)
         self._source, self._rank, self._receiver, self._tell = source, rank, receiver, tell
-        self._token, self._run_id = token, run_id
+        self._token, self._run_id = config.token, env.run_id
         receiver.rank = rank
         self._keeper = {shard: r for r, shards in keepers(layout).items() for shard in shards}
         mine = tuple(shard for shard, keeper in self._keeper.items() if keeper == rank)
