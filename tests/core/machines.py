@@ -16,12 +16,13 @@ from types import MappingProxyType
 from typing import Any
 
 from ttp.core import messages as m
+from ttp.core.controller.membership import Membership
 from ttp.core.layout import Layout
 
 GONE = 0
 """The number of no machine."""
 
-SILENT = {"patience", "timeouts", "_patience", "_new_id", "_attempts", "program"}
+SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
 
@@ -102,8 +103,14 @@ def _words(value: object) -> str:
     return repr(value)
 
 
-def canonical(value: Any) -> Any:  # noqa: PLR0911 - one line for each kind of value
-    """What a machine knows, without the order in which it came to know it."""
+def canonical(value: Any, met: set[int] | None = None) -> Any:  # noqa: PLR0911 - one line for each kind of value
+    """What a machine knows, without the order in which it came to know it.
+
+    Args:
+        value: the machine, or something in it.
+        met: parts of the machine that were looked at already: several parts know each other.
+    """
+    met = set() if met is None else met
     if isinstance(value, (str, int, float, bool, bytes, type(None))):
         return value
     if isinstance(value, Layout):
@@ -111,13 +118,17 @@ def canonical(value: Any) -> Any:  # noqa: PLR0911 - one line for each kind of v
     if isinstance(value, (m.Hello, enum.Enum)):
         return _words(value)
     if isinstance(value, (set, frozenset)):
-        return tuple(sorted(map(repr, map(canonical, value))))
+        return tuple(sorted(repr(canonical(v, met)) for v in value))
     if isinstance(value, (dict, MappingProxyType)):
-        return tuple(sorted((repr(canonical(k)), canonical(v)) for k, v in value.items()))
+        return tuple(sorted((repr(canonical(k, met)), canonical(v, met)) for k, v in value.items()))
     if isinstance(value, (list, tuple, deque)):
-        return tuple(map(canonical, value))
+        return tuple(canonical(v, met) for v in value)
+    if isinstance(value, Membership) or hasattr(value, "__dict__"):
+        if id(value) in met:
+            return type(value).__name__
+        met.add(id(value))
     if is_dataclass(value) and not isinstance(value, type):
-        return (type(value).__name__, *(canonical(getattr(value, f.name)) for f in fields(value)))
+        return (type(value).__name__, *(canonical(getattr(value, f.name), met) for f in fields(value)))
     if hasattr(value, "__dict__"):
-        return (type(value).__name__, *(canonical(v) for k, v in sorted(vars(value).items()) if k not in SILENT))
+        return (type(value).__name__, *(canonical(v, met) for k, v in sorted(vars(value).items()) if k not in SILENT))
     return repr(value)

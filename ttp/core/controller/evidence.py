@@ -82,6 +82,10 @@ class EvidenceBook:
         for subject in self.against(kind):
             self.withdraw(subject, kind)
 
+    def stands(self, subject: Rank, kind: m.FaultKind) -> bool:
+        """Whether evidence of this kind stands against the rank."""
+        return subject in self.by_kind.get(kind, ())
+
     def against(self, kind: m.FaultKind) -> list[Rank]:
         """Ranks against which evidence of this kind stands, the oldest first."""
         return list(self.by_kind.get(kind, ()))

@@ -91,7 +91,7 @@ class Rescue:
         incident = self.incident or self._open(now, text)
         evidence = Evidence(subject, kind, text, now, final=kind is m.FaultKind.EXITED and witness == OUTSIDER)
         if incident.stage is Stage.RELEASED:
-            if subject in incident.evidence.against(kind):  # known by then, not yet by its best name
+            if incident.evidence.stands(subject, kind):  # known by then, not yet by its best name
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
