@@ -148,7 +148,7 @@ class Driver:
                 log.exception("a report could not be handled")
         self._plan_timer()
 
-    def accuse(
+    def add_evidence(
         self,
         ranks: tuple[Rank, ...],
         kind: m.FaultKind,

@@ -117,7 +117,7 @@ class MindSporeSource:
         """See ``StateSource``."""
         self._capture.on_written = changed
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Whether the step of the last update has come to its end."""
         return not self.in_step
 
@@ -137,7 +137,7 @@ class MindSporeSource:
         """See ``StateSource``."""
         undo = order.how is How.UNDO
         if not undo:
-            self._wait_settled(cancelled)
+            self._wait_post_step(cancelled)
         local = self._local(version)
         if self.save_fn is not None:
             return self._by_the_program(self.save_fn, order, version, local.position)
@@ -174,9 +174,9 @@ class MindSporeSource:
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
+    def _wait_post_step(self, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SETTLE_S
-        while not self.settled() and time.monotonic() < deadline:
+        while not self.post_step_done() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled
             self._wrote(1)  # it is not the storage that is waited for

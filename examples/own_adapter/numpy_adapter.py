@@ -106,7 +106,7 @@ class NumpySource:
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         """There is no rank-local state."""
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Nothing of a step follows the update."""
         return True
 

@@ -50,7 +50,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "one shard is enough": (DECIDE, "common & versions", "common | versions"),
     "old incarnations count": (DECIDE, " if a.incarnation == newest}", "}"),
     "written pieces are written again": (DECIDE, " if written.get(s) != version}", "}"),
-    "stuck ranks save": (DECIDE, "                answer.stuck,\n", ""),
+    "stuck ranks save": (DECIDE, "                answer.main_thread_blocked,\n", ""),
     "the first answer decides": (INCIDENT, "if len(self._ranks_at) < 2:", "if len(self._ranks_at) < 1:"),
     "an old answer takes back a newer one": (
         FREEZING,
@@ -239,7 +239,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a slow rank is a hanging one": (RESCUE, "or self._looks_again(incident, now):", ":"),
     "whoever comes to the gate hangs": (
         FREEZING,
-        "if not answer.stuck:\n            incident",
+        "if not answer.main_thread_blocked:\n            incident",
         "if False:\n            incident",
     ),
     "evaluation is a hang": (HANGS, "not speaking or not speaking.isdisjoint(self._pausing)", "not speaking"),

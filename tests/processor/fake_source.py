@@ -31,7 +31,7 @@ class FakeSource:
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         pass
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         return True
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:

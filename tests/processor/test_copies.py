@@ -312,7 +312,7 @@ class Copies:
     def settled(self, version: int, *, whole: bool) -> None:
         self.copying.settle(act.SettleCopy(Version(version), whole))
         done = threading.Event()
-        self.copying._lane.submit(done.set)
+        self.copying._worker.submit(done.set)
         assert done.wait(PATIENCE_S)
 
     @property

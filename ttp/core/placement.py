@@ -29,11 +29,11 @@ class Holder(Protocol):
         """Where."""
 
     @property
-    def stuck(self) -> bool:
+    def main_thread_blocked(self) -> bool:
         """Its main thread hangs; as good as any, if there is a choice the last."""
 
     @property
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """What follows the update has been done."""
 
     @property
@@ -132,7 +132,7 @@ def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work:
 
 
 def _alike(shard: Shard, one: Holder, other: Holder) -> bool:
-    same = one.settled is other.settled and one.bad is other.bad and bool(other.stripes)
+    same = one.post_step_done is other.post_step_done and one.bad is other.bad and bool(other.stripes)
     return (
         same
         and one.digests.get(shard, "") == other.digests.get(shard, "")
@@ -155,9 +155,9 @@ def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder
     """Idle ones, on hosts that write least, before second ones of a host. ``first`` is the first in any case."""
     seen: Counter[str] = Counter()
     places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
-    for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.stuck, work.of_rank[a.rank], a.rank)):
+    for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):
         place = seen[a.host]
         seen[a.host] += 1
-        key = (a is not first, a.busy, place, work.of_host[a.host], a.stuck, work.of_rank[a.rank], a.rank)
+        key = (a is not first, a.busy, place, work.of_host[a.host], a.main_thread_blocked, work.of_rank[a.rank], a.rank)
         places.append((key, a))
     return [a for _, a in sorted(places, key=lambda placed: placed[0])]

@@ -84,7 +84,7 @@ class Processor:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
         self.config, self.env, self.layout, self.source = config, env, layout, source
         self.save_dir = Path(save_dir)
-        self.gate = Gate(lambda: self._looker.on_quiet(bool(self._machine.incident)))
+        self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
@@ -100,7 +100,7 @@ class Processor:
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # nothing more comes from the controller
         self._joining = Joining(config, env, alone=self._let_go.set)
-        self._line = ControllerLink(
+        self._link = ControllerLink(
             config,
             env,
             self.run_dir,
@@ -109,10 +109,12 @@ class Processor:
             over=lambda: self._closed or self._machine.gone,
             fail=self._joining.failed,
         )
-        self.company = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
+        self.host_services = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if receiver is not None and config.mirror:
-            receiver.keep = self.company.keep
-        self._looker = StateInspector(source, self.gate, self.copying.held if self.copying is not None else tuple, put)
+            receiver.keep = self.host_services.keep
+        self._inspector = StateInspector(
+            source, self.gate, self.copying.held if self.copying is not None else tuple, put
+        )
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
@@ -131,7 +133,7 @@ class Processor:
             RefusedError: the controller does not accept this rank; the text says why.
         """
         self._lease.arm()
-        self.company.show_stacks()
+        self.host_services.show_stacks()
         self._thread.start()
         try:
             self._joining.wait()
@@ -142,7 +144,7 @@ class Processor:
     @property
     def page_dir(self) -> Path | None:
         """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
-        return self.company.pages.path if self.company.pages is not None else None
+        return self.host_services.pages.path if self.host_services.pages is not None else None
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
@@ -251,10 +253,10 @@ class Processor:
         self._closed = True
         self._lease.close()
         self._inbox.put(ev.Observed(self.gate.version, m.Phase.DONE))
-        self._line.finish(timeout_s=1.0)
+        self._link.finish(timeout_s=1.0)
         self._saver.close()
-        self._looker.close()
-        self.company.stop()
+        self._inspector.close()
+        self.host_services.stop()
         if self.copying is not None:
             self.copying.close()
         elif self._receiver is not None:
@@ -297,26 +299,26 @@ class Processor:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # it may go on for hours, for all that is known here
-        version, phase = self._looker.standing(state)
+        version, phase = self._inspector.standing(state)
         return ev.Observed(version, phase, self.mark, self.activity, self.written)
 
     def _perform(self, action: act.Action) -> None:
         match action:
             case act.Connect():
-                aside("ttp-connect", lambda: self._line.connect(action))
+                aside("ttp-connect", lambda: self._link.connect(action))
             case act.Send(report):
-                self._line.send(report)
+                self._link.send(report)
             case act.CloseGate(hurry):
                 if self.copying is not None:
                     self.copying.freeze()
-                self._looker.freeze(hurry=hurry)
+                self._inspector.freeze(hurry=hurry)
             case act.OpenGate():
                 if self.copying is not None:
                     self.copying.thaw()
-                self._looker.thaw()
+                self._inspector.thaw()
             case act.Redo(version):
                 log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
-                self._looker.redo(version)
+                self._inspector.redo(version)
             case act.StartSave(save):
                 self._saver.save(save)
             case act.CancelSave():
@@ -328,7 +330,7 @@ class Processor:
             case act.DropLease():
                 self._lease.drop()
             case act.NoteRing():
-                self._lease.writer.submit(lambda: self._line.note(action, self._machine.incarnation))
+                self._lease.writer.submit(lambda: self._link.note(action, self._machine.incarnation))
             case act.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
             case act.Rejected(_, text):
@@ -342,9 +344,9 @@ class Processor:
             case act.ProbeHost() | act.StartStandby() | act.TakeStack():
                 self._errands.run(action)
             case act.KeepPage(keep):
-                self.company.store(keep)
+                self.host_services.store(keep)
             case act.NameKeeper(order):
-                self.company.mirror_to(order)
+                self.host_services.mirror_to(order)
             case act.NameBuddy(order) if self.copying is not None:
                 self.copying.named(order)
             case act.SettleCopy() if self.copying is not None:
@@ -354,10 +356,10 @@ class Processor:
 
     def _on_joined(self, incarnation: int, first: bool) -> None:
         self.incarnation = incarnation
-        self.company.joined(incarnation)
+        self.host_services.joined(incarnation)
         if first:
             try:
-                pages = self.company.begin(self.source, incarnation)
+                pages = self.host_services.begin(self.source, incarnation)
                 if self.copying is not None:
                     self.copying.joined(pages, incarnation)
             except Exception:
@@ -373,20 +375,20 @@ class Processor:
             self.save_dir,
             self.copying,
             version=lambda: self.gate.version,
-            wait_pages=self.company.wait_stored,
+            wait_pages=self.host_services.wait_stored,
             put=self._inbox.put,
             wrote=self._wrote,
-            look_again=self._looker.look_again,
+            look_again=self._inspector.look_again,
         )
 
     def _wrote(self, count: int) -> None:
         self.written += count
 
     def _close_source(self) -> None:
-        self.company.leave()
+        self.host_services.leave()
         with contextlib.suppress(Exception):
             self.source.close()
-        self.company.close()
+        self.host_services.close()
 
     def _exit(self, code: int, text: str) -> None:
         """End the process, with the program's own exit code if it has one."""
@@ -395,5 +397,5 @@ class Processor:
 
     def _hang_up(self) -> None:
         with contextlib.suppress(Exception):
-            self._line.finish(timeout_s=0.5)
+            self._link.finish(timeout_s=0.5)
         self._close_source()

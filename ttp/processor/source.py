@@ -54,7 +54,7 @@ class StateSource(Protocol):
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         """Call ``changed(version, final)`` whenever this rank's page was written, on the thread that wrote it."""
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:

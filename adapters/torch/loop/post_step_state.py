@@ -57,7 +57,7 @@ class _Snapshot(NamedTuple):
     updated: bool = False
 
 
-class Tail:
+class PostStepState:
     """Follows one training loop. Methods of the training thread store to memory only; the others run on any thread.
 
     Args:
@@ -90,7 +90,7 @@ class Tail:
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._tails = 0  # that have ended
+        self._ended = 0  # that have ended
         self._updates_expected = True
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
@@ -113,13 +113,13 @@ class Tail:
     def forward_entered(self, training: bool) -> None:
         """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
         if self._open and training:
-            self._end_tail()
+            self._end_post_step()
         self._entered = True
 
     def at_gate(self) -> None:
         """The next update is about to begin, or to wait."""
         if self._open:
-            self._end_tail()
+            self._end_post_step()
         self._entered = True
 
     def update_finished(self, version: int, whole: bool = False) -> None:
@@ -142,33 +142,33 @@ class Tail:
         self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
-    def _end_tail(self) -> None:
+    def _end_post_step(self) -> None:
         last = self._snapshot
         now = self._after(last, training=True)
         for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
-            habit.tail_ended(habit.steps_since(before, after))
+            habit.post_step_ended(habit.steps_since(before, after))
         self._updates_expected = now.updated
-        self._tails += 1
+        self._ended += 1
         self._entered = True  # first: whoever reads what follows finds that nothing is due on top of it
         self._snapshot = now
         self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether everything that follows the last update has been done."""
         if self._entered:
             return True
         last = self._snapshot
-        schedules = all(habit.settled(before) for habit, before in zip(self._habits, last.schedules, strict=True))
-        return schedules and self._scaler_settled(self._is_updated(last)) and not self._averages
+        schedules = all(habit.done(before) for habit, before in zip(self._habits, last.schedules, strict=True))
+        return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
         """Whether what is still to follow the last update is known, so that a save can say what is due."""
-        return not self._averages and all(habit.leading or habit.learned(self._tails) for habit in self._habits)
+        return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
 
-    def _scaler_settled(self, updated: bool) -> bool:
-        return self._scaler is None or updated or (self._tails > 0 and not self._updates_expected)
+    def _scaler_done(self, updated: bool) -> bool:
+        return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
 
     def job_state(self, version: int) -> JobState:
         """Scheduler and scaler as they belong to ``version``, with what was still due.
@@ -179,7 +179,7 @@ class Tail:
         entered = self._entered  # before what may follow it
         found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
-        pending = open_ended and not self._scaler_settled(found.updated)
+        pending = open_ended and not self._scaler_done(found.updated)
         if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
             pending = pending or self._is_updated(found)  # the host has queued it: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
@@ -205,9 +205,9 @@ class Tail:
         moment, or it is what was kept when the update ended.
         """
         for _ in range(_READS_MAX):
-            last, entered, tail_open = self._snapshot, self._entered, self._open
+            last, entered, still_open = self._snapshot, self._entered, self._open
             found = self._of(version)
-            if found is not last or not tail_open:
+            if found is not last or not still_open:
                 return found, [False] * len(self._habits)
             due = self._due(last, entered)
             if any(due):
@@ -222,7 +222,7 @@ class Tail:
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
-        missing = [not entered and not b and h.learned(self._tails) for h, b in zip(self._habits, began, strict=True)]
+        missing = [not entered and not b and h.learned(self._ended) for h, b in zip(self._habits, began, strict=True)]
         if not half and not any(missing):
             return [False] * len(pairs)
         return [b or m for b, m in zip(began, missing, strict=True)]

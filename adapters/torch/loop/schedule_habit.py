@@ -96,7 +96,7 @@ class Habit:
         """Whether it still is where it was."""
         return not self.began(reading)
 
-    def tail_ended(self, steps: int) -> None:
+    def post_step_ended(self, steps: int) -> None:
         """The loop has made so many steps of it after an update."""
         self.leading = self.leading and not steps
         self.single_steps = self.single_steps + 1 if steps == 1 else 0
@@ -106,7 +106,7 @@ class Habit:
         """Whether every update, or at least the last two of so many, had exactly one step of it behind it."""
         return tails > 0 and self.single_steps >= min(2, tails)
 
-    def settled(self, before: Reading) -> bool:
+    def done(self, before: Reading) -> bool:
         """Whether nothing more of it follows the last update, which ended at ``before``."""
         if self.began(before) and not self.through(before):
             return False

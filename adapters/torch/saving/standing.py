@@ -15,7 +15,7 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
 from ttp.core.layout import Version
@@ -99,7 +99,7 @@ class Standing:
     def has_state_on_host(self) -> bool:
         """Whether parameters are there, or what an optimizer keeps beside numbers."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
-        kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
+        kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
 
     def gradient_ready(self) -> bool:

@@ -72,7 +72,7 @@ class FaultReports:
             text += f", after {silent_s:.1f} s of silence"
         self._rescue.fault(rank, m.FaultKind.LOST, text, now)
         if cut_off and first_of_host:
-            self._parts.witnesses.ask(rank)
+            self._parts.indirect_probe.ask(rank)
 
     def look_for_hangs(self, now: float) -> None:
         """The job trains: does it move?"""
@@ -104,7 +104,7 @@ class FaultReports:
             if event.kind is m.FaultKind.EXITED:
                 self._exited(member, text, now)
             else:
-                self._job.condemn(rank, text)
+                self._job.mark_failed(rank, text)
             self._rescue.fault(rank, event.kind, text, now, witness=OUTSIDER)
         for page in event.pages:
             self._parts.mirrors.hand_over(page)
@@ -124,7 +124,7 @@ class FaultReports:
         if subject is None or (report.nonce and report.nonce != subject.hello.nonce):
             return
         if report.subject == report.rank:
-            self._job.condemn(report.subject, report.text)
+            self._job.mark_failed(report.subject, report.text)
         elif report.kind is m.FaultKind.EXITED:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]

@@ -43,7 +43,7 @@ class Freezing:
 
     def take(self, incident: Incident, answer: m.Frozen, now: float) -> bool:
         """A rank says how it stands. Returns whether that is new."""
-        if not answer.stuck:
+        if not answer.main_thread_blocked:
             incident.evidence.withdraw(answer.rank, m.FaultKind.HUNG)  # it came to the gate after all
         if incident.answered(answer.rank) and (not answer.final or incident.is_stale(answer)):
             return False  # said again: it stands still since its final answer
@@ -57,8 +57,8 @@ class Freezing:
             rank=answer.rank,
             version=answer.version,
             phase=answer.phase.value,
-            stuck=answer.stuck,
-            settled=answer.settled,
+            stuck=answer.main_thread_blocked,
+            settled=answer.post_step_done,
             bad=list(answer.bad),
             after_ms=round((now - incident.frozen_at.get(answer.rank, now)) * 1e3, 3),
         )

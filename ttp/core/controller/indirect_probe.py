@@ -14,7 +14,7 @@ from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank
 
 
-class Witnesses:
+class IndirectProbe:
     """Asks, and hears what they say.
 
     Args:

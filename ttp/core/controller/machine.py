@@ -288,7 +288,7 @@ class ControllerMachine:
             case m.StackTaken(_, incident, subject, text):
                 self._outbox.record("stack", rank=subject, witness=report.rank, text=text, of=incident)
             case m.Probed():
-                self._parts.witnesses.said(report, now)
+                self._parts.indirect_probe.said(report, now)
             case m.StandbyUp():
                 self._parts.standby.answered(report)
             case m.Copied():

@@ -137,7 +137,7 @@ class Membership:
         self.live.add(hello.rank)
         reason = known.broken if known is not None and known.broken else hello.broken
         if reason:
-            self.condemn(hello.rank, reason)
+            self.mark_failed(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
         self.formed = self.formed or hello.resume or self.complete
@@ -188,7 +188,7 @@ class Membership:
             found.setdefault(self.members[rank].hello.host, []).append(rank)
         return dict(sorted(found.items()))
 
-    def condemn(self, rank: Rank, reason: str) -> None:
+    def mark_failed(self, rank: Rank, reason: str) -> None:
         """The rank is known not to train on, whether it can be spoken to or not."""
         member = self.members[rank]
         member.broken = member.broken or reason
@@ -196,7 +196,7 @@ class Membership:
 
     def fence(self, rank: Rank, reason: str) -> None:
         """The rank is given up, and its state is not used any more."""
-        self.condemn(rank, reason)
+        self.mark_failed(rank, reason)
         self.members[rank].fenced = True
         self._clear(rank)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.controller.hangs import HangWatch
-from ttp.core.controller.indirect_probe import Witnesses
+from ttp.core.controller.indirect_probe import IndirectProbe
 from ttp.core.controller.layout_exchange import Layouts
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
@@ -44,7 +44,7 @@ class ControllerParts:
         self.restoring = Restoring(job, outbox)
         self.hangs = HangWatch(timeouts.hang_s, timeouts.heartbeat_s)
         self.silence = Silence(job, outbox, self.rescue, timeouts, host)
-        self.witnesses = Witnesses(job, outbox, timeouts, host)
+        self.indirect_probe = IndirectProbe(job, outbox, timeouts, host)
         self.standby = Standby(job, outbox, host, timeouts.standbys, port)
 
     def forget(self, rank: Rank) -> None:

@@ -97,7 +97,7 @@ class Planner:
         newest = max((a.version for a in idle), default=plan.version)
         if incident.snapshot or plan.version >= newest:
             return False
-        late = any(a.stuck and not a.has_gradient and a.version < newest for a in idle)
+        late = any(a.main_thread_blocked and not a.has_gradient and a.version < newest for a in idle)
         return (late or bool(incident.redoing)) and self._hopes(incident, now)
 
     def _hopes(self, incident: Incident, now: float) -> bool:
@@ -152,8 +152,8 @@ class Planner:
             torn=frozen.phase is m.Phase.TORN or redoing or self.program.invalid(frozen.rank),
             has_gradient=frozen.has_gradient and with_offers,
             has_preimage=frozen.has_preimage and with_offers and not redoing,
-            stuck=frozen.stuck or bool(member.broken),
-            settled=frozen.settled,
+            main_thread_blocked=frozen.main_thread_blocked or bool(member.broken),
+            post_step_done=frozen.post_step_done,
             host=member.hello.host,
             incarnation=self._job.incarnation,
             digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,

@@ -325,7 +325,7 @@ class Rescue:
         """Whether all that is known is that ranks seem to hang: slow ones come to the gate in a moment."""
         if self._job.broken or incident.evidence.kinds != {m.FaultKind.HUNG}:
             return False
-        if not incident.waiting and all(not a.stuck for a in incident.answers.values()):
+        if not incident.waiting and all(not a.main_thread_blocked for a in incident.answers.values()):
             incident.evidence.withdraw_all(m.FaultKind.HUNG)  # everybody came to the gate
             return False
         return incident.waits("second look", self._patience.second_look_s, now)

@@ -34,7 +34,7 @@ class Quiet:
     version: Version
     phase: m.Phase
     parked: bool
-    settled: bool
+    post_step_done: bool
     has_gradient: bool = False
     has_preimage: bool = False
     digests: tuple[m.ShardDigest, ...] = ()

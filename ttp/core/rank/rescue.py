@@ -179,8 +179,8 @@ class RankRescue:
                 version=quiet.version,
                 phase=quiet.phase,
                 final=quiet.phase is not m.Phase.UPDATING,
-                stuck=not (quiet.parked or state.broken or state.returned),
-                settled=quiet.settled,
+                main_thread_blocked=not (quiet.parked or state.broken or state.returned),
+                post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
                 # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
                 # there is nothing else, and thawed they go on.

@@ -38,7 +38,7 @@ class HandlerSource:
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         """There are no pages."""
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """The program says itself when an update is finished."""
         return True
 

@@ -197,4 +197,6 @@ class RepairState:
             phase = m.Phase.TORN if acted.torn and version is None else m.Phase.IDLE
             known = incident.answers.get(rank)
             plain = known or m.Frozen(rank, incident.id, at, phase, True)
-            incident.accept(replace(plain, version=at, phase=phase, final=True, has_gradient=False, stuck=False))
+            incident.accept(
+                replace(plain, version=at, phase=phase, final=True, has_gradient=False, main_thread_blocked=False)
+            )

@@ -118,7 +118,7 @@ class Copying:
         self._deferred: list[act.SettleCopy] = []
         self._attempt: _Attempt | None = None
         self._size = 0
-        self._lane = SerialWorker("ttp-copies")
+        self._worker = SerialWorker("ttp-copies")
         self._complaints: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------- training thread
@@ -146,7 +146,7 @@ class Copying:
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
             attempt.give_up("the job is frozen")
-        self._lane.submit(lambda: self._make(attempt))
+        self._worker.submit(lambda: self._make(attempt))
 
     # ------------------------------------------------------------------------------------------------ processor thread
 
@@ -177,7 +177,7 @@ class Copying:
         gone = self._generations.settle(action.version, whole=action.whole)
         store = self._store
         if gone is not None and store is not None:
-            self._lane.submit(lambda: store.drop(self._rank, gone))
+            self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
         """The gate is closed: a copy that is being made would only be in the way."""
@@ -202,7 +202,7 @@ class Copying:
         self._closed = True
         if self._attempt is not None:
             self._attempt.give_up("this rank leaves")
-        self._lane.close()
+        self._worker.close()
         self._receiver.close()
         if self._sender is not None:
             self._sender.close()
