@@ -153,7 +153,7 @@ class TorchAdapter(Restoring):
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         ddps = ddps_of(self._model)
-        tail = self._post_step = source.post_step = self._make_post_step()
+        post_step = self._post_step = source.post_step = self._make_post_step()
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
@@ -164,14 +164,14 @@ class TorchAdapter(Restoring):
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
-        turns = Turns(_names(takers), skipped=tail.skipped, scaled=self._scaler is not None, hidden=hidden)
+        turns = Turns(_names(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
         self._attachment = attach(
             takers,
             self._model,
             DeviceReporter(processor, source) if source.on_device else processor,
             self._capture,
-            post_step=tail,
+            post_step=post_step,
             turns=turns,
             untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
             fence=source.finished,

@@ -149,7 +149,7 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """The user says that a step is done, tail and all; from the first call on this ends the update.
+        """The user says that a step is done, with what follows the update; from the first call on this ends the update.
 
         Without an update since the last call (a skipped step) nothing happens.
 

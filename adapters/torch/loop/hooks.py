@@ -2,7 +2,7 @@
 
 ::
 
-    forward        the tail of the last update is through
+    forward        what follows the last update is done
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
     step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished

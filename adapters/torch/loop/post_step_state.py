@@ -1,18 +1,19 @@
-"""The tail of an update: what changes just after ``optimizer.step()`` and belongs to the version all the same.
+"""What a training loop does between ``optimizer.step()`` and the next forward pass: it belongs to the version too.
 
-A version is finished when the optimizer's step is. ``scheduler.step()``, ``scaler.update()`` and an average of the
-weights follow. So after each update the state of scheduler and scaler, and the param groups that the scheduler writes
-into, are kept as they were when the tail was through; and the tail is *settled* when nothing of it is missing.
+A version is finished when the optimizer's step is. The *post-step* calls follow: ``scheduler.step()``,
+``scaler.update()``, an average of the weights. After each update the state of scheduler and scaler, and the param
+groups that the scheduler writes into, are kept as they were when the last of these calls had returned.
 
-When that is, depends on the loop, and is learned from it. A scheduler stepped once after each update has settled with
-that step. One that is stepped before the update (leading) is not part of the tail. For what does not show its steps (an
-average of the weights, a scheduler stepped now and then) the next forward pass, or standing at the gate, is the proof.
-When a save comes before the tail is through, the state says what was due.
+Which calls a loop makes is learned from it. If it steps a scheduler once after each update, the post-step is done with
+that step. A scheduler that is stepped before the update (leading) is not part of it. For what does not show its steps
+(an average of the weights, a scheduler that is stepped now and then) the next forward pass, or standing at the gate, is
+the proof that the post-step is done. When a save comes earlier, the state says what was due.
 
-An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step), is repeated after a restore,
-and what it did to scheduler and scaler is not kept: only the first tail after an update counts. An optimizer that takes
-the scale itself (``fused=True``) steps all the same, and its device decides that nothing is written: that is a version
-like any other, of which only the scale is new, and when the scaler's update is due the state says so.
+An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step). It is repeated after a
+restore, so what it did to scheduler and scaler is not kept: only the first post-step after an update counts. An
+optimizer that takes the scale itself (``fused=True``) steps all the same, and its device decides that nothing is
+written: that is a version like any other, of which only the scale is new, and when the scaler's update is due the state
+says so.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class PostStepState:
         optimizers: whose param groups belong to the version.
         scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
         scaler: a ``GradScaler``.
-        averages: whether modules that follow the weights (EMA) are part of the tail.
+        averages: whether modules that follow the weights (EMA) are part of it.
         version: finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
@@ -90,7 +91,7 @@ class PostStepState:
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._ended = 0  # that have ended
+        self._ended = 0  # post-steps that were seen to their end
         self._updates_expected = True
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
@@ -127,7 +128,7 @@ class PostStepState:
 
         Args:
             version: finished updates.
-            whole: the tail is through too: the user says when a step is done.
+            whole: the post-step is done too: the user says when a step is done.
         """
         last = self._snapshot
         self._older.append(last)
@@ -138,7 +139,7 @@ class PostStepState:
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
-        """The tail of the last version is through: the user says so."""
+        """The post-step of the last version is done: the user says so."""
         self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
@@ -201,8 +202,8 @@ class PostStepState:
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """What belongs to ``version``, and of which schedulers a step is due on top of that.
 
-        While the tail is open this looks at objects that the training thread may be changing: what was read is of one
-        moment, or it is what was kept when the update ended.
+        While the post-step goes on this looks at objects that the training thread may be changing: what was
+        read is of one moment, or it is what was kept when the update ended.
         """
         for _ in range(_READS_MAX):
             last, entered, still_open = self._snapshot, self._entered, self._open
