@@ -10,9 +10,11 @@ from collections.abc import Callable
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
-from ttp.processor.link.connecting import JOIN_PATIENCE_S
 
 log = logging.getLogger("ttp.processor")
+
+JOIN_PATIENCE_S = 60.0
+"""How long a rank waits for the controller before it lets the training begin unprotected."""
 
 
 class Joining:

@@ -101,17 +101,11 @@ class Processor:
         self._let_go = threading.Event()  # nothing more comes from the controller
         self._joining = Joining(config, env, alone=self._let_go.set)
         self._link = ControllerLink(
-            config,
-            env,
-            self.run_dir,
-            put=put,
-            joining=self._joining.pending,
-            over=lambda: self._closed or self._machine.gone,
-            fail=self._joining.failed,
+            config, env, self.run_dir, put, self._joining, over=lambda: self._closed or self._machine.gone
         )
-        self.host_services = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
+        self.host = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if receiver is not None and config.mirror:
-            receiver.keep = self.host_services.keep
+            receiver.keep = self.host.keep
         self._inspector = StateInspector(
             source, self.gate, self.copying.held if self.copying is not None else tuple, put
         )
@@ -133,7 +127,7 @@ class Processor:
             RefusedError: the controller does not accept this rank; the text says why.
         """
         self._lease.arm()
-        self.host_services.show_stacks()
+        self.host.show_stacks()
         self._thread.start()
         try:
             self._joining.wait()
@@ -144,7 +138,7 @@ class Processor:
     @property
     def page_dir(self) -> Path | None:
         """Where ranks of this host show that they live, and may share memory; None before this rank has joined."""
-        return self.host_services.pages.path if self.host_services.pages is not None else None
+        return self.host.pages.path if self.host.pages is not None else None
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
@@ -256,7 +250,7 @@ class Processor:
         self._link.finish(timeout_s=1.0)
         self._saver.close()
         self._inspector.close()
-        self.host_services.stop()
+        self.host.stop()
         if self.copying is not None:
             self.copying.close()
         elif self._receiver is not None:
@@ -317,7 +311,6 @@ class Processor:
                     self.copying.thaw()
                 self._inspector.thaw()
             case act.Redo(version):
-                log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
                 self._inspector.redo(version)
             case act.StartSave(save):
                 self._saver.save(save)
@@ -344,9 +337,9 @@ class Processor:
             case act.ProbeHost() | act.StartStandby() | act.TakeStack():
                 self._errands.run(action)
             case act.KeepPage(keep):
-                self.host_services.store(keep)
+                self.host.store(keep)
             case act.NameKeeper(order):
-                self.host_services.mirror_to(order)
+                self.host.mirror_to(order)
             case act.NameBuddy(order) if self.copying is not None:
                 self.copying.named(order)
             case act.SettleCopy() if self.copying is not None:
@@ -356,10 +349,10 @@ class Processor:
 
     def _on_joined(self, incarnation: int, first: bool) -> None:
         self.incarnation = incarnation
-        self.host_services.joined(incarnation)
+        self.host.joined(incarnation)
         if first:
             try:
-                pages = self.host_services.begin(self.source, incarnation)
+                pages = self.host.begin(self.source, incarnation)
                 if self.copying is not None:
                     self.copying.joined(pages, incarnation)
             except Exception:
@@ -375,7 +368,7 @@ class Processor:
             self.save_dir,
             self.copying,
             version=lambda: self.gate.version,
-            wait_pages=self.host_services.wait_stored,
+            wait_pages=self.host.wait_stored,
             put=self._inbox.put,
             wrote=self._wrote,
             look_again=self._inspector.look_again,
@@ -385,10 +378,10 @@ class Processor:
         self.written += count
 
     def _close_source(self) -> None:
-        self.host_services.leave()
+        self.host.leave()
         with contextlib.suppress(Exception):
             self.source.close()
-        self.host_services.close()
+        self.host.close()
 
     def _exit(self, code: int, text: str) -> None:
         """End the process, with the program's own exit code if it has one."""

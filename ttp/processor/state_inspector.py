@@ -97,6 +97,7 @@ class StateInspector:
 
     def redo(self, version: Version) -> None:
         """Let through the training thread, or a device that is behind it, for the update to ``version``."""
+        log.info("this rank makes the update to version %s, whose gradient it holds", version)
         queued, let_through = self._gate.version >= version, self._source.redo(version)
         if not (let_through if queued else self._gate.admit()):
             self._put(ev.NotRedone("the training thread does not stand at the gate"))
