@@ -70,7 +70,6 @@ class TorchSource(Standing):
     framework = "torch"
     counts_bytes = True
     writes_parts = True
-    saved_elsewhere = ""
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
+from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -32,7 +33,7 @@ COPIES_S = 1.0
 """How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
-class Standing:
+class Standing(StateSource):
     """The part of ``TorchSource`` that looks at fences, images and the gate; see ``StateSource``.
 
     Args:
