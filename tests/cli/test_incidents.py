@@ -12,8 +12,7 @@ from tests.cli.conftest import REPOSITORY, Ttp
 from tests.cli.test_saved import keys_in_help
 from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
 from ttp.cli.timeline import _WORDS, rows, words
-from ttp.controller.driver import Happening
-from ttp.controller.journal import Journal
+from ttp.controller.journal import Happening, Journal
 from ttp.core.controller import evidence
 from ttp.core.messages import FaultKind
 
