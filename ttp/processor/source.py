@@ -151,7 +151,7 @@ class UpdateReporter(Protocol):
         """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
 
     def stand_between(self) -> None:
-        """Between two steps that make one update together; ``begin_update`` goes on with it."""
+        """Between two steps that make one update together; the next ``begin_update`` goes on with it."""
 
     def end_update(self) -> None:
         """Just after the last write of an update."""

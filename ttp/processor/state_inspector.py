@@ -1,4 +1,4 @@
-"""What a rank answers when it is asked to freeze: all of it of one moment, whatever its threads do meanwhile.
+"""Finds out what a rank answers to a freeze: all of it at one moment, whatever its threads do meanwhile.
 
 A device may be behind its frozen host: it works off its queue, or hangs behind a collective whose peers are dead, and
 nobody can tell these apart. So it is waited for only as long as it moves. Then the version that it has finished is
@@ -118,7 +118,7 @@ class StateInspector:
         return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
     def look_again(self) -> None:
-        """The state has moved: say how it is now. Returns when that was said."""
+        """Look at the state again, as it has changed, and say how it is. Returns when that was said."""
         self._submit(self._gate.state())
         self._worker.wait_done(2 * DEVICE_PATIENCE_S)
 

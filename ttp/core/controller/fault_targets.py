@@ -1,4 +1,4 @@
-"""Whom evidence from outside means: ranks and a host, as an operator, a node monitor or a scheduler spells them."""
+"""Finds the ranks that a report from outside is about: operators, monitors and schedulers name ranks or a host."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ HOSTS_SHOWN = 8
 
 @dataclass(frozen=True, slots=True)
 class FaultTargets:
-    """Who is accused, and what cannot be done.
+    """Which ranks a report is about, and what of it cannot be used.
 
     Args:
         ranks: of this job, in ascending order; they can be accused.

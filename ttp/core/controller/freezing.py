@@ -42,7 +42,7 @@ class Freezing:
         self._outbox.send_to(rank, m.Freeze(rank, self._job.term, incident.id, cause, incident.snapshot))
 
     def take(self, incident: Incident, answer: m.Frozen, now: float) -> bool:
-        """A rank says how it stands. Returns whether that is new."""
+        """Take the answer of a rank. Returns whether it says anything new."""
         if not answer.main_thread_blocked:
             incident.evidence.withdraw(answer.rank, m.FaultKind.HUNG)  # it came to the gate after all
         if incident.answered(answer.rank) and (not answer.final or incident.is_stale(answer)):
@@ -65,7 +65,7 @@ class Freezing:
         return True
 
     def expire(self, incident: Incident, now: float) -> None:
-        """Who takes too long for an answer is not waited for, which is evidence against it."""
+        """Stop waiting for ranks that take too long to answer; that is evidence against them."""
         if not incident.waiting or now < incident.expire_check_at:
             return
         dues: list[float] = []

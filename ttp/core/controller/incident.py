@@ -47,7 +47,7 @@ class Task:
     pieces: tuple[m.Piece, ...] | None = None
 
     def keep_ordered(self) -> None:
-        """Without pieces of parts that are not asked for any more."""
+        """Drop the pieces of parts that are not asked for any more."""
         if self.pieces is not None:
             parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
             stale = parts.difference(self.order.shards)
@@ -175,13 +175,13 @@ class Incident:
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:
-        """Those that are over are no reason to look at the clock any more."""
+        """Mark pauses that are over, so that no deadline comes from them."""
         for what, until in self.pauses.items():
             if until <= now:
                 self.pauses[what] = OVER
 
     def wrote(self, rank: Rank, size: int, now: float) -> None:
-        """What ``rank`` saves or commits has so many bytes since ``now``."""
+        """Note that ``rank`` has written ``size`` bytes of its save or commit, and when it said so."""
         self.progress[rank] = (size, now)
         self.progress.move_to_end(rank)
 
@@ -201,20 +201,20 @@ class Incident:
             self._count(answer.rank, answer.version)
 
     def forget(self, rank: Rank) -> None:
-        """The rank is gone, or is asked again."""
+        """Drop the answer of a rank that is gone, or that is asked again."""
         self.answers.pop(rank, None)
         self.redoing.pop(rank, None)
         self._discount(rank)
 
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
-        """The rank could not do what it was told to: others have to. ``may_pass``: later it might."""
+        """Note that a rank could not save or commit, so that others are asked. ``may_pass``: later it might."""
         self.failures[rank] = text
         if may_pass:
             self.passing.add(rank)
         self._discount(rank)
 
     def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
-        """These ranks may try again, in ``directory``: what is durable there already counts, nothing else."""
+        """Let these ranks try again, in ``directory``: only what is durable there already counts."""
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
@@ -229,7 +229,7 @@ class Incident:
                 self._count(rank, answer.version)
 
     def use(self, layout: Layout) -> None:
-        """It is better known now which ranks hold what."""
+        """Replace the layout by one that says better which ranks hold what."""
         counted = dict(self._counted)
         for rank in counted:
             self._discount(rank)
@@ -243,16 +243,16 @@ class Incident:
         return answer is not None and answer.final
 
     def is_stale(self, answer: m.Frozen) -> bool:
-        """Whether the rank has said since that it is further. Without a pre-image none goes back unharmed."""
+        """Whether the rank has answered with a newer version since; only with a pre-image can it go back."""
         known = self.answers[answer.rank]
         return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
 
     def able(self, rank: Rank) -> bool:
-        """Stands still, can be spoken to, and has not failed."""
+        """Whether the rank stands still, can be spoken to, and has not failed."""
         return self.answered(rank) and rank not in self.failures
 
     def can_commit(self, rank: Rank) -> bool:
-        """Can be spoken to and has not failed. A commit touches files only: the training may hang in an update."""
+        """Whether the rank can be spoken to and has not failed. Its training may hang: a commit touches files only."""
         return rank in self.answers and rank not in self.failures
 
     def newest_is_known(self) -> bool:
@@ -278,7 +278,7 @@ class Incident:
         return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
-        """Pieces of shards that are now to be cut otherwise, into ``wanted`` parts, do not count any more."""
+        """Forget the pieces of shards that are now to be cut into ``wanted`` parts, and were cut otherwise."""
         for task in list(self.tasks):
             parts = {name: stripes.parse(name) for name in task.order.shards}
             stale = {

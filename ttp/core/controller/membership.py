@@ -1,4 +1,4 @@
-"""Who belongs to the job: admission, incarnations, and who can be spoken to."""
+"""Keeps which ranks belong to the job, of which incarnation, and which of them can be spoken to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Rank, host and process in words, for messages."""
         return f"rank {self.hello.rank} on {self.hello.host} (pid {self.hello.pid})"
 
 
@@ -96,7 +96,7 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------- changes
 
     def abdicate(self) -> None:
-        """Another controller has spoken to the job since: what is known here is of no use."""
+        """Forget the job: another controller has led it meanwhile."""
         self.layout, self.run_id = None, ""
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
@@ -104,7 +104,7 @@ class Membership:
         self.formed, self.ended, self.gather_until = False, True, None
 
     def learn(self, layout: Layout) -> None:
-        """This layout is known from now on, as that of one who announces its digest; few are kept."""
+        """Remember a layout by its digest; only the last few are kept."""
         self.layouts[layout.digest] = layout
         for digest in list(self.layouts)[:-LAYOUTS_MAX]:
             if self.layout is None or digest != self.layout.digest:
@@ -144,7 +144,7 @@ class Membership:
         return member
 
     def detach(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more."""
+        """Note that a rank cannot be spoken to any more."""
         member = self.members[rank]
         if member.connection is not None:
             ranks = self.by_connection.get(member.connection, set())

@@ -1,4 +1,4 @@
-"""Who puts the rank-local state of whom into a checkpoint: on every host one rank collects the pages of all."""
+"""Chooses who puts rank-local state into a checkpoint: on every host one rank collects the pages of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a plan is made, and from which answers: too early a plan gives up what a moment would have brought."""
+"""Decides when to make a plan, and from which answers."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Planner:
     # ----------------------------------------------------------------------------------------------------------- when
 
     def should_plan(self, incident: Incident, now: float) -> Wait | Go:
-        """Whether what is known is enough to act on: a plan made too early gives up what a moment would have brought.
+        """Whether to act on what is known: a plan that is made too early may miss a newer version.
 
         Where the program itself saves, everybody has to stand where it will stand before they begin.
         """
@@ -114,7 +114,7 @@ class Planner:
         return incident.waits("hope", self._timeouts.hope_s, now)
 
     def improves(self, incident: Incident, answer: m.Frozen) -> bool:
-        """A rank that was thought lost has brought back a newer version than the planned one."""
+        """Whether a rank that was thought lost has brought back a newer version than the planned one."""
         plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
         if plan is None or not clean or answer.version <= plan.version:
             return False
@@ -126,7 +126,7 @@ class Planner:
     # ---------------------------------------------------------------------------------------------------------- what
 
     def decide(self, incident: Incident) -> Plan | NoPlan:
-        """With updates made or unmade only where a version that somebody has finished is not whole otherwise."""
+        """The plan for what is known now. Redo and undo only where no finished version is whole without."""
         plain = self._decided(incident, with_offers=False)
         offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
         if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
@@ -140,7 +140,7 @@ class Planner:
         return decide(incident.layout, answers, incident.written(), incident.uncut)
 
     def _newest_finished(self, incident: Incident) -> Version:
-        """By anybody, the dead included, as far as it was heard."""
+        """The newest version that any rank, dead or alive, is known to have finished."""
         answered = (a.version for a in incident.answers.values())
         return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
 

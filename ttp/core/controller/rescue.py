@@ -31,7 +31,7 @@ OUTSIDER = Rank(-1)
 
 
 class Rescue:
-    """The incident that is open, if any, and the last one.
+    """Leads the open incident, if there is one; remembers the last one.
 
     Args:
         job: the ranks.
@@ -85,7 +85,7 @@ class Rescue:
     def fault(
         self, subject: Rank, kind: m.FaultKind, text: str, now: float, *, detail: str = "", witness: int | None = None
     ) -> None:
-        """Evidence of a fault; the first opens an incident."""
+        """Take evidence of a fault. The first one opens an incident."""
         if self._job.ended and self.incident is None:
             return
         incident = self.incident or self._open(now, text)
@@ -101,7 +101,7 @@ class Rescue:
         incident.evidence.add(evidence, detail, witness)
 
     def request(self, event: SaveRequested, now: float) -> None:
-        """A checkpoint is wanted; a rescue that is going on will do."""
+        """Take a request for a checkpoint. A rescue that is going on answers it."""
         if not self._job.training or self._job.ended:
             self._outbox.add(AnswerSave(event.request, False, Version(0), "", "no job is training here"))
             return
@@ -170,7 +170,7 @@ class Rescue:
             self._do_without(self.incident, rank)
 
     def unheard(self, rank: Rank, text: str, now: float) -> None:
-        """Nothing comes from the host of a rank: what can be saved without it is, and nobody waits for its answer."""
+        """Nothing comes from the host of a rank: save what can be saved without it, and do not wait for its answer."""
         self.fault(rank, m.FaultKind.SILENT, text, now)
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
@@ -182,7 +182,7 @@ class Rescue:
         self.saving.drop(incident, rank)
 
     def heard_again(self, rank: Rank, now: float) -> None:
-        """The doubt was unfounded. What the rank was told has reached it, or will; it is asked for its answer again."""
+        """The host of a doubted rank is heard again: ask the rank for its answer once more."""
         incident = self.incident
         if incident is not None and incident.stage is not Stage.RELEASED:
             incident.evidence.withdraw(rank, m.FaultKind.SILENT)

@@ -22,7 +22,7 @@ class Retries:
         self._job, self._outbox = job, outbox
 
     def elsewhere(self, incident: Incident) -> bool:
-        """The job's directory refuses: everything once more, into the fallback."""
+        """Try everything once more in the fallback directory, if there is one. Returns whether."""
         fallback = next((mb.hello.fallback_dir for mb in self._job.members.values()), "")
         if not (fallback and incident.failures) or incident.directory:
             return False
@@ -32,7 +32,7 @@ class Retries:
         return True
 
     def later(self, incident: Incident, reason: str, now: float) -> bool:
-        """The storage refuses everywhere: all once more in a while, as long as the rescue lasts.
+        """Try everything once more after a pause, as the storage refuses everywhere. Returns whether.
 
         Not where training could go on instead. Who failed of something else is not asked again: it would fail again.
         """

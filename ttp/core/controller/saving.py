@@ -202,7 +202,7 @@ class Saving:
             incident.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
-        """Storage that takes no byte for too long has failed, whether it says so or not. Returns whether it has."""
+        """Fail the saves whose storage has taken no byte for too long. Returns whether there were any."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         failed = len(incident.failures)
         while True:
@@ -218,7 +218,7 @@ class Saving:
         return len(incident.failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
-        """Since when the slowest of those that write has written nothing; None: nobody writes."""
+        """The time since which the slowest writer has written nothing; None: nobody writes."""
         rank, since = self._slowest(incident)
         return None if rank is None else since
 
@@ -239,7 +239,7 @@ class Saving:
         return None, 0.0
 
     def drop(self, incident: Incident, rank: Rank) -> None:
-        """Whatever ``rank`` was writing will not come, or cannot be trusted."""
+        """Drop what ``rank`` was writing: it will not come, or cannot be trusted."""
         task = incident.pending.pop(rank, None)
         if task is not None:
             incident.tasks.remove(task)
@@ -272,7 +272,7 @@ class Saving:
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
-        """All is durable and nobody is left to commit it, now or later."""
+        """Whether all is durable and nobody is left to commit it, now or later."""
         return (
             incident.stage is Stage.SAVING
             and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)

@@ -181,7 +181,7 @@ class SettleCopy:
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction:
-    """What ``program`` wants done; whoever told it of the ``ProgramEvent`` understands it."""
+    """Base of actions of ``program``; whoever tells it of ``ProgramEvent`` carries them out."""
 
 
 Action = (

@@ -134,7 +134,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEvent:
-    """Something for ``program`` alone; what it is, only that knows."""
+    """Base of events that only ``program`` understands."""
 
 
 @dataclass(frozen=True, slots=True)

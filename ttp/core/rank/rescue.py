@@ -48,7 +48,7 @@ class RankState:
 
 
 class RankRescue:
-    """From the freeze to the thaw. The release, which ends the process, is the machine's.
+    """What a rank does between a freeze and the thaw. The release, which ends the process, is the machine's.
 
     Args:
         state: of this rank.
@@ -100,7 +100,7 @@ class RankRescue:
                 self._start(order, now)
 
     def stream_lost(self) -> None:
-        """Nobody can thaw this rank now, which it does itself where nothing is broken."""
+        """The stream is lost. Thaw if the freeze was for a snapshot: nobody else can now."""
         if self.incident and self._snapshot:
             self._thaw()
 

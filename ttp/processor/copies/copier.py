@@ -134,7 +134,7 @@ class Copying:
         self.waited_s += time.monotonic() - began
 
     def updated(self, version: Version) -> None:
-        """An update is finished. Is it the turn of this version?"""
+        """An update is finished: begin a copy if it is the turn of this version."""
         if version % self.every or not self._named or version == 0:
             return
         if not self._generations.begin(version):
@@ -170,7 +170,7 @@ class Copying:
         self._named = True
 
     def settle(self, action: act.SettleCopy) -> None:
-        """The fate of a version is known; while frozen nothing goes, as it has been said to be there."""
+        """A version is whole everywhere, or never will be: drop old copies, but not while the job is frozen."""
         if self._frozen:
             self._deferred.append(action)
             return
@@ -180,7 +180,7 @@ class Copying:
             self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
-        """The gate is closed: a copy that is being made would only be in the way."""
+        """The gate is closed: give up a copy that is being made."""
         self._frozen = self._receiver.frozen = True
         attempt = self._attempt
         if attempt is not None:
@@ -263,13 +263,13 @@ class Copying:
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def quiesce(self) -> None:
-        """A save is about to read the state: no copy does so any more."""
+        """Wait until no copy reads the state any more: a save is about to."""
         attempt = self._attempt
         if attempt is not None and not attempt.through.wait(QUIESCE_S):
             log.warning("the copy of version %s still hangs", attempt.version)
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
-        """What of an order is written from the state that is alive, of that version, and what from kept copies."""
+        """Divide an order into what is written from the live state, of that version, and what from kept copies."""
         wanted, there = order.order, set(self.held())
         old = order.version < alive
         brought = tuple(

@@ -70,7 +70,7 @@ class Sender:
         keep: Collection[Version],
         cancelled: Callable[[], None],
     ) -> None:
-        """Returns when the buddy has stored it whole.
+        """Send a copy, and return when the buddy has stored it whole.
 
         Args:
             copy: what to send.

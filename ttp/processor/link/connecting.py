@@ -51,7 +51,7 @@ class ControllerLink:
         self._shortcut = Shortcut(config, env, run_dir)
 
     def send(self, report: m.Report) -> None:
-        """To the controller, if there is a stream."""
+        """Send a report to the controller, if there is a stream."""
         if self._stream is not None:
             self._stream.send(report)
 
@@ -84,7 +84,7 @@ class ControllerLink:
             self._put(ev.StreamDown(repr(problem)))
 
     def note(self, ring: act.NoteRing, incarnation: int) -> None:
-        """Leave word of the controllers on this host."""
+        """Write down on this host where the controllers are."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
         write_ring(self._run_dir, found)
