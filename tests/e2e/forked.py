@@ -15,7 +15,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -45,6 +45,14 @@ LOST = 255
 _server = multiprocessing.get_context("forkserver")
 
 
+def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
+    """A process that calls ``target`` with torch imported already; it runs when this returns."""
+    _server.set_forkserver_preload(PRELOAD)
+    process = _server.Process(target=target, args=arguments, daemon=daemon)
+    process.start()
+    return process
+
+
 class Forked:
     """``module.main()`` as if a Python with these arguments and this environment had been started for it.
 
@@ -52,13 +60,11 @@ class Forked:
     """
 
     def __init__(self, module: str, env: dict[str, str], out: Path, arguments: Sequence[object] = ()) -> None:
-        _server.set_forkserver_preload(PRELOAD)
         self._out, self._err = out, out.with_suffix(".err")
         argv = [module, *map(str, arguments)]
         for said in (self._out, self._err):
             said.unlink(missing_ok=True)
-        self._process = _server.Process(target=_main, args=(module, env, out, self._err, argv), daemon=True)
-        self._process.start()
+        self._process = fork(_main, (module, env, out, self._err, argv))
 
     @property
     def out(self) -> str:
@@ -110,15 +116,12 @@ class ForkedJob(Job):
         life = len(self.lives)
         run_dir = self.directory / f"run{life}"
         run_dir.mkdir(parents=True)
-        _server.set_forkserver_preload(PRELOAD)
         said = [self._said(rank) for rank in range(self.ranks)]
         environments = [self._env(life, rank) for rank in range(self.ranks)]
         self.ranks_now = [
-            _server.Process(target=_main, args=(self.module, env, out, out, [self.module]), daemon=True)
+            fork(_main, (self.module, env, out, out, [self.module]))
             for env, out in zip(environments, said, strict=True)
         ]
-        for process in self.ranks_now:
-            process.start()
         return self
 
     def end(self, timeout_s: float) -> list[int]:
