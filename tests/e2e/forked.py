@@ -8,14 +8,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -23,34 +22,11 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.harness import Job
+from tests.forking import fork
 from tests.ports import free_port
-
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed._composable.replicate_with_fsdp",
-    "torch.distributed.optim",
-    "torch._dynamo",
-    "ttp.api",
-    "ttp.processor.processor",
-    "ttp.adapters.torch.adapter",
-    "ttp.adapters.torch.sharding.replicated_optimizer",
-]
 
 LOST = 255
 """Exit code that multiprocessing gives ranks whose server is gone."""
-
-_server = multiprocessing.get_context("forkserver")
-
-
-def fork(target: Callable[..., None], arguments: tuple[object, ...], *, daemon: bool = True) -> BaseProcess:
-    """A process that calls ``target`` with torch imported already; it runs when this returns."""
-    _server.set_forkserver_preload(PRELOAD)
-    process = _server.Process(target=target, args=arguments, daemon=daemon)
-    process.start()
-    return process
 
 
 class Forked:

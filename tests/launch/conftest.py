@@ -16,7 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
-from tests.forked_launcher import ForkedLauncher
+from tests.forking import ForkedPython
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -39,9 +39,9 @@ class Job:
 
     def _start(
         self, launcher: str, arguments: list[str], env: dict[str, str]
-    ) -> subprocess.Popen[bytes] | ForkedLauncher:
+    ) -> subprocess.Popen[bytes] | ForkedPython:
         if launcher in LAUNCHERS:
-            return ForkedLauncher(LAUNCHERS[launcher], arguments, env, self.log_path, self.out)
+            return ForkedPython(LAUNCHERS[launcher], arguments, env, self.log_path)
         flags = ["--mindspore"] if launcher == OF_MINDSPORE else []
         command = [sys.executable, "-m", LAUNCHERS["ttp-run"], *flags, *arguments]
         with self.log_path.open("w") as log:
