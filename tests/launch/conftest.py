@@ -26,7 +26,8 @@ PATIENCE_S = 60.0
 
 LAUNCHERS = {"ttp-run": "ttp.launch.run", "torchrun": "torch.distributed.run"}
 OF_MINDSPORE = "ttp-run-mindspore"
-FRESH = "ttp-run in a Python of its own"
+FRESH = "in a Python of its own: "
+"""Before the name of a launcher, that is not forked then."""
 
 
 class Job:
@@ -43,7 +44,8 @@ class Job:
         if launcher in LAUNCHERS:
             return ForkedPython(LAUNCHERS[launcher], arguments, env, self.log_path)
         flags = ["--mindspore"] if launcher == OF_MINDSPORE else []
-        command = [sys.executable, "-m", LAUNCHERS["ttp-run"], *flags, *arguments]
+        module = LAUNCHERS["ttp-run" if flags else launcher.removeprefix(FRESH)]
+        command = [sys.executable, "-m", module, *flags, *arguments]
         with self.log_path.open("w") as log:
             return subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.out

@@ -52,7 +52,7 @@ def scheduler(job: Job) -> tuple[int, int]:
 
 
 def test_torch_is_absent_indeed(start: Start, environ: dict[str, str]) -> None:
-    job = start(FRESH, TWO, "fake_worker.py", plan())
+    job = start(FRESH + "ttp-run", TWO, "fake_worker.py", plan())
     assert job.finish() == 64
     assert "there is no torch here" in job.log
 
