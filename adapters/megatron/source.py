@@ -171,9 +171,10 @@ class MegatronSource(TorchSource):
     def _leaves(self, shards: Sequence[Shard]) -> list[list[ComparedTensor]]:
         return [list(_leaves_of(inner)) if (inner := self.held.inner_of(shard)) else [] for shard in shards]
 
-    def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
-        stock = write_stock_files(draft, order, self.held.inners, self._args)
-        return [*super()._finalise(draft, order), *stock]
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
+        """See ``StateSource``: with the files of Megatron's own formats."""
+        stock = write_stock_files(directory, order, self.held.inners, self._args)
+        return [*super().finalise(directory, order), *stock]
 
 
 def _updated(inner: Inner, image: Image | None) -> Iterator[tuple[str, Chunk]]:

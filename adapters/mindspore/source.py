@@ -19,7 +19,6 @@ from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
-from ttp.processor.committing import commit_order
 from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
 from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.source import Cancelled
@@ -155,14 +154,14 @@ class MindSporeSource:
         sync_directory(draft)
         return pieces
 
-    def commit(self, order: Commit) -> tuple[str, int]:
+    @property
+    def saved_elsewhere(self) -> str:
         """See ``StateSource``."""
-        assert self._processor is not None
-        if self.save_fn is not None:
-            return f"version {order.version}, written by the program's ckpt_save_fn", 0
-        return commit_order(
-            self._processor, order, framework=self.framework, finalise=lambda _draft: [], progress=self._wrote
-        )
+        return "" if self.save_fn is None else "written by the program's ckpt_save_fn"
+
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
+        """See ``StateSource``: MindSpore reads the files of the ranks as they are."""
+        return []
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""

@@ -39,7 +39,6 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
-from ttp.processor.committing import commit_order
 from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
 from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.source import Cancelled, MovedError
@@ -71,6 +70,7 @@ class TorchSource(Standing):
     framework = "torch"
     counts_bytes = True
     writes_parts = True
+    saved_elsewhere = ""
 
     def __init__(
         self,
@@ -170,16 +170,9 @@ class TorchSource(Standing):
                 self._check_stands(version, image)
         return pieces
 
-    def commit(self, order: Commit) -> tuple[str, int]:
-        """See ``StateSource``."""
-        assert self._processor is not None
-        return commit_order(
-            self._processor,
-            order,
-            framework=self.framework,
-            finalise=lambda draft: self._finalise(draft, order),
-            progress=self._wrote,
-        )
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
+        """See ``StateSource``: what readers other than ttp need."""
+        return finalise(directory, order.pieces, writer=order.rank)
 
     def close(self) -> None:
         """See ``StateSource``."""
@@ -303,10 +296,6 @@ class TorchSource(Standing):
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
-
-    def _finalise(self, draft: Path, order: Commit) -> list[Piece]:
-        """Add what readers other than ttp need."""
-        return finalise(draft, order.pieces, writer=order.rank)
 
     def _wrote(self, count: int) -> None:
         """The storage goes on: it may be slow, but it does not hang."""

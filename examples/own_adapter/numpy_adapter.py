@@ -19,7 +19,6 @@ from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import Candidate, Commit, Piece, RestoreView, SaverOrder, ShardDigest
 from ttp.core.restore_choice import agree
 from ttp.errors import CheckpointError, ConfigError, UsageError
-from ttp.processor.committing import commit_order
 from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled, UpdateReporter
 from ttp.store.durable import sync_directory
@@ -62,11 +61,11 @@ class NumpySource:
     writes_parts = False
     on_device = False
     has_preimage = False
+    saved_elsewhere = ""
 
     def __init__(self, optimizer: Sgd) -> None:
         self.arrays = {f"weights.{name}": array for name, array in optimizer.weights.items()}
         self.arrays |= {f"moments.{name}": array for name, array in optimizer.moments.items()}
-        self.processor: Processor | None = None
 
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
@@ -86,12 +85,9 @@ class NumpySource:
         sync_directory(draft)
         return pieces
 
-    def commit(self, order: Commit) -> tuple[str, int]:
-        """Make the checkpoint exist. ``finalise`` would add files that the framework's own tools want."""
-        assert self.processor is not None
-        return commit_order(
-            self.processor, order, framework=self.framework, finalise=lambda draft: [], progress=lambda count: None
-        )
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
+        """The framework has no tools of its own that would want a file more in the checkpoint."""
+        return []
 
     # What follows may stay like this until the adapter wants more: redo, comparing replicas, rank-local state, devices.
 
@@ -145,7 +141,7 @@ class NumpyAdapter:
 
     def attach(self, processor: Processor) -> None:
         """This rank has joined: report updates from now on."""
-        self._source.processor = self.optimizer.reporter = processor
+        self.optimizer.reporter = processor
 
     def agree_without_controller(self, found: tuple[Candidate, ...], skipped: tuple[str, ...]) -> Candidate | str:
         """ttp is switched off: take the newest that this rank finds."""

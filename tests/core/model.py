@@ -31,8 +31,10 @@ from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.decide import Answer, How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.rank.failover import HOME
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import keepers
 from ttp.core.stripes import split
 from ttp.testing.scenario import grid
@@ -50,7 +52,7 @@ PATIENCE = ControllerTimeouts(
     standbys=0,
     quiet_s=None,
 )
-RANK_TIMEOUTS = pm.RankTimeouts(
+RANK_TIMEOUTS = RankTimeouts(
     heartbeat_s=1e9,
     rescue_s=400,
     alone_s=1e8,
@@ -120,11 +122,11 @@ def _deadline(machine: Any) -> float | None:
     return due
 
 
-def _address(machine: pm.ProcessorMachine) -> str:
+def _address(machine: ProcessorMachine) -> str:
     return machine._route.address
 
 
-def _incident(machine: pm.ProcessorMachine) -> str:
+def _incident(machine: ProcessorMachine) -> str:
     return machine.incident
 
 
@@ -209,14 +211,12 @@ class Model:
     def _start(self) -> State:
         patience = replace(PATIENCE, standbys=1) if self.rival else PATIENCE
         controller = ControllerMachine(patience, Names(0), 0.0)
-        ranks = [
-            pm.ProcessorMachine(self._hello(r), RANK_TIMEOUTS, 0.0, in_parts(self.layout)) for r in range(self.world)
-        ]
+        ranks = [ProcessorMachine(self._hello(r), RANK_TIMEOUTS, 0.0, in_parts(self.layout)) for r in range(self.world)]
         for r, machine in enumerate(ranks):
-            machine.on_event(pm.Observed(Version(0), m.Phase.IDLE), 0.0)
-            self._talk(controller, ranks, r, pm.StreamUp())
+            machine.on_event(ev.Observed(Version(0), m.Phase.IDLE), 0.0)
+            self._talk(controller, ranks, r, ev.StreamUp())
         for machine in ranks:
-            machine.on_event(pm.Observed(BASE, m.Phase.IDLE), 0.0)
+            machine.on_event(ev.Observed(BASE, m.Phase.IDLE), 0.0)
         n = self.world
         first = self.machines.number(controller)
         second = self.machines.number(self._fresh(1, 0.0)) if self.rival else GONE
@@ -243,18 +243,18 @@ class Model:
         return ControllerMachine(PATIENCE, Names(number), now, host)
 
     @staticmethod
-    def _talk(controller: ControllerMachine, ranks: list[pm.ProcessorMachine], r: int, event: pm.Event) -> None:
+    def _talk(controller: ControllerMachine, ranks: list[ProcessorMachine], r: int, event: ev.Event) -> None:
         """Nothing goes wrong while the job forms."""
-        events: deque[tuple[int, pm.Event]] = deque([(r, event)])
+        events: deque[tuple[int, ev.Event]] = deque([(r, event)])
         while events:
             r, event = events.popleft()
             for action in ranks[r].on_event(event, 0.0):
-                if isinstance(action, pm.StartStandby):
-                    events.append((r, pm.StandbyStarted(RIVAL)))
-                if isinstance(action, pm.Send):
+                if isinstance(action, act.StartStandby):
+                    events.append((r, ev.StandbyStarted(RIVAL)))
+                if isinstance(action, act.Send):
                     for answer in controller.on_event(Received(ConnectionId(2 * r + 2), action.report), 0.0):
                         if isinstance(answer, Send):
-                            events.append((answer.order.rank, pm.OrderReceived(answer.order)))
+                            events.append((answer.order.rank, ev.OrderReceived(answer.order)))
 
     def _hello(self, rank: int) -> m.Hello:
         return m.Hello(
@@ -319,7 +319,7 @@ class Model:
                 yield f"the stream of {r} breaks and loses", self._break(fewer, r, keep=False)
 
     def _break(self, state: State, r: int, *, keep: bool) -> State:
-        return self._processor(self._cut(state, r, keep=keep), r, pm.StreamDown("broken"))
+        return self._processor(self._cut(state, r, keep=keep), r, ev.StreamDown("broken"))
 
     def _cut(self, state: State, r: int, *, keep: bool) -> State:
         stream = state.streams[r]
@@ -335,10 +335,10 @@ class Model:
     def _connect(self, state: State, r: int) -> State:
         place = 0 if self.machines.ask(state.ranks[r], _address) == HOME else 1
         if not state.controllers[place]:
-            return self._processor(state, r, pm.StreamDown("nobody answers"))
+            return self._processor(state, r, ev.StreamDown("nobody answers"))
         opened = state.opened + 1
         state = replace(state, opened=opened, streams=_put(state.streams, r, 2 * opened + place))
-        return self._processor(state, r, pm.StreamUp())
+        return self._processor(state, r, ev.StreamUp())
 
     def _take_over(self, state: State) -> State:
         fresh = self.machines.number(self._fresh(state.opened, state.now, ""))
@@ -361,7 +361,7 @@ class Model:
         return self._controller(state, stream % 2, event, path)
 
     def _obey(self, state: State, r: int, order: m.Order) -> State:
-        state = self._processor(state, r, pm.OrderReceived(order))
+        state = self._processor(state, r, ev.OrderReceived(order))
         if isinstance(order, m.Refused) and state.ranks[r]:
             return self._break(state, r, keep=True)  # the controller ends the stream after that
         return state
@@ -395,14 +395,14 @@ class Model:
             cut = "uneven" if r == self.uneven else ""
             pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r), cut=cut) for f, s, v in sorted(files))
             state = replace(state, durable=state.durable | files)
-            done = pm.PiecesWritten(order.incident, order.generation, pieces)
+            done = ev.PiecesWritten(order.incident, order.generation, pieces)
             yield f"{r} has saved", self._processor(state, r, done)
-        elif isinstance(order, pm.CommitDone):
+        elif isinstance(order, ev.CommitDone):
             yield f"{r} is done with the commit", self._processor(state, r, order)
         else:
             self._check_commit(state, order, path)
             state = replace(state, committed=(*state.committed, order.version))
-            committed = pm.CommitDone(order.incident, order.generation, "path", 1)
+            committed = ev.CommitDone(order.incident, order.generation, "path", 1)
             yield f"{r} has renamed", replace(state, jobs=_put(state.jobs, r, (committed, *state.jobs[r])))
 
     def _time(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
@@ -417,7 +417,7 @@ class Model:
                 yield name, self._controller(state, who + 2, Tick(), path)
             else:
                 gate = state.gates[who]
-                yield name, self._processor(state, who, pm.Observed(gate.version, gate.phase))
+                yield name, self._processor(state, who, ev.Observed(gate.version, gate.phase))
 
     # --------------------------------------------------------------------------------------------------------- machines
 
@@ -437,9 +437,9 @@ class Model:
             state = self._obey(replace(state, down=_put(state.down, r, state.down[r][1:])), r, state.down[r][0])
         return state
 
-    def _processor(self, state: State, r: int, event: pm.Event) -> State:
+    def _processor(self, state: State, r: int, event: ev.Event) -> State:
         number = state.ranks[r]
-        inbox: deque[pm.Event] = deque([event])
+        inbox: deque[ev.Event] = deque([event])
         while inbox and state.exits[r] is None:
             actions, number = self.machines.step(number, inbox.popleft(), state.now)
             for action in actions:
@@ -449,29 +449,29 @@ class Model:
         return replace(state, ranks=_put(state.ranks, r, number))
 
     def _perform(  # noqa: PLR0911 - one line for each action
-        self, state: State, r: int, action: pm.Action, inbox: deque[pm.Event]
+        self, state: State, r: int, action: act.Action, inbox: deque[ev.Event]
     ) -> State:
         match action:
-            case pm.Send(report):
+            case act.Send(report):
                 if isinstance(report, m.Frozen) and report.final:
                     state = self._at_gate(state, r, acked=True)
                 return replace(state, up=_put(state.up, r, (*state.up[r], (state.streams[r], report))))
-            case pm.CloseGate():
+            case act.CloseGate():
                 state = self._at_gate(state, r, closed=True)
                 inbox.append(self._seen(state, r))
                 return state
-            case pm.OpenGate():
+            case act.OpenGate():
                 return self._at_gate(state, r, closed=False, acked=False, parked=False, admitted=False)
-            case pm.Redo(version):
+            case act.Redo(version):
                 if not state.gates[r].parked:
-                    inbox.append(pm.Quiet(version, m.Phase.TORN, False, False))
+                    inbox.append(ev.Quiet(version, m.Phase.TORN, False, False))
                     return state
                 return self._at_gate(state, r, admitted=True)
-            case pm.StartSave(order) | pm.StartCommit(order):
+            case act.StartSave(order) | act.StartCommit(order):
                 return replace(state, jobs=_put(state.jobs, r, (*state.jobs[r], order)))
-            case pm.CancelSave():
+            case act.CancelSave():
                 return replace(state, jobs=_put(state.jobs, r, ()))
-            case pm.Exit(code) | pm.Rejected(code):
+            case act.Exit(code) | act.Rejected(code):
                 return self._gone(state, r, code if isinstance(code, int) else 70, keep=True)
             case _:
                 return state
@@ -483,11 +483,11 @@ class Model:
     def _quiet(self, state: State, r: int) -> State:
         return self._processor(state, r, self._seen(state, r))
 
-    def _seen(self, state: State, r: int) -> pm.Quiet:
+    def _seen(self, state: State, r: int) -> ev.Quiet:
         """What is seen under the closed gate."""
         gate = state.gates[r]
         back = self.preimages and gate.version == NEXT and not gate.updating
-        return pm.Quiet(
+        return ev.Quiet(
             gate.version, gate.phase, gate.parked, True, has_gradient=gate.parked, has_preimage=back, kept=self.copies
         )
 

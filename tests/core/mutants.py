@@ -22,6 +22,7 @@ RESCUE, MEMBERS, CONTROLLER = (
 )
 LAYOUTS, GATHERING = "ttp.core.controller.layout_exchange", "ttp.core.controller.gathering"
 PROCESSOR, GATE, ROUTE = "ttp.core.rank.machine", "ttp.processor.gate.gate", "ttp.core.rank.failover"
+RANK_RESCUE, COPY_TURNS = "ttp.core.rank.rescue", "ttp.core.rank.copy_turns"
 RESTORING, LOOKING = "ttp.core.controller.restore_agreement", "ttp.processor.state_inspector"
 BUDDIES = "ttp.core.replication"
 STRIPES, SPREAD = "ttp.core.stripes", "ttp.core.placement"
@@ -137,14 +138,14 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "old terms are obeyed": (PROCESSOR, "if order.term < self.term or not", "if not"),
     "left-over orders are obeyed": (
         PROCESSOR,
-        "order.term < self.term or not self._welcomed:",
+        "order.term < self.term or not self._outbox.welcomed:",
         "order.term < self.term:",
     ),
-    "any version is saved": (PROCESSOR, "return order.version == self._version and not torn", "return not torn"),
-    "an update in progress is final": (PROCESSOR, "final=quiet.phase is not m.Phase.UPDATING", "final=True"),
-    "a snapshot outlives its controller": (PROCESSOR, "if self.incident and self._snapshot:", "if False:"),
+    "any version is saved": (RANK_RESCUE, "return order.version == state.version and not torn", "return not torn"),
+    "an update in progress is final": (RANK_RESCUE, "final=quiet.phase is not m.Phase.UPDATING", "final=True"),
+    "a snapshot outlives its controller": (RANK_RESCUE, "if self.incident and self._snapshot:", "if False:"),
     "an older save counts": (
-        PROCESSOR,
+        RANK_RESCUE,
         "(event.incident, event.generation) != (order.incident, order.generation)",
         "False",
     ),
@@ -190,27 +191,27 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "nobody is waited for at the gate": (RESCUE, 'if self._hopes(incident, now) else ""', 'if False else ""'),
     "what must be made is saved as it is": (SAVING, "how=hows.get(rank, How.AS_IS),", "how=How.AS_IS,"),
     "an update is saved before it is made": (
-        PROCESSOR,
+        RANK_RESCUE,
         "if quiet.version == order.version and quiet.phase is m.Phase.IDLE:",
         "if True:",
     ),
     "an update that hangs is waited for": (
-        PROCESSOR,
+        RANK_RESCUE,
         "if self._redo_until is not None and now >= self._redo_until:",
         "if False:",
     ),
     "unmade without a pre-image": (
-        PROCESSOR,
+        RANK_RESCUE,
         "if order.order.how is How.UNDO and self._preimage:\n            return",
         "if order.order.how is How.UNDO:\n            return",
     ),
     "unmade without saying so": (
-        PROCESSOR,
+        RANK_RESCUE,
         "StartSave(_as_it_is(order) if order.order.how is How.REDO else order)",
         "StartSave(_as_it_is(order))",
     ),
     "a snapshot can be made by an update": (
-        PROCESSOR,
+        RANK_RESCUE,
         "has_gradient=quiet.has_gradient and not self._may_not_redo",
         "has_gradient=quiet.has_gradient",
     ),
@@ -249,7 +250,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "gone = self.whole",
     ),
     "who has gone on knows nothing": (BUDDIES, "if v < report.version and v not in self._fates]:", "if False]:"),
-    "a skipped turn is not said": (PROCESSOR, "if self._skipped > order.version:", "if False:"),
+    "a skipped turn is not said": (COPY_TURNS, "if self._skipped > order.version:", "if False:"),
     "copies are nobody's last resort": (
         DECIDE,
         "_common_versions(everybody, ways, written, kept)",

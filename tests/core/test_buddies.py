@@ -17,7 +17,9 @@ from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.replication import NOBODY, Buddies, Generations, keepers
 from ttp.testing.scenario import grid
 
@@ -239,7 +241,7 @@ class Played:
         self.world, self.every = world, every
         self.layout = grid(world, 1)
         self.terms = 0
-        self.machines = [pm.ProcessorMachine(hello(r, self.layout), pm.RankTimeouts(), 0.0) for r in range(world)]
+        self.machines = [ProcessorMachine(hello(r, self.layout), RankTimeouts(), 0.0) for r in range(world)]
         self.generations = [Generations() for _ in range(world)]
         self.held: list[set[Version]] = [set() for _ in range(world)]  # copies that are stored and not dropped
         self.making: list[Version | None] = [None] * world
@@ -266,15 +268,15 @@ class Played:
             self.job.term = self.terms
             self.job.join(ConnectionId(r + 1), said, 0.0)
             if self.terms > 1:
-                self.event(r, pm.StreamDown("broken"))
-            self.event(r, pm.StreamUp())
-            self.event(r, pm.OrderReceived(m.Welcome(Rank(r), self.terms, 1, "1")))
+                self.event(r, ev.StreamDown("broken"))
+            self.event(r, ev.StreamUp())
+            self.event(r, ev.OrderReceived(m.Welcome(Rank(r), self.terms, 1, "1")))
 
-    def event(self, r: int, event: pm.Event) -> None:
+    def event(self, r: int, event: ev.Event) -> None:
         for action in self.machines[r].on_event(event, 0.0):
-            if isinstance(action, pm.Send) and isinstance(action.report, m.Copied):
+            if isinstance(action, act.Send) and isinstance(action.report, m.Copied):
                 self.ups[r].append(action.report)
-            elif isinstance(action, pm.SettleCopy):
+            elif isinstance(action, act.SettleCopy):
                 gone = self.generations[r].settle(action.version, whole=action.whole)
                 self.held[r] -= {gone}
 
@@ -298,7 +300,7 @@ class Played:
                 self.downs[order.rank].append(order)
 
     def down(self, r: int, _: bool) -> None:
-        self.event(r, pm.OrderReceived(self.downs[r].popleft()))
+        self.event(r, ev.OrderReceived(self.downs[r].popleft()))
 
     def made(self, r: int, calm: bool) -> None:
         version, self.making[r] = self.making[r], None
@@ -306,7 +308,7 @@ class Played:
         stored = calm or self.rng.random() < 0.8
         if stored:
             self.held[r].add(version)
-        self.event(r, pm.CopyMade(version, stored, "" if stored else "no space"))
+        self.event(r, ev.CopyMade(version, stored, "" if stored else "no space"))
 
     def train(self, r: int, _: bool) -> None:
         self.versions[r] += 1
@@ -315,7 +317,7 @@ class Played:
             if self.generations[r].begin(version):
                 self.making[r] = version
             else:
-                self.event(r, pm.CopySkipped(version))
+                self.event(r, ev.CopySkipped(version))
 
     def check(self) -> None:
         assert all(len(held) <= 2 for held in self.held)
@@ -338,40 +340,40 @@ def test_there_is_always_a_version_that_all_hold(seed: int) -> None:
 
 
 def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
-    machine = pm.ProcessorMachine(hello(1, ALONE), pm.RankTimeouts(), 0.0)
+    machine = ProcessorMachine(hello(1, ALONE), RankTimeouts(), 0.0)
     said: list[m.Copied] = []
 
-    def event(event: pm.Event) -> list[str]:
+    def event(event: ev.Event) -> list[str]:
         did = machine.on_event(event, 0.0)
-        said.extend(a.report for a in did if isinstance(a, pm.Send) and isinstance(a.report, m.Copied))
+        said.extend(a.report for a in did if isinstance(a, act.Send) and isinstance(a.report, m.Copied))
         return [type(a).__name__ for a in did]
 
-    event(pm.StreamUp())
-    event(pm.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")))
-    event(pm.CopySkipped(Version(20)))
+    event(ev.StreamUp())
+    event(ev.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")))
+    event(ev.CopySkipped(Version(20)))
     assert said == [], "version 10 is being copied"
-    event(pm.CopyMade(Version(10), True))
-    assert event(pm.OrderReceived(m.Settled(Rank(1), 1, Version(10), True))) == ["SettleCopy", "Send"]
+    event(ev.CopyMade(Version(10), True))
+    assert event(ev.OrderReceived(m.Settled(Rank(1), 1, Version(10), True))) == ["SettleCopy", "Send"]
     assert [(c.version, c.stored, c.whole) for c in said] == [(10, True, 0), (20, False, 10)]
     assert said[1].text == "the copy of version 10 was not through yet"
-    assert event(pm.OrderReceived(m.Settled(Rank(1), 1, Version(20), False))) == []
+    assert event(ev.OrderReceived(m.Settled(Rank(1), 1, Version(20), False))) == []
 
 
 def test_orders_of_kept_copies_need_no_state_of_that_version() -> None:
-    machine = pm.ProcessorMachine(hello(1, ALONE), pm.RankTimeouts(), 0.0)
+    machine = ProcessorMachine(hello(1, ALONE), RankTimeouts(), 0.0)
     for event in (
-        pm.StreamUp(),
-        pm.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")),
-        pm.OrderReceived(m.Freeze(Rank(1), 1, "i", "why", False)),
+        ev.StreamUp(),
+        ev.OrderReceived(m.Welcome(Rank(1), 1, 1, "1")),
+        ev.OrderReceived(m.Freeze(Rank(1), 1, "i", "why", False)),
     ):
         machine.on_event(event, 0.0)
     copies = (m.KeptCopy(Rank(1), Version(10)), m.KeptCopy(Rank(3), Version(10)))
-    quiet = pm.Quiet(Version(17), m.Phase.TORN, False, True, kept=copies)
-    frozen = [a.report for a in machine.on_event(quiet, 0.0) if isinstance(a, pm.Send)]
+    quiet = ev.Quiet(Version(17), m.Phase.TORN, False, True, kept=copies)
+    frozen = [a.report for a in machine.on_event(quiet, 0.0) if isinstance(a, act.Send)]
     assert isinstance(frozen[0], m.Frozen) and frozen[0].kept == copies
     order = m.SaverOrder(Rank(1), (), How.AS_IS, (Rank(1),), True, kept=(Shard("s1"),))
     save = m.Save(Rank(1), 1, "i", 0, Version(10), "draft", order)
-    assert pm.StartSave(save) in machine.on_event(pm.OrderReceived(save), 0.0)
+    assert act.StartSave(save) in machine.on_event(ev.OrderReceived(save), 0.0)
 
 
 def test_buddies_are_even() -> None:

@@ -10,7 +10,10 @@ from tests.core.talk import hello
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.rescue import OVER_MAX
 from ttp.testing.scenario import grid
 
 ME = Rank(1)
@@ -22,28 +25,28 @@ class Rank1:
 
     def __init__(self, *, joined: bool = True, **timeouts: Any) -> None:
         self.now = 0.0
-        self.machine = pm.ProcessorMachine(hello(1, grid(1, 3)), pm.RankTimeouts(**timeouts), 0.0)
-        self.did: list[pm.Action] = []
+        self.machine = ProcessorMachine(hello(1, grid(1, 3)), RankTimeouts(**timeouts), 0.0)
+        self.did: list[act.Action] = []
         if joined:
-            self.event(pm.StreamUp())
+            self.event(ev.StreamUp())
             self.order(m.Welcome(ME, 1, 1, "1"))
 
-    def event(self, event: pm.Event) -> str:
+    def event(self, event: ev.Event) -> str:
         self.did = self.machine.on_event(event, self.now)
         return " ".join(_word(a) for a in self.did)
 
     def order(self, order: m.Order) -> str:
-        return self.event(pm.OrderReceived(order))
+        return self.event(ev.OrderReceived(order))
 
     def after(self, seconds: float) -> str:
         self.now += seconds
-        return self.event(pm.Observed(self.machine._version, m.Phase.IDLE))
+        return self.event(ev.Observed(self.machine._state.version, m.Phase.IDLE))
 
     def freeze(self, incident: str = "a", *, snapshot: bool = False, term: int = 1) -> str:
         return self.order(m.Freeze(ME, term, incident, "why", snapshot))
 
     def quiet(self, version: int = 7, phase: m.Phase = m.Phase.IDLE, *, parked: bool = True, **more: Any) -> str:
-        return self.event(pm.Quiet(Version(version), phase, parked, True, **more))
+        return self.event(ev.Quiet(Version(version), phase, parked, True, **more))
 
     def save(
         self,
@@ -64,18 +67,18 @@ class Rank1:
         return self.order(m.Thaw(ME, term, incident, "why"))
 
     def sent(self, kind: type[m.Report]) -> Any:
-        return next(a.report for a in self.did if isinstance(a, pm.Send) and isinstance(a.report, kind))
+        return next(a.report for a in self.did if isinstance(a, act.Send) and isinstance(a.report, kind))
 
 
-def _word(action: pm.Action) -> str:
+def _word(action: act.Action) -> str:
     match action:
-        case pm.Send(report):
+        case act.Send(report):
             return f">{type(report).__name__}"
-        case pm.Exit(code):
+        case act.Exit(code):
             return f"Exit({code})"
-        case pm.Connect(start_controller):
+        case act.Connect(start_controller):
             return "Connect(start)" if start_controller else "Connect"
-        case pm.LetGo(rescued):
+        case act.LetGo(rescued):
             return f"LetGo({rescued})"
     return type(action).__name__
 
@@ -98,22 +101,22 @@ def test_who_is_on_its_way_to_the_next_version_saves_none_before_it_is_there() -
 def test_a_lost_controller_gets_no_more_than_its_respite() -> None:
     rank = Rank1(failover_s=0.5, connect_s=1.0, retry_min_s=0.05)
     rank.order(m.Standbys(ME, 1, ("h1:1", "h2:1")))
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     tries: list[tuple[float, str, float | None]] = []
     while len(tries) < 3:
         rank.now = rank.machine.deadline() or 0.0
-        for action in rank.machine.on_event(pm.Observed(Version(7), m.Phase.IDLE), rank.now):
-            if isinstance(action, pm.Connect):
+        for action in rank.machine.on_event(ev.Observed(Version(7), m.Phase.IDLE), rank.now):
+            if isinstance(action, act.Connect):
                 tries.append((round(rank.now, 3), action.address, action.within_s))
                 rank.now += action.within_s or 0.0  # a host that is gone refuses nothing: time passes, no more
-                rank.machine.on_event(pm.StreamDown("gone"), rank.now)
+                rank.machine.on_event(ev.StreamDown("gone"), rank.now)
     assert tries == [(0.05, "", pytest.approx(0.95)), (1.05, "h1:1", 1.0), (2.1, "h2:1", 1.0)], "where all ranks go"
 
 
 def test_joining() -> None:
     rank = Rank1(joined=False)
     assert rank.after(0) == "Connect"
-    assert rank.event(pm.StreamUp()) == ">Hello"
+    assert rank.event(ev.StreamUp()) == ">Hello"
     assert rank.sent(m.Hello).incarnation == 0
     assert rank.order(m.Welcome(ME, 3, 2, "1")) == "Joined"
     assert (rank.machine.term, rank.machine.incarnation) == (3, 2)
@@ -122,10 +125,10 @@ def test_joining() -> None:
 def test_nobody_listens() -> None:
     rank = Rank1(joined=False, retry_min_s=1.0, retry_max_s=2.0)
     assert rank.after(0) == "Connect"
-    assert rank.event(pm.StreamDown("refused")) == ""
+    assert rank.event(ev.StreamDown("refused")) == ""
     assert rank.machine.deadline() == 1.0
     assert rank.after(1) == "Connect"
-    rank.event(pm.StreamDown("refused"))
+    rank.event(ev.StreamDown("refused"))
     assert rank.after(1) == ""
     assert rank.after(1) == "Connect(start)"
 
@@ -134,9 +137,9 @@ def test_a_hello_after_a_break_repeats_what_a_new_controller_must_know() -> None
     rank = Rank1()
     rank.quiet(7)
     rank.freeze("a")
-    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "ValueError: x"))
-    rank.event(pm.StreamDown("gone"))
-    assert rank.event(pm.StreamUp()) == ">Hello"
+    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "ValueError: x"))
+    rank.event(ev.StreamDown("gone"))
+    assert rank.event(ev.StreamUp()) == ">Hello"
     said = rank.sent(m.Hello)
     assert (said.incarnation, said.term_seen, said.incident, said.resume) == (1, 1, "a", True)
     assert (said.version, said.broken) == (7, "ValueError: x")
@@ -144,15 +147,15 @@ def test_a_hello_after_a_break_repeats_what_a_new_controller_must_know() -> None
 
 def test_nothing_is_said_before_the_welcome() -> None:
     rank = Rank1(joined=False)
-    rank.event(pm.StreamUp())
-    assert rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x")) == ""
+    rank.event(ev.StreamUp())
+    assert rank.event(ev.Raised(m.FaultKind.EXCEPTION, "x")) == ""
     assert rank.order(m.Welcome(ME, 1, 1, "1")) == "Joined >Fault"
 
 
 def test_orders_before_the_welcome_are_left_over_from_the_last_stream() -> None:
     rank = Rank1()
-    rank.event(pm.StreamDown("gone"))
-    rank.event(pm.StreamUp())
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
     assert rank.freeze() == ""
     rank.order(m.Welcome(ME, 1, 1, "1"))
     assert rank.freeze() == FROZEN
@@ -168,7 +171,7 @@ def test_a_beat_once_a_second() -> None:
 @pytest.mark.parametrize("code", [c for c in m.RefusalCode if c not in (m.RefusalCode.BUSY, m.RefusalCode.MOVED)])
 def test_refused_is_the_end(code: m.RefusalCode) -> None:
     rank = Rank1(joined=False)
-    rank.event(pm.StreamUp())
+    rank.event(ev.StreamUp())
     assert rank.order(m.Refused(ME, code, "why")) == "Rejected"
     assert rank.machine.gone
     assert rank.after(1000) == ""
@@ -183,10 +186,10 @@ def test_who_was_part_of_the_job_and_is_refused_leaves() -> None:
 
 def test_busy_means_try_again() -> None:
     rank = Rank1(joined=False)
-    rank.event(pm.StreamUp())
+    rank.event(ev.StreamUp())
     assert rank.order(m.Refused(ME, m.RefusalCode.BUSY, "why")) == ""
     assert not rank.machine.gone
-    rank.event(pm.StreamDown("ended"))
+    rank.event(ev.StreamDown("ended"))
     assert rank.after(1) == "Connect"
 
 
@@ -209,12 +212,12 @@ def test_a_freeze_closes_the_gate_and_answers() -> None:
 def test_a_device_that_stands_still_is_waited_for_only_where_nothing_broke(snapshot: bool) -> None:
     rank = Rank1()
     rank.freeze(snapshot=snapshot)
-    assert pm.CloseGate(hurry=not snapshot) in rank.did
+    assert act.CloseGate(hurry=not snapshot) in rank.did
 
 
 def test_a_torn_rank_says_so() -> None:
     rank = Rank1()
-    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "x"))
     rank.freeze()
     rank.quiet(7, m.Phase.TORN, parked=False)
     answer = rank.sent(m.Frozen)
@@ -255,31 +258,31 @@ def test_orders_of_an_older_term_are_ignored() -> None:
 def test_incidents_that_are_over_are_forgotten_but_for_the_last() -> None:
     """A job may live for a year, and be saved on request every minute."""
     rank = Rank1()
-    for number in range(3 * pm.OVER_MAX):
+    for number in range(3 * OVER_MAX):
         assert rank.freeze(f"i{number}") == FROZEN
         rank.thaw(f"i{number}")
-    assert len(rank.machine._over) == pm.OVER_MAX
-    assert rank.freeze(f"i{3 * pm.OVER_MAX - 2}") == "", "it is late"
+    assert len(rank.machine._rescue._over) == OVER_MAX
+    assert rank.freeze(f"i{3 * OVER_MAX - 2}") == "", "it is late"
 
 
 def test_a_snapshot_is_thawed_when_the_stream_is_lost() -> None:
     rank = Rank1()
     rank.freeze(snapshot=True)
     rank.save(0)
-    assert rank.event(pm.StreamDown("gone")) == "CancelSave OpenGate DropLease"
+    assert rank.event(ev.StreamDown("gone")) == "CancelSave OpenGate DropLease"
 
 
 def test_a_snapshot_that_became_a_rescue_is_not() -> None:
     rank = Rank1()
     rank.freeze(snapshot=True)
     rank.freeze(snapshot=False)
-    assert rank.event(pm.StreamDown("gone")) == ""
+    assert rank.event(ev.StreamDown("gone")) == ""
 
 
 def test_frozen_and_never_released() -> None:
     rank = Rank1(rescue_s=360, heartbeat_s=1e9)
     rank.freeze()
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     assert rank.after(359) == "Connect"
     assert rank.after(1) == "Exit(70)"
 
@@ -287,8 +290,8 @@ def test_frozen_and_never_released() -> None:
 def test_a_frozen_rank_that_is_broken_and_alone_does_not_spin() -> None:
     rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
     rank.freeze()
-    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.event(ev.StreamDown("gone"))
     rank.after(21)
     deadline = rank.machine.deadline()
     assert deadline is not None
@@ -313,8 +316,8 @@ def frozen() -> Rank1:
     return rank
 
 
-def written(generation: int = 0, incident: str = "a") -> pm.PiecesWritten:
-    return pm.PiecesWritten(incident, generation, ())
+def written(generation: int = 0, incident: str = "a") -> ev.PiecesWritten:
+    return ev.PiecesWritten(incident, generation, ())
 
 
 def test_saving_and_committing() -> None:
@@ -322,7 +325,7 @@ def test_saving_and_committing() -> None:
     assert rank.save() == "StartSave"
     assert rank.event(written()) == ">Saved"
     assert rank.commit() == "StartCommit"
-    assert rank.event(pm.CommitDone("a", 0, "/save/step_7", 9)) == ">Committed"
+    assert rank.event(ev.CommitDone("a", 0, "/save/step_7", 9)) == ">Committed"
 
 
 def test_an_order_that_comes_twice_is_carried_out_once() -> None:
@@ -334,16 +337,16 @@ def test_an_order_that_comes_twice_is_carried_out_once() -> None:
     rank.commit()
     assert rank.commit() == ""
     assert rank.save() == ">Saved"
-    rank.event(pm.CommitDone("a", 0, "/save/step_7", 9))
+    rank.event(ev.CommitDone("a", 0, "/save/step_7", 9))
     assert rank.commit() == ">Committed"
 
 
 def test_a_result_that_nobody_heard_is_said_again_to_the_next_controller() -> None:
     rank = frozen()
     rank.save()
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     assert rank.event(written()) == ""
-    rank.event(pm.StreamUp())
+    rank.event(ev.StreamUp())
     rank.order(m.Welcome(ME, 2, 1, "1"))
     order = m.SaverOrder(ME, (Shard("s0"),), How.AS_IS, (), True)
     assert rank.order(m.Save(ME, 2, "a", 0, Version(7), "draft", order)) == ">Saved"
@@ -367,10 +370,10 @@ def test_a_commit_does_not_wait_for_an_obsolete_save() -> None:
 def test_failures_are_reported() -> None:
     rank = frozen()
     rank.save()
-    assert rank.event(pm.WriteFailed("a", 0, "disk full")) == ">SaveFailed"
-    assert rank.event(pm.WriteFailed("a", 0, "disk full")) == ""
+    assert rank.event(ev.WriteFailed("a", 0, "disk full")) == ">SaveFailed"
+    assert rank.event(ev.WriteFailed("a", 0, "disk full")) == ""
     rank.commit()
-    assert rank.event(pm.CommitBroken("a", 0, "no rename")) == ">CommitFailed"
+    assert rank.event(ev.CommitBroken("a", 0, "no rename")) == ">CommitFailed"
 
 
 @pytest.mark.parametrize(("version", "phase"), [(8, m.Phase.IDLE), (7, m.Phase.TORN), (7, m.Phase.UPDATING)])
@@ -395,7 +398,7 @@ def test_anybody_can_collect_pages() -> None:
 
 
 def saves(rank: Rank1) -> How:
-    return next(a.order.order.how for a in rank.did if isinstance(a, pm.StartSave))
+    return next(a.order.order.how for a in rank.did if isinstance(a, act.StartSave))
 
 
 def test_an_update_is_saved_when_it_is_made() -> None:
@@ -465,15 +468,15 @@ def test_a_thaw_cancels_a_save() -> None:
 
 def test_a_broken_rank_waits_for_the_rescue() -> None:
     rank = Rank1()
-    assert rank.event(pm.Raised(m.FaultKind.EXCEPTION, "ValueError: x")) == ">Fault"
+    assert rank.event(ev.Raised(m.FaultKind.EXCEPTION, "ValueError: x")) == ">Fault"
     fault = rank.sent(m.Fault)
     assert (fault.subject, fault.kind, fault.nonce) == (1, m.FaultKind.EXCEPTION, "n1")
 
 
 def test_nobody_comes_to_the_rescue() -> None:
     rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
-    rank.event(pm.Raised(m.FaultKind.EXCEPTION, "x"))
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "x"))
+    rank.event(ev.StreamDown("gone"))
     assert rank.after(19) == ""
     assert rank.after(1) == "LetGo(False)"
     assert rank.machine.gone
@@ -481,13 +484,13 @@ def test_nobody_comes_to_the_rescue() -> None:
 
 def test_a_healthy_rank_trains_on_without_a_controller() -> None:
     rank = Rank1(alone_s=20, retry_min_s=1e6, retry_max_s=1e6)
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     assert rank.after(1000) == ""
 
 
 def test_a_rank_that_is_done_waits_for_the_others() -> None:
     rank = Rank1()
-    assert rank.event(pm.Returned(m.GoodbyeReason.DONE)) == ">Goodbye"
+    assert rank.event(ev.Returned(m.GoodbyeReason.DONE)) == ">Goodbye"
     assert rank.freeze() == FROZEN
     rank.thaw()
     assert rank.order(m.Finished(ME, 1)) == "LetGo(True)"
@@ -496,16 +499,16 @@ def test_a_rank_that_is_done_waits_for_the_others() -> None:
 
 def test_a_rank_that_is_done_says_so_to_a_new_controller() -> None:
     rank = Rank1()
-    rank.event(pm.Returned(m.GoodbyeReason.DONE))
-    rank.event(pm.StreamDown("gone"))
-    rank.event(pm.StreamUp())
+    rank.event(ev.Returned(m.GoodbyeReason.DONE))
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
     assert rank.sent(m.Hello).phase is m.Phase.DONE
     assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >Goodbye"
 
 
 def test_who_leaves_on_purpose_is_not_kept_waiting() -> None:
     rank = Rank1()
-    assert rank.event(pm.Returned(m.GoodbyeReason.LEFT)) == ">Goodbye LetGo(True)"
+    assert rank.event(ev.Returned(m.GoodbyeReason.LEFT)) == ">Goodbye LetGo(True)"
 
 
 # ------------------------------------------------------------------------------------------------------------ restoring
@@ -513,22 +516,22 @@ def test_who_leaves_on_purpose_is_not_kept_waiting() -> None:
 
 def test_restoring() -> None:
     rank = Rank1()
-    assert rank.event(pm.RestoreWanted((), ())) == ">RestoreView"
+    assert rank.event(ev.RestoreWanted((), ())) == ">RestoreView"
     decision = m.RestoreDecision(ME, 1, Version(5), "step_5", "d", "")
     assert rank.order(decision) == "Decided"
     assert rank.order(decision) == ""
-    assert rank.event(pm.Based(Version(5))) == ""
+    assert rank.event(ev.Based(Version(5))) == ""
 
 
 def test_a_view_is_repeated_until_the_training_has_begun() -> None:
     rank = Rank1()
-    rank.event(pm.RestoreWanted((), ()))
+    rank.event(ev.RestoreWanted((), ()))
     rank.order(m.RestoreDecision(ME, 1, Version(5), "step_5", "d", ""))
-    rank.event(pm.Based(Version(5)))
-    rank.event(pm.StreamDown("gone"))
-    rank.event(pm.StreamUp())
+    rank.event(ev.Based(Version(5)))
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
     assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >RestoreView"  # others may not have heard yet
-    rank.event(pm.Observed(Version(6), m.Phase.IDLE))
-    rank.event(pm.StreamDown("gone"))
-    rank.event(pm.StreamUp())
+    rank.event(ev.Observed(Version(6), m.Phase.IDLE))
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
     assert rank.order(m.Welcome(ME, 3, 1, "1")) == "Joined"

@@ -29,8 +29,9 @@ from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.layout import WORLD_SIZE_MAX, Layout, Rank, Shard, Version
 from ttp.core.layout_messages import TellLayout
-from ttp.core.rank import machine as pm
-from ttp.core.rank.machine import ProcessorMachine
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
 from ttp.wire import limits
@@ -314,32 +315,32 @@ def test_an_incident_cannot_name_a_file_elsewhere(incident: str) -> None:
 
 PROCESSOR_EVENTS = st.one_of(
     ORDERS,
-    st.just(pm.StreamUp()),
-    st.just(pm.StreamDown("gone")),
-    st.builds(pm.Observed, st.integers(0, 9).map(Version), st.sampled_from(m.Phase)),
-    st.builds(pm.Quiet, st.integers(0, 9).map(Version), st.sampled_from(m.Phase), st.booleans(), st.booleans()),
-    st.builds(pm.PiecesWritten, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just((PIECE,))),
-    st.builds(pm.WriteFailed, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just("no")),
+    st.just(ev.StreamUp()),
+    st.just(ev.StreamDown("gone")),
+    st.builds(ev.Observed, st.integers(0, 9).map(Version), st.sampled_from(m.Phase)),
+    st.builds(ev.Quiet, st.integers(0, 9).map(Version), st.sampled_from(m.Phase), st.booleans(), st.booleans()),
+    st.builds(ev.PiecesWritten, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just((PIECE,))),
+    st.builds(ev.WriteFailed, st.sampled_from(["i1", ""]), st.integers(0, 3), st.just("no")),
     st.sampled_from([0.0, 0.5, 2.0, 40.0]),
 )
 
 
 @fuzz(st.lists(PROCESSOR_EVENTS, max_size=25), examples=120)
 def test_no_sequence_of_orders_stops_a_processor(script: list[Any]) -> None:
-    subject, now = ProcessorMachine(hello(0, LAYOUT), pm.RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
+    subject, now = ProcessorMachine(hello(0, LAYOUT), RankTimeouts(), 0.0, in_parts(LAYOUT)), 0.0
     subject.program = RankRounds()
-    events: list[pm.Event] = [pm.StreamUp(), pm.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
+    events: list[ev.Event] = [ev.StreamUp(), ev.OrderReceived(m.Welcome(Rank(0), 1, 1, "1"))]
     for event in [*events, *script]:
         if isinstance(event, float):
             now += event
-            event = pm.Observed(Version(1), m.Phase.IDLE)  # noqa: PLW2901
+            event = ev.Observed(Version(1), m.Phase.IDLE)  # noqa: PLW2901
         elif isinstance(event, pb.ControllerOrder):
             try:
-                event = pm.OrderReceived(order_from_wire(event))  # noqa: PLW2901
+                event = ev.OrderReceived(order_from_wire(event))  # noqa: PLW2901
             except WireError:
                 continue
         for action in subject.on_event(event, now):
-            if isinstance(action, pm.Send):
+            if isinstance(action, act.Send):
                 parse_report(report_to_wire(action.report).SerializeToString())
         due = subject.deadline()
         assert due is None or not math.isnan(due)

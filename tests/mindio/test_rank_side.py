@@ -8,7 +8,10 @@ from typing import Any
 from tests.core.talk import hello
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.rank.program import RankProgram
 from ttp.mindio.protocol import messages as rm
 from ttp.mindio.protocol.rank_side import NoHandlers, RankRounds, Said, StartAct
 
@@ -20,21 +23,21 @@ AILING = rm.Ailing(Rank(1), rm.Ailment.MEMORY, "", "it hurts")
 
 
 class Rank1:
-    def __init__(self, program: pm.RankProgram | None = None) -> None:
-        self.machine = pm.ProcessorMachine(hello(1, LAYOUT), pm.RankTimeouts(), 0.0)
+    def __init__(self, program: RankProgram | None = None) -> None:
+        self.machine = ProcessorMachine(hello(1, LAYOUT), RankTimeouts(), 0.0)
         self.machine.program = program or RankRounds()
         self.welcome(1)
 
     def welcome(self, term: int) -> list[Any]:
-        self.event(pm.StreamUp())
-        return self.event(pm.OrderReceived(m.Welcome(Rank(1), term, 1, "1")))
+        self.event(ev.StreamUp())
+        return self.event(ev.OrderReceived(m.Welcome(Rank(1), term, 1, "1")))
 
-    def event(self, event: pm.Event) -> list[Any]:
+    def event(self, event: ev.Event) -> list[Any]:
         actions = self.machine.on_event(event, 0.0)
-        return [a.report if isinstance(a, pm.Send) else a for a in actions if not isinstance(a, pm.Connect)]
+        return [a.report if isinstance(a, act.Send) else a for a in actions if not isinstance(a, act.Connect)]
 
     def ordered(self, act: m.Order) -> list[Any]:
-        return self.event(pm.OrderReceived(act))
+        return self.event(ev.OrderReceived(act))
 
 
 def test_an_act_is_carried_out_once_and_its_answer_said_again() -> None:
@@ -60,29 +63,29 @@ def test_a_new_controller_is_told_what_the_last_one_knew() -> None:
     rank = Rank1()
     assert rank.event(Said(KNOWN)) == [KNOWN]
     assert rank.event(Said(AILING)) == [AILING]
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     assert rank.welcome(2)[-2:] == [KNOWN, AILING]
     resume = replace(ACT, kind=rm.RoundKind.RESUME, term=2)
     rank.ordered(resume)
     rank.event(Said(DONE))
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     assert AILING not in rank.welcome(3)
 
 
 def test_whoever_waits_for_a_repair_is_let_go_when_no_controller_comes() -> None:
     rank = Rank1()
     rank.event(Said(AILING))
-    rank.event(pm.StreamDown("gone"))
+    rank.event(ev.StreamDown("gone"))
     patience_s = rank.machine.timeouts.alone_s
-    actions = rank.machine.on_event(pm.Observed(Version(5), m.Phase.IDLE), patience_s)
-    assert pm.LetGo(rescued=False) in actions
+    actions = rank.machine.on_event(ev.Observed(Version(5), m.Phase.IDLE), patience_s)
+    assert act.LetGo(rescued=False) in actions
 
 
 def test_a_snapshot_by_handlers_may_let_an_update_through() -> None:
     for program, may in ((RankRounds(), True), (NoHandlers(), False)):
         rank = Rank1(program)
         rank.ordered(m.Freeze(Rank(1), 1, "i", "asked", True))
-        (answer,) = rank.event(pm.Quiet(Version(5), m.Phase.IDLE, True, True, has_gradient=True))
+        (answer,) = rank.event(ev.Quiet(Version(5), m.Phase.IDLE, True, True, has_gradient=True))
         assert answer.has_gradient is may
 
 

@@ -17,6 +17,7 @@ class FakeSource:
     writes_parts = False
     on_device = False
     has_preimage = False
+    saved_elsewhere = ""
 
     def gradient_ready(self) -> bool:
         return False
@@ -39,11 +40,11 @@ class FakeSource:
     def write_pieces(
         self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
     ) -> list[Piece]:
-        (draft / f"piece_{order.rank}_{generation}").write_text(str(version))
-        return [Piece(f"piece_{order.rank}_{generation}", 1, "", "shard", s, order.rank) for s in order.shards]
+        size = (draft / f"piece_{order.rank}_{generation}").write_text(str(version))
+        return [Piece(f"piece_{order.rank}_{generation}", size, "", "shard", s, order.rank) for s in order.shards]
 
-    def commit(self, order: Commit) -> tuple[str, int]:
-        return f"step_{order.version}", 1
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
+        return []
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         pass

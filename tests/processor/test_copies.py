@@ -19,7 +19,8 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.rank import events as pe
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.replication import NOBODY
 from ttp.errors import CheckpointError
 from ttp.processor.copies import copier
@@ -308,7 +309,7 @@ class Copies:
         return self.told.get(timeout=PATIENCE_S)
 
     def settled(self, version: int, *, whole: bool) -> None:
-        self.copying.settle(pe.SettleCopy(Version(version), whole))
+        self.copying.settle(act.SettleCopy(Version(version), whole))
         done = threading.Event()
         self.copying._lane.submit(done.set)
         assert done.wait(PATIENCE_S)
@@ -330,7 +331,7 @@ def test_every_tenth_version_is_kept_and_two_at_most(copies: Copies) -> None:
     for version in range(10):
         copies.copying.updated(Version(version))
     assert copies.source.calls == [], "it is not their turn"
-    assert copies.made(10) == pe.CopyMade(Version(10), True)
+    assert copies.made(10) == ev.CopyMade(Version(10), True)
     assert copies.source.calls[0] == m.SaverOrder(ME, (Shard("s0"),), How.AS_IS, (ME,), True)
     copies.settled(10, whole=True)
     copies.made(20)
@@ -351,9 +352,9 @@ def test_before_a_buddy_is_named_nothing_is_kept(tmp_path: Path) -> None:
 
 def test_a_turn_is_skipped_while_the_last_copy_is_open(copies: Copies) -> None:
     copies.made(10)
-    assert copies.made(20) == pe.CopySkipped(Version(20))
+    assert copies.made(20) == ev.CopySkipped(Version(20))
     copies.settled(10, whole=True)
-    assert copies.made(30) == pe.CopyMade(Version(30), True)
+    assert copies.made(30) == ev.CopyMade(Version(30), True)
 
 
 def test_copies_that_come_to_nothing_are_tried_less_often(copies: Copies) -> None:
@@ -428,7 +429,7 @@ def test_a_freeze_ends_what_is_being_copied_and_keeps_what_is_there(copies: Copi
     copies.settled(20, whole=True)
     assert copies.held == [(0, 10), (0, 20)], "it has been said to be there"
     copies.copying.updated(Version(30))  # made on request
-    assert copies.hear() == pe.CopySkipped(Version(30))
+    assert copies.hear() == ev.CopySkipped(Version(30))
     copies.copying.thaw()
     copies.settled(40, whole=True)  # of another one: only waits
     assert copies.held == [(0, 20)]
@@ -438,7 +439,7 @@ def test_a_freeze_ends_what_is_being_copied_and_keeps_what_is_there(copies: Copi
     copies.copying.freeze()
     copies.source.go_on.set()
     copies.copying.quiesce()
-    assert copies.hear() == pe.CopyMade(Version(40), False, "the job was frozen")
+    assert copies.hear() == ev.CopyMade(Version(40), False, "the job was frozen")
 
 
 def test_what_fails_is_said_once_and_tried_again(copies: Copies, caplog: pytest.LogCaptureFixture) -> None:

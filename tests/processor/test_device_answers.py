@@ -60,7 +60,7 @@ class Rig:
         self.processor = Processor(
             Config(port=1, run_dir=str(directory)), env, Layout.data_parallel(1), source, str(directory)
         )
-        self.processor._machine.incident = "i"
+        self.processor._machine._rescue.incident = "i"
         self.processor.gate.set_version(Version(3))
         self.looker = self.processor._looker
 

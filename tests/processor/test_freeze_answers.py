@@ -13,7 +13,8 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.rank import events as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.rank.events import Quiet
 from ttp.launch.leases import Leases
 from ttp.processor import state_inspector
@@ -46,7 +47,7 @@ def alone(source: FakeSource, tmp_path: Path) -> Processor:
     """Whose machine has an incident."""
     env = RankEnv(0, 1, 0, "127.0.0.1", "job", 0)
     made = Processor(Config(port=1, run_dir=str(tmp_path)), env, Layout.data_parallel(1), source, str(tmp_path))
-    made._machine.incident = "i"
+    made._machine._rescue.incident = "i"
     return made
 
 
@@ -183,8 +184,8 @@ def test_the_gate_closes_although_the_run_directory_hangs(tmp_path: Path, monkey
     hangs = threading.Event()
     monkeypatch.setattr(Leases, "grant", lambda *_: hangs.wait(PATIENCE_S))
     processor = alone(SlowToLook(), tmp_path)
-    processor._try(pm.HoldLease(1.0))
-    processor._try(pm.CloseGate())
+    processor._try(act.HoldLease(1.0))
+    processor._try(act.CloseGate())
     assert processor.gate.closed
     hangs.set()
 
@@ -197,11 +198,11 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
 
     processor = alone(SlowToLook(), tmp_path)
     monkeypatch.setattr(processor, "_aside", no_thread)
-    processor._try(pm.Connect(start_controller=False))
-    processor._try(pm.CloseGate())
+    processor._try(act.Connect(start_controller=False))
+    processor._try(act.CloseGate())
     assert processor.gate.closed
     told = processor._inbox.get_nowait()
-    assert isinstance(told, pm.StreamDown) and "new thread" in told.reason
+    assert isinstance(told, ev.StreamDown) and "new thread" in told.reason
 
 
 class HangsOnce(FakeSource):
@@ -247,12 +248,12 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
     save = m.Save(Rank(0), 1, "i", 3, Version(1), ".draft", order, "")
     start = threading.Thread.start
     monkeypatch.setattr(threading.Thread, "start", _cannot)
-    processor._try(pm.StartSave(save))
+    processor._try(act.StartSave(save))
     told = processor._inbox.get_nowait()
-    assert isinstance(told, pm.WriteFailed) and told.generation == 3 and "new thread" in told.text
+    assert isinstance(told, ev.WriteFailed) and told.generation == 3 and "new thread" in told.text
     monkeypatch.setattr(threading.Thread, "start", start)
-    processor._try(pm.StartSave(save))
-    assert isinstance(processor._inbox.get(timeout=PATIENCE_S), (pm.PiecesWritten, pm.WriteFailed)), "it is tried again"
+    processor._try(act.StartSave(save))
+    assert isinstance(processor._inbox.get(timeout=PATIENCE_S), (ev.PiecesWritten, ev.WriteFailed)), "it is tried again"
 
 
 def _cannot(_: threading.Thread) -> None:

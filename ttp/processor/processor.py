@@ -24,7 +24,10 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine
+from ttp.core.rank.program import RankProgram
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
 from ttp.launch.leases import Leases
 from ttp.launch.standby import own_address, reachable, start_standby
@@ -98,13 +101,13 @@ class Processor:
         self._leases = Leases(self.run_dir)
         # the run directory may hang, and the gate has to close all the same
         self._lease_writer = SerialWorker("ttp-lease")
-        self._inbox: queue.SimpleQueue[pm.Event | Snapshot] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         self._receiver: Receiver | None = None
         self.copying: Copying | None = None
         at = self._keep_for_others(copies=buddy and bool(layout.unreplicated()))
         greeting = hello(config, env, layout, source, save_dir, version, *at)
-        self._machine = pm.ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
+        self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._line = ControllerLink(
             config, env, self.run_dir, put=put, joining=self._joining, over=self._over, fail=self._cannot_join
@@ -190,7 +193,7 @@ class Processor:
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
         self.gate.set_version(version)
-        self._inbox.put(pm.Based(version))
+        self._inbox.put(ev.Based(version))
 
     def agree_on_restore(
         self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...], readings: tuple[m.Reading, ...]
@@ -209,7 +212,7 @@ class Processor:
             )
         if self._problem is not None:
             raise self._problem
-        self._inbox.put(pm.RestoreWanted(candidates, skipped, readings))
+        self._inbox.put(ev.RestoreWanted(candidates, skipped, readings))
         try:
             decision = self._decision.get(timeout=self.config.restore_patience_s)
         except queue.Empty:
@@ -232,13 +235,13 @@ class Processor:
         """
         self._exit_code = then
         self.gate.mark_torn()
-        self._inbox.put(pm.Raised(kind, text, detail))
+        self._inbox.put(ev.Raised(kind, text, detail))
 
-    def speak_for(self, program: pm.RankProgram, perform: Callable[[pm.ProgramAction], None]) -> None:
+    def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
         """The program saves and repairs itself. Before ``start``; ``perform`` must not block."""
         self._machine.program, self._perform_program = program, perform
 
-    def tell(self, event: pm.ProgramEvent) -> None:
+    def tell(self, event: ev.ProgramEvent) -> None:
         """Something happened that the program's own recovery has to know. May be called from any thread."""
         self._inbox.put(event)
 
@@ -258,12 +261,12 @@ class Processor:
 
     def neighbour_died(self, rank: int, nonce: str, text: str) -> None:
         """Another process of this host has ended. May be called from any thread."""
-        self._inbox.put(pm.NeighbourDied(Rank(rank), nonce, text))
+        self._inbox.put(ev.NeighbourDied(Rank(rank), nonce, text))
         self.on_death()
 
     def report_preemption(self, text: str) -> None:
         """A signal asked this process to end; unlike an exception it leaves a running update alone."""
-        self._inbox.put(pm.Raised(m.FaultKind.PREEMPTED, text))
+        self._inbox.put(ev.Raised(m.FaultKind.PREEMPTED, text))
 
     def wait_released(self) -> None:
         """After ``report``: wait for the rescue. Returns only if nobody came; else the process exits in here."""
@@ -273,8 +276,8 @@ class Processor:
         """train() is over: wait until it is over for every rank (or nobody can tell), then close."""
         if self._problem is None and not self._closed:
             self.gate.mark_done()
-            self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
-            self._inbox.put(pm.Returned(reason))
+            self._inbox.put(ev.Observed(self.gate.version, m.Phase.DONE))
+            self._inbox.put(ev.Returned(reason))
             _wait(self._let_go)
         self.close()
 
@@ -286,7 +289,7 @@ class Processor:
         self._lease_writer.submit(lambda: self._leases.disarm(os.getpid()))
         self._lease_writer.wait_done(LEASE_S)
         self._lease_writer.close()
-        self._inbox.put(pm.Observed(self.gate.version, m.Phase.DONE))
+        self._inbox.put(ev.Observed(self.gate.version, m.Phase.DONE))
         self._line.finish(timeout_s=1.0)
         self._saver.close()
         self._looker.close()
@@ -312,7 +315,7 @@ class Processor:
             except Exception:  # whatever happens here, training goes on
                 log.exception("the processor stumbled; training is not affected")
 
-    def _try(self, action: pm.Action) -> None:
+    def _try(self, action: act.Action) -> None:
         """One that fails keeps none of those after it from being done."""
         try:
             self._perform(action)
@@ -320,21 +323,21 @@ class Processor:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
             self._not_done(action, repr(problem))
 
-    def _not_done(self, action: pm.Action, text: str) -> None:
+    def _not_done(self, action: act.Action, text: str) -> None:
         """So that it is tried again, or somebody else does it: a thread that cannot be started does nothing."""
         match action:
-            case pm.Connect():
-                self._inbox.put(pm.StreamDown(text))
-            case pm.StartSave(order):
-                self._inbox.put(pm.WriteFailed(order.incident, order.generation, text))
-            case pm.StartCommit(order):
-                self._inbox.put(pm.CommitBroken(order.incident, order.generation, text))
-            case pm.StartStandby():
-                self._inbox.put(pm.StandbyStarted(""))
-            case pm.ProbeHost(order):
-                self._inbox.put(pm.HostProbed(order.subject, False, text))
+            case act.Connect():
+                self._inbox.put(ev.StreamDown(text))
+            case act.StartSave(order):
+                self._inbox.put(ev.WriteFailed(order.incident, order.generation, text))
+            case act.StartCommit(order):
+                self._inbox.put(ev.CommitBroken(order.incident, order.generation, text))
+            case act.StartStandby():
+                self._inbox.put(ev.StandbyStarted(""))
+            case act.ProbeHost(order):
+                self._inbox.put(ev.HostProbed(order.subject, False, text))
 
-    def _next_event(self) -> pm.Event | Snapshot:
+    def _next_event(self) -> ev.Event | Snapshot:
         deadline = self._machine.deadline()
         wait_s = None if deadline is None else max(0.0, deadline - time.monotonic())
         try:
@@ -342,60 +345,60 @@ class Processor:
         except queue.Empty:
             return self._observed()
 
-    def _observed(self) -> pm.Observed:
+    def _observed(self) -> ev.Observed:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # it may go on for hours, for all that is known here
         version, phase = self._looker.standing(state)
-        return pm.Observed(version, phase, self.mark, self.activity, self.written)
+        return ev.Observed(version, phase, self.mark, self.activity, self.written)
 
-    def _perform(self, action: pm.Action) -> None:
+    def _perform(self, action: act.Action) -> None:
         match action:
-            case pm.Connect():
+            case act.Connect():
                 self._aside("ttp-connect", lambda: self._line.connect(action))
-            case pm.Send(report):
+            case act.Send(report):
                 self._line.send(report)
-            case pm.CloseGate(hurry):
+            case act.CloseGate(hurry):
                 if self.copying is not None:
                     self.copying.freeze()
                 self._looker.freeze(hurry=hurry)
-            case pm.OpenGate():
+            case act.OpenGate():
                 if self.copying is not None:
                     self.copying.thaw()
                 self._looker.thaw()
-            case pm.Redo(version):
+            case act.Redo(version):
                 self._redo(version)
-            case pm.StartSave(save):
+            case act.StartSave(save):
                 self._saver.save(save)
-            case pm.CancelSave():
+            case act.CancelSave():
                 self._saver.cancel()
-            case pm.StartCommit(commit):
+            case act.StartCommit(commit):
                 self._saver.commit(commit)
-            case pm.HoldLease(until):
+            case act.HoldLease(until):
                 self._lease_writer.submit(lambda: self._leases.grant(os.getpid(), until))
-            case pm.DropLease():
+            case act.DropLease():
                 self._lease_writer.submit(lambda: self._leases.revoke(os.getpid()))
-            case pm.NoteRing():
+            case act.NoteRing():
                 self._lease_writer.submit(lambda: self._line.note(action, self._machine.incarnation))
-            case pm.Joined(incarnation, first):
+            case act.Joined(incarnation, first):
                 self._on_joined(incarnation, first)
-            case pm.Rejected(_, text):
+            case act.Rejected(_, text):
                 self._on_rejected(text)
-            case pm.Decided(decision):
+            case act.Decided(decision):
                 self._decision.put(decision)
-            case pm.LetGo(rescued):
+            case act.LetGo(rescued):
                 self._set_let_go(rescued)
-            case pm.Exit(code, text):
+            case act.Exit(code, text):
                 self._exit(code, text)
-            case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
+            case act.ProbeHost() | act.StartStandby() | act.TakeStack() | act.KeepPage():
                 self._serve(action)
-            case pm.NameKeeper(order):
+            case act.NameKeeper(order):
                 self.company.mirror_to(order)
-            case pm.NameBuddy(order) if self.copying is not None:
+            case act.NameBuddy(order) if self.copying is not None:
                 self.copying.named(order)
-            case pm.SettleCopy() if self.copying is not None:
+            case act.SettleCopy() if self.copying is not None:
                 self.copying.settle(action)
-            case pm.ProgramAction():
+            case act.ProgramAction():
                 self._perform_program(action)
 
     @staticmethod
@@ -406,7 +409,7 @@ class Processor:
         log.info("rank %s makes the update to version %s, whose gradient it holds", self.env.rank, version)
         queued, let_through = self.gate.version >= version, self.source.redo(version)
         if not (let_through if queued else self.gate.admit()):
-            self._inbox.put(pm.NotRedone("the training thread does not stand at the gate"))
+            self._inbox.put(ev.NotRedone("the training thread does not stand at the gate"))
 
     def _on_joined(self, incarnation: int, first: bool) -> None:
         self.incarnation = incarnation
@@ -444,24 +447,24 @@ class Processor:
 
     # ------------------------------------------------------------------------------------------------------ for others
 
-    def _serve(self, action: pm.ProbeHost | pm.StartStandby | pm.TakeStack | pm.KeepPage) -> None:
+    def _serve(self, action: act.ProbeHost | act.StartStandby | act.TakeStack | act.KeepPage) -> None:
         match action:
-            case pm.ProbeHost(order):
+            case act.ProbeHost(order):
                 self._aside("ttp-probe", lambda: self._probe(order))
-            case pm.StartStandby():
+            case act.StartStandby():
                 self._aside("ttp-standby", self._start_standby)
-            case pm.TakeStack(wanted):
+            case act.TakeStack(wanted):
                 self._aside("ttp-stack", lambda: self._take_stack(wanted))
-            case pm.KeepPage(keep):
+            case act.KeepPage(keep):
                 self.company.store(keep)
 
     def _probe(self, order: m.Probe) -> None:
         found, text = reachable(order.address, self.config.port or 0)
-        self._inbox.put(pm.HostProbed(order.subject, found, text))
+        self._inbox.put(ev.HostProbed(order.subject, found, text))
 
     def _take_stack(self, order: m.TakeStack) -> None:
         text = stacks.take(order.pid, self.run_dir, STACK_S)
-        self._inbox.put(pm.StackSeen(order.incident, order.subject, text))
+        self._inbox.put(ev.StackSeen(order.incident, order.subject, text))
 
     def _start_standby(self) -> None:
         try:
@@ -470,21 +473,15 @@ class Processor:
         except Exception as problem:
             log.warning("no controller can stand by on this host: %s", problem)
             address = ""
-        self._inbox.put(pm.StandbyStarted(address))
+        self._inbox.put(ev.StandbyStarted(address))
 
     # ---------------------------------------------------------------------------------------------------------- saving
-
-    def directory(self, order: m.Save | m.Commit) -> Path:
-        """Where the checkpoint of this order goes.
-
-        Raises:
-            OSError: that place is not mounted any more.
-        """
-        return self._saver.directory(order)
 
     def _make_saver(self) -> Saver:
         return Saver(
             self.config,
+            self.env,
+            self.layout,
             self.source,
             self.save_dir,
             self.copying,

@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from ttp.config import Config
+from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.layout import Version
-from ttp.core.rank import machine as pm
+from ttp.core.layout import Layout, Version
+from ttp.core.rank import events as ev
 from ttp.processor.copies.copier import Copying
+from ttp.processor.local_state.local_piece import not_kept
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import Cancelled, MovedError, StateSource
+from ttp.store.commit import commit, tidy
+from ttp.store.digest import Progress
+from ttp.store.disk import Disk
 from ttp.store.mounts import Mounts
 
 log = logging.getLogger("ttp.processor")
@@ -27,6 +32,8 @@ class Saver:
 
     Args:
         config: the job's settings.
+        env: who this rank is.
+        layout: the replica groups of the job.
         source: the adapter, which writes the state.
         save_dir: where checkpoints go, unless an order says otherwise.
         copying: second copies of shards of others, which are saved like one's own.
@@ -40,17 +47,20 @@ class Saver:
     def __init__(
         self,
         config: Config,
+        env: RankEnv,
+        layout: Layout,
         source: StateSource,
         save_dir: Path,
         copying: Copying | None,
         *,
         version: Callable[[], Version],
         wait_pages: Callable[[float], bool],
-        put: Callable[[pm.Event], None],
+        put: Callable[[ev.Event], None],
         wrote: Callable[[int], None],
         look_again: Callable[[], None],
     ) -> None:
         self._look_again = look_again
+        self._env, self._layout = env, layout
         self._source, self._save_dir, self._copying = source, save_dir, copying
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
@@ -77,19 +87,19 @@ class Saver:
 
     def tidy(self, directory: Path, keep: int, newest: str, *, verified: bool) -> None:
         """Remove old checkpoints when there is time for it; see ``ttp.store.commit.tidy``."""
-        self._tidying.submit(lambda: _tidy(directory, keep, newest, verified))
+
+        def remove() -> None:
+            tidy(directory, keep, newest, verified=verified)
+
+        self._tidying.submit(remove)
 
     def close(self) -> None:
         """Take no more orders."""
         self._lane.close()
         self._tidying.close()
 
-    def directory(self, order: m.Save | m.Commit) -> Path:
-        """Where the checkpoint of this order goes.
-
-        Raises:
-            OSError: that place is not mounted any more.
-        """
+    def _directory(self, order: m.Save | m.Commit) -> Path:
+        """Where the checkpoint of this order goes. Raises OSError when that place is not mounted any more."""
         directory = Path(order.directory) if order.directory else self._save_dir
         self._mounts.check(directory)
         return directory
@@ -100,26 +110,26 @@ class Saver:
             self._lane.leave_behind()
         self._lane.submit(job)
 
-    def _put_if(self, done: pm.Event | None) -> None:
+    def _put_if(self, done: ev.Event | None) -> None:
         if done is not None:
             self._put(done)
 
-    def _save(self, order: m.Save, cancel: threading.Event) -> pm.Event | None:
+    def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
         try:
-            draft = self.directory(order) / order.draft
+            draft = self._directory(order) / order.draft
             draft.mkdir(parents=True, exist_ok=True)
             self._wait_pages(KEEP_S)  # pages of dead ranks may have come a moment ago
             pieces = self.pieces(order, draft, cancel.is_set)
-            return pm.PiecesWritten(order.incident, order.generation, tuple(pieces))
+            return ev.PiecesWritten(order.incident, order.generation, tuple(pieces))
         except Cancelled:
             return None
         except MovedError as problem:
             log.warning("saving version %s came to nothing: %s", order.version, problem)
             self._look_again()  # so that whoever plans knows how it is before it hears that the save failed
-            return pm.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
+            return ev.WriteFailed(order.incident, order.generation, _words(problem), may_pass=True)
         except BaseException as problem:
             log.exception("saving version %s failed", order.version)
-            return pm.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
+            return ev.WriteFailed(order.incident, order.generation, _words(problem), _of_storage(problem))
 
     def pieces(self, order: m.Save, draft: Path, cancelled: Callable[[], bool]) -> list[m.Piece]:
         """From the state that is alive, and from copies that were kept."""
@@ -140,23 +150,54 @@ class Saver:
         """Old checkpoints go when the new one is told of; after a fault mostly only once it has been restored."""
         done = self._commit(order)
         self._put(done)
-        if isinstance(done, pm.CommitDone) and Path(done.path).is_dir():
+        if isinstance(done, ev.CommitDone) and Path(done.path).is_dir():
             path = Path(done.path)
             self.tidy(path.parent, order.keep, path.name, verified=False)
 
-    def _commit(self, order: m.Commit) -> pm.Event:
+    def _commit(self, order: m.Commit) -> ev.Event:
         try:
-            path, size = self._source.commit(order)
-            return pm.CommitDone(order.incident, order.generation, path, size)
+            if self._source.saved_elsewhere:
+                where, size = f"version {order.version}, {self._source.saved_elsewhere}", 0
+            else:
+                path, size = make_checkpoint(
+                    self._directory(order), order, self._env, self._layout, self._source, self._wrote
+                )
+                where = str(path)
+            return ev.CommitDone(order.incident, order.generation, where, size)
         except BaseException as problem:
             log.exception("committing version %s failed", order.version)
-            return pm.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
+            return ev.CommitBroken(order.incident, order.generation, _words(problem), _of_storage(problem))
 
 
-def _tidy(directory: Path, keep: int, newest: str, verified: bool) -> None:
-    from ttp.store.commit import tidy
+def make_checkpoint(
+    save_dir: Path, order: m.Commit, env: RankEnv, layout: Layout, source: StateSource, progress: Progress
+) -> tuple[Path, int]:
+    """Commit the pieces of ``order``, with what describes this job; see ``ttp.store.commit``.
 
-    tidy(directory, keep, newest, verified=verified)
+    Args:
+        save_dir: where checkpoints live; the draft is in it.
+        order: what to commit. Which rank-local pages are missing is told from its pieces.
+        env: who the committing rank is.
+        layout: the replica groups of the job.
+        source: the adapter, which adds files of the framework.
+        progress: called with bytes written.
+
+    Returns:
+        The checkpoint's path, and the bytes of all its pieces.
+
+    Raises:
+        CheckpointError: the checkpoint does not exist now.
+    """
+    return commit(
+        save_dir,
+        replace(order, missing_pages=not_kept(order.pieces, env.world_size)),
+        run_id=env.run_id,
+        world_size=env.world_size,
+        groups=layout.groups,
+        framework=source.framework,
+        finalise=lambda directory: source.finalise(directory, order),
+        disk=Disk(progress),
+    )
 
 
 def _of_storage(problem: BaseException) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -87,8 +87,27 @@ class StateSource(Protocol):
             OSError: the storage failed.
         """
 
-    def commit(self, order: Commit) -> tuple[str, int]:
-        """Make the checkpoint exist. Returns its path and size in bytes. Idempotent."""
+    @property
+    def saved_elsewhere(self) -> str:
+        """In words, how the program makes a checkpoint of what it saved itself: nothing is committed then.
+
+        Empty: the pieces are in the draft, and ttp commits them.
+        """
+
+    def finalise(self, directory: Path, order: Commit) -> Sequence[Piece]:
+        """Add to a checkpoint that is about to exist what the framework's own tools want. May be called again.
+
+        Args:
+            directory: has the pieces of ``order`` in it.
+            order: what is committed.
+
+        Returns:
+            The files it has added, which are durable.
+
+        Raises:
+            CheckpointError: the pieces do not fit together.
+            OSError: the storage failed.
+        """
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """The processor has joined the job: open the rank-local page."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from ttp.core import messages as m
 from ttp.core.layout import Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import events as ev
 from ttp.processor.gate.gate import Gate, GateState
 from ttp.processor.serial_worker import SerialWorker
 from ttp.processor.source import StateSource
@@ -52,7 +52,7 @@ class Snapshot:
     """What was seen of the state, and during which closure of the gate."""
 
     closure: int
-    quiet: pm.Quiet
+    quiet: ev.Quiet
 
 
 class StateInspector:
@@ -124,7 +124,7 @@ class StateInspector:
         updating = state.phase is m.Phase.UPDATING
         if updating or self._source.on_device or self._took_s > LOOK_S:
             # The freeze is acknowledged, the answer follows.
-            self._put(Snapshot(state.closure, pm.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
+            self._put(Snapshot(state.closure, ev.Quiet(state.version, m.Phase.UPDATING, state.parked, False)))
         if not updating:
             self._submit(state)
 
@@ -150,7 +150,7 @@ class StateInspector:
         phase = m.Phase.TORN if version is None else state.phase
         digests, bad = self._inspected(version, phase)
         behind = version is not None and version < state.version
-        quiet = pm.Quiet(
+        quiet = ev.Quiet(
             version=state.version if version is None else version,
             phase=phase,
             parked=state.parked,

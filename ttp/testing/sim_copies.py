@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.replication import NOBODY, Generations
 from ttp.testing.toy import Words
 
@@ -38,7 +39,7 @@ class SimCopies:
         self._rank, self._world = rank, rank.world
         self._generations = Generations()
         self._buddy: Rank | None = None
-        self._deferred: list[pm.SettleCopy] = []
+        self._deferred: list[act.SettleCopy] = []
 
     def named(self, order: m.CopyTo) -> None:
         """Send copies to this rank from now on."""
@@ -49,10 +50,10 @@ class SimCopies:
         if self._buddy is None or version % EVERY:
             return
         if not self._generations.begin(version):
-            self._rank.put(pm.CopySkipped(version))
+            self._rank.put(ev.CopySkipped(version))
             return
         if not self._generations.tries(version // EVERY):
-            self._rank.put(pm.CopyMade(version, False, "not tried"))
+            self._rank.put(ev.CopyMade(version, False, "not tried"))
             return
         mine = self._world.keepers.get(self._rank.rank, ())
         trainer = self._rank.trainer
@@ -61,7 +62,7 @@ class SimCopies:
 
     def _stored(self, version: Version, copy: Copy) -> None:
         if self._rank.machine.incident:
-            self._rank.put(pm.CopyMade(version, False, "the job is frozen"))
+            self._rank.put(ev.CopyMade(version, False, "the job is frozen"))
             return
         self._world.copies(self._rank.host)[self._rank.rank, version] = copy
         self._world.after(self._rank.takes(0.01), self._rank.run, self._sent, version, copy)
@@ -69,18 +70,18 @@ class SimCopies:
     def _sent(self, version: Version, copy: Copy) -> None:
         buddy = None if self._buddy in (None, NOBODY) else self._world.ranks[Rank(self._buddy or 0)]
         if buddy is None:
-            self._rank.put(pm.CopyMade(version, True))
+            self._rank.put(ev.CopyMade(version, True))
         elif not buddy.alive or buddy.stopped or buddy.machine.incident or self._world.rng.random() < 0.1:
-            self._rank.put(pm.CopyMade(version, False, "the buddy did not take it"))
+            self._rank.put(ev.CopyMade(version, False, "the buddy did not take it"))
         else:
             there = self._world.copies(buddy.host)
             for of, old in list(there):
                 if of == self._rank.rank and old != self._generations.whole:
                     del there[of, old]
             there[self._rank.rank, version] = copy
-            self._rank.put(pm.CopyMade(version, True))
+            self._rank.put(ev.CopyMade(version, True))
 
-    def settle(self, action: pm.SettleCopy) -> None:
+    def settle(self, action: act.SettleCopy) -> None:
         """The controller has decided which copies stay."""
         if self._rank.machine.incident:
             self._deferred.append(action)

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.stripes import PART_BYTES_MIN
 from ttp.errors import EXIT_NOT_SAVED
 from ttp.processor.gate.gate import GateState
@@ -39,7 +41,7 @@ class _Look:
     """What was seen while the gate was closed. ``closure``: how often it had been opened before."""
 
     closure: int
-    quiet: pm.Quiet
+    quiet: ev.Quiet
 
 
 class Killed(Exception):  # noqa: N818 - not an error
@@ -61,10 +63,10 @@ class SimRank:
         "stream", "trainer", "world",
     )  # fmt: skip
 
-    def __init__(self, world: Simulation, hello: m.Hello, timeouts: pm.RankTimeouts) -> None:
+    def __init__(self, world: Simulation, hello: m.Hello, timeouts: RankTimeouts) -> None:
         self.world, self.hello, self.rank, self.host = world, hello, hello.rank, hello.host
         self.name = f"rank {self.rank}#{hello.launch}"
-        self.machine = pm.ProcessorMachine(hello, timeouts, world.now, world.parts)
+        self.machine = ProcessorMachine(hello, timeouts, world.now, world.parts)
         self.trainer = Trainer(self)
         self.saver = Saver(self)
         self.copies = SimCopies(self)
@@ -75,7 +77,7 @@ class SimRank:
         self.stream: Stream | None = None
         self.mood = world.rng.choice((0.2, 1.0, 1.0, 3.0))  # some ranks are slow
         self._rng = world.rng
-        self._inbox: deque[pm.Event | _Look] = deque()
+        self._inbox: deque[ev.Event | _Look] = deque()
         self._looked_at = 0.0
         self._pumping = False
         self._timer_at = NEVER
@@ -124,7 +126,7 @@ class SimRank:
 
     def preempt(self) -> None:
         """Send SIGTERM to the process."""
-        self.put(pm.Raised(m.FaultKind.PREEMPTED, f"rank {self.rank} was sent SIGTERM"))
+        self.put(ev.Raised(m.FaultKind.PREEMPTED, f"rank {self.rank} was sent SIGTERM"))
 
     def exit(self, code: int | None) -> None:
         """End the process with an exit code; ``None``: it is killed."""
@@ -136,7 +138,7 @@ class SimRank:
 
     # ------------------------------------------------------------------------------------------------- the owner thread
 
-    def put(self, event: pm.Event | _Look) -> None:
+    def put(self, event: ev.Event | _Look) -> None:
         """Put an event into the inbox."""
         if not self.machine.gone:
             self._inbox.append(event)
@@ -157,7 +159,7 @@ class SimRank:
             self._pumping = True
             self.world.after(self._rng.random() * 0.0002, self.run, self._pump)
 
-    def _feed(self, event: pm.Event) -> None:
+    def _feed(self, event: ev.Event) -> None:
         for action in self.machine.on_event(event, self.world.now):
             self._perform(action)
         self._plan_timer()
@@ -175,66 +177,66 @@ class SimRank:
         self._timer_at = NEVER
         deadline, now = self.machine.deadline(), self.world.now
         if deadline is not None and deadline <= now:
-            self._feed(pm.Observed(*self.truth, self.trainer.mark, written=self.saver.written))
+            self._feed(ev.Observed(*self.truth, self.trainer.mark, written=self.saver.written))
             deadline = self.machine.deadline()
             if deadline is not None and deadline <= now:
                 raise InvariantBroken(f"I6: the machine of {self.name} spins: its deadline does not move")
         else:
             self._plan_timer()
 
-    def _perform(self, action: pm.Action) -> None:
+    def _perform(self, action: act.Action) -> None:
         match action:
-            case pm.Send(report):
+            case act.Send(report):
                 self._send(report)
-            case pm.Connect():
+            case act.Connect():
                 self.world.roads.connect(self, action)
-            case pm.CloseGate():
+            case act.CloseGate():
                 self._say_quiet(self.trainer.gate.close())
                 self.world.after(self._rng.random() * 0.0001, self.run, self.trainer.look_up)
-            case pm.OpenGate():
+            case act.OpenGate():
                 self.acked = False
                 self.copies.thaw()
                 self.trainer.gate.open()
-            case pm.Redo(version):
+            case act.Redo(version):
                 self._redo(version)
-            case pm.StartSave(save):
+            case act.StartSave(save):
                 self.saver.save(save)
-            case pm.CancelSave():
+            case act.CancelSave():
                 self.saver.cancel()
-            case pm.StartCommit(commit):
+            case act.StartCommit(commit):
                 self.saver.commit(commit)
-            case pm.Rejected(code, text):
+            case act.Rejected(code, text):
                 self.world.trace(self.name, f"rejected: {code.value} {text}")
                 self.exit(EXIT_NOT_SAVED)
-            case pm.Decided(decision):
+            case act.Decided(decision):
                 self.trainer.decided(decision)
-            case pm.LetGo(rescued):
+            case act.LetGo(rescued):
                 self.exit(0 if rescued or self.truth[1] is m.Phase.DONE else 1)
-            case pm.Exit(code, text):
+            case act.Exit(code, text):
                 self.world.trace(self.name, f"exits {code}: {text}")
                 self.exit(code)
-            case pm.ProbeHost() | pm.StartStandby() | pm.TakeStack() | pm.KeepPage():
+            case act.ProbeHost() | act.StartStandby() | act.TakeStack() | act.KeepPage():
                 self._serve(action)
-            case pm.NameKeeper(order):
+            case act.NameKeeper(order):
                 self.keeper = order.keeper
-            case pm.NameBuddy(order):
+            case act.NameBuddy(order):
                 self.copies.named(order)
-            case pm.SettleCopy():
+            case act.SettleCopy():
                 self.copies.settle(action)
             case _:
                 pass  # leases and pages are the edges' business
 
-    def _serve(self, action: pm.ProbeHost | pm.StartStandby | pm.TakeStack | pm.KeepPage) -> None:
+    def _serve(self, action: act.ProbeHost | act.StartStandby | act.TakeStack | act.KeepPage) -> None:
         world, soon = self.world, self._rng.random() * 0.01
         match action:
-            case pm.ProbeHost(order):
+            case act.ProbeHost(order):
                 reachable = world.roads.reaches(self, order.address)
-                world.after(soon, self.run, self.put, pm.HostProbed(order.subject, reachable, "looked"))
-            case pm.StartStandby():
+                world.after(soon, self.run, self.put, ev.HostProbed(order.subject, reachable, "looked"))
+            case act.StartStandby():
                 world.after(soon, self.run, self._start_standby)
-            case pm.TakeStack(order):
-                world.after(soon, self.run, self.put, pm.StackSeen(order.incident, order.subject, "a stack"))
-            case pm.KeepPage(order):
+            case act.TakeStack(order):
+                world.after(soon, self.run, self.put, ev.StackSeen(order.incident, order.subject, "a stack"))
+            case act.KeepPage(order):
                 page = (order.version, int.from_bytes(order.data, "big"))
                 world.pages(self.host)[order.of, order.version % SLOTS] = page
 
@@ -249,7 +251,7 @@ class SimRank:
         self.world.pages(host)[self.rank, version % SLOTS] = page
 
     def _start_standby(self) -> None:
-        self.put(pm.StandbyStarted(self.world.roads.start_standby(self.host)))
+        self.put(ev.StandbyStarted(self.world.roads.start_standby(self.host)))
 
     def _send(self, report: m.Report) -> None:
         if isinstance(report, m.Frozen) and report.final:
@@ -271,7 +273,7 @@ class SimRank:
     def _say_quiet(self, state: GateState) -> None:
         """While an update is running that is all to say; else a thread of its own has a look."""
         if state.phase is m.Phase.UPDATING:
-            self.put(_Look(state.closure, pm.Quiet(state.version, state.phase, state.parked, False)))
+            self.put(_Look(state.closure, ev.Quiet(state.version, state.phase, state.parked, False)))
         else:
             self._looked_at = max(self._looked_at, self.world.now) + self._rng.random() * 0.0002
             self.world.at(self._looked_at, self.run, self._look, state)
@@ -285,7 +287,7 @@ class SimRank:
             if now.closure == state.closure and not waited:
                 self._say_quiet(now)
             return
-        quiet = pm.Quiet(
+        quiet = ev.Quiet(
             version=state.version,
             phase=state.phase,
             parked=state.parked,
@@ -302,18 +304,18 @@ class SimRank:
         self.trainer.redos = 1
         if not self.trainer.gate.admit():
             self.trainer.redos = 0
-            self.put(_Look(self.trainer.gate.state().closure, pm.Quiet(version, m.Phase.TORN, False, False)))
+            self.put(_Look(self.trainer.gate.state().closure, ev.Quiet(version, m.Phase.TORN, False, False)))
 
     # ---------------------------------------------------------------------------------------------------------- stream
 
     def attached(self, stream: Stream) -> None:
         """A stream was opened for this rank."""
         self.stream = stream
-        self.run(self.put, pm.StreamUp())
+        self.run(self.put, ev.StreamUp())
 
     def on_order(self, stream: Stream, order: m.Order) -> None:
         """See ``RankEnd``."""
-        self.run(self.put, pm.OrderReceived(order))
+        self.run(self.put, ev.OrderReceived(order))
 
     def on_down(self, stream: Stream | None) -> None:
         """See ``RankEnd``."""
@@ -322,4 +324,4 @@ class SimRank:
     def _down(self, stream: Stream | None) -> None:
         if stream is self.stream:
             self.stream = None
-            self.put(pm.StreamDown("broken"))
+            self.put(ev.StreamDown("broken"))

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ttp.core.controller.events import ConnectionId, ControllerTimeouts
 from ttp.core.layout import Rank
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
 from ttp.core.rank.failover import HOME
 from ttp.testing.network import Stream
 from ttp.testing.sim_controller import SimController
@@ -132,11 +132,11 @@ class Roads:
 
     # ---------------------------------------------------------------------------------------------------------- streams
 
-    def connect(self, rank: SimRank, wanted: pm.Connect) -> None:
+    def connect(self, rank: SimRank, wanted: act.Connect) -> None:
         """A rank opens a stream to an address; at home it may start a controller when nobody listens."""
         self._world.after(self._world.delay(), self._connect, rank, wanted)
 
-    def _connect(self, rank: SimRank, wanted: pm.Connect) -> None:
+    def _connect(self, rank: SimRank, wanted: act.Connect) -> None:
         if not rank.alive:
             return
         there = self._at.get(wanted.address)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from ttp.core import messages as m
 from ttp.core import stripes
 from ttp.core.layout import Rank
-from ttp.core.rank import machine as pm
+from ttp.core.rank import events as ev
 from ttp.testing.toy import SLOTS, dealt, digest
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class Saver:
                 return
             if not order.directory and world.write_fails(rank):
                 rank.put(
-                    pm.WriteFailed(order.incident, order.generation, "OSError: no space left on device", may_pass=True)
+                    ev.WriteFailed(order.incident, order.generation, "OSError: no space left on device", may_pass=True)
                 )
                 return
             second = rank.trainer.saved_state(order.version)[part.shard][1]
@@ -88,7 +88,7 @@ class Saver:
                 return
             copy = rank.copies.shard(shard, order.version)
             if copy is None:
-                rank.put(pm.WriteFailed(order.incident, order.generation, f"the copy of {shard} is not there any more"))
+                rank.put(ev.WriteFailed(order.incident, order.generation, f"the copy of {shard} is not there any more"))
                 return
             content = dealt(copy, stripes.parse(shard))
             pieces.append(self._durable(order, file, "shard", shard, content))
@@ -99,7 +99,7 @@ class Saver:
             pieces.append(self._durable(order, file, "rank_local", "", self._pages(order)))
         world.reached("after save", rank)
         if not cancelled[0]:
-            rank.put(pm.PiecesWritten(order.incident, order.generation, tuple(pieces)))
+            rank.put(ev.PiecesWritten(order.incident, order.generation, tuple(pieces)))
 
     def _pages(self, order: m.Save) -> tuple[object, ...]:
         pages = self._world.pages(self._rank.host)
@@ -124,13 +124,13 @@ class Saver:
         yield rank.takes(0.001) + world.disk_extra_s(rank)
         world.reached("in commit", rank)
         if not order.directory and world.commit_fails(rank):
-            rank.put(pm.CommitBroken(order.incident, order.generation, "OSError: input/output error", may_pass=True))
+            rank.put(ev.CommitBroken(order.incident, order.generation, "OSError: input/output error", may_pass=True))
             return
         world.commit(order)
         world.trace(rank.name, f"renamed step {order.version}")
         world.reached("after rename", rank)
         yield rank.takes(0.001)
-        rank.put(pm.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
+        rank.put(ev.CommitDone(order.incident, order.generation, f"step_{order.version}", 8))
 
 
 def _draft(order: m.Save) -> str:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 from ttp.core import messages as m
 from ttp.core.layout import Shard, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import events as ev
 from ttp.processor.gate.gate import Gate
 from ttp.testing.toy import SLOTS, InvariantBroken, Words, contribution, draw, update
 
@@ -156,21 +156,21 @@ class Trainer:
             yield from self._update(gradient)
         self._world.reached("before return", self._rank)
         self.gate.mark_done()
-        self._rank.put(pm.Observed(self.gate.version, m.Phase.DONE))
-        self._rank.put(pm.Returned(m.GoodbyeReason.DONE))
+        self._rank.put(ev.Observed(self.gate.version, m.Phase.DONE))
+        self._rank.put(ev.Returned(m.GoodbyeReason.DONE))
         yield None
 
     def _restore(self) -> Thread:
         newest = self._world.storage.newest
         found = (m.Candidate(newest.version, newest.incident, f"step_{newest.version}"),) if newest else ()
         self._world.reached("in restore", self._rank)
-        self._rank.put(pm.RestoreWanted(found, ()))
+        self._rank.put(ev.RestoreWanted(found, ()))
         while self._restored is None:
             yield None
         if self._restored.error:
             raise InvariantBroken(f"restore: {self._restored.error}")
         self._load(self._restored.version)
-        self._rank.put(pm.Based(self._restored.version))
+        self._rank.put(ev.Based(self._restored.version))
         yield 0.001
 
     def _load(self, version: Version) -> None:
@@ -247,7 +247,7 @@ class Trainer:
         """Wait in the barrier. Whether it lets the rank go, or an order does."""
         while not self._barrier:
             if self._barrier is False:
-                self._rank.put(pm.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))
+                self._rank.put(ev.Raised(m.FaultKind.COLLECTIVE, f"rank {self._rank.rank}: the barrier broke"))
                 yield from self._poll(lambda: self.gate.closed)
             if self.gate.closed and (yield from self._at_gate(self.gate.stand_aside)):
                 return True
@@ -294,6 +294,6 @@ class Trainer:
     def _raise(self, where: str, kind: m.FaultKind = m.FaultKind.EXCEPTION) -> Thread:
         self._world.trace(self._rank.name, f"raises {where}")
         self.gate.mark_torn()
-        self._rank.put(pm.Raised(kind, f"rank {self._rank.rank} raised {where}"))
+        self._rank.put(ev.Raised(kind, f"rank {self._rank.rank} raised {where}"))
         while True:
             yield None

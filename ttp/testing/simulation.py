@@ -24,7 +24,8 @@ from ttp.core import messages as m
 from ttp.core.controller.events import Accused, ConnectionId, ControllerTimeouts, SaveRequested
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Rank, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank import events as ev
+from ttp.core.rank.machine import RankTimeouts
 from ttp.core.replication import keepers
 from ttp.testing.clock import Clock
 from ttp.testing.invariants import Judge
@@ -58,7 +59,7 @@ PATIENCE = ControllerTimeouts(
     forming_s=40.0,
     linger_s=0.2,
 )
-RANK_TIMEOUTS = pm.RankTimeouts(
+RANK_TIMEOUTS = RankTimeouts(
     heartbeat_s=0.5,
     rescue_s=20.0,
     retry_min_s=0.01,
@@ -120,7 +121,7 @@ class Simulation(Clock):
         *,
         keep_trace: bool = False,
         patience: ControllerTimeouts = PATIENCE,
-        timeouts: pm.RankTimeouts = RANK_TIMEOUTS,
+        timeouts: RankTimeouts = RANK_TIMEOUTS,
         keepalive_s: float = KEEPALIVE_S,
     ) -> None:
         super().__init__(keep_trace=keep_trace)
@@ -254,7 +255,7 @@ class Simulation(Clock):
             for r in range(dead.rank + 1, dead.rank + 8):
                 other = self.ranks[Rank(r % self.layout.world_size)]
                 if other.alive and other.host == dead.host:
-                    seen = pm.NeighbourDied(dead.rank, dead.hello.nonce, f"rank {dead.rank} has ended")
+                    seen = ev.NeighbourDied(dead.rank, dead.hello.nonce, f"rank {dead.rank} has ended")
                     self.after(self.rng.random() * 0.002, other.run, other.put, seen)
                     return
 

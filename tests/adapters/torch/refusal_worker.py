@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ttp
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, join
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join
 from ttp import session
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
@@ -157,8 +157,7 @@ class Job:
         dist.all_gather_object(everyone, pieces)
         if self.rank == 0:
             found = tuple(piece for pieces in everyone for piece in pieces)
-            self.adapter.source.commit(
-                Commit(Rank(0), 1, "x", 1, Version(1), INCARNATION, draft.name, "", "", 3, found, ())
-            )
+            last = Commit(Rank(0), 1, "x", 1, Version(1), INCARNATION, draft.name, "", "", 3, found, ())
+            commit(self.adapter.source, self.processor, last)
         dist.barrier()
         return self.processor.save_dir / "tft_saved_checkpoints-step_1"

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -244,7 +244,7 @@ class Job:
         if self.rank == 0:
             found = tuple(piece for pieces in everyone for piece in pieces)
             last = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, found, ())
-            path = Path(self.source.commit(last)[0])
+            path = commit(self.source, self.processor, last)
         dist.barrier()
         return path
 

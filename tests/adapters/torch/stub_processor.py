@@ -12,6 +12,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.messages import Commit, FaultKind, SaverOrder
 from ttp.processor.gate.gate import Gate
+from ttp.processor.saver import make_checkpoint
 
 INCARNATION = 4
 
@@ -47,9 +48,6 @@ class StubProcessor:
     def report(self, kind: FaultKind, text: str, detail: str = "") -> None:
         self.gate.mark_torn()  # harmless outside of an update
         self.reported.append(kind.value)
-
-    def directory(self, _order: object) -> Path:
-        return self.save_dir
 
     def begin_update(self, again: bool = False) -> None:
         self.gate.begin_update(again)
@@ -90,10 +88,14 @@ def save(
     pieces = adapter.source.write_pieces(
         order=order, version=Version(version), draft=draft, generation=1, cancelled=lambda: False
     )
-    path, _ = adapter.source.commit(
-        Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, tuple(pieces), missing)
-    )
-    return Path(path)
+    last = Commit(mine, 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, tuple(pieces), missing)
+    return commit(adapter.source, processor, last)
+
+
+def commit(source: Any, processor: StubProcessor, order: Commit) -> Path:
+    """Make a checkpoint of what was saved, as the processor's saver does; its path."""
+    directory, env, layout = processor.save_dir, processor.env, processor.layout
+    return make_checkpoint(directory, order, env, layout, source, lambda count: None)[0]
 
 
 def two_shards(world_size: int = 2) -> Layout:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.optim import AdamW
 
-from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, join
+from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, commit, join
 from tests.adapters.torch.zero_worlds import Groups, Model, Training, plain, replicated, run
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
@@ -73,8 +73,8 @@ class Job:
         path = [""]
         if self.rank == 0:
             listed = tuple(piece for some in everyone for piece in some)
-            commit = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, listed, ())
-            path = [self.adapter.source.commit(commit)[0]]
+            last = Commit(Rank(0), 1, "x", 1, Version(version), INCARNATION, draft.name, "", "", 3, listed, ())
+            path = [str(commit(self.adapter.source, self.processor, last))]
         dist.broadcast_object_list(path, 0)
         self.processor.gate.open()
         return path[0]

@@ -13,129 +13,26 @@ healthy without a controller: a freeze for a mere snapshot is thawed as soon as 
 frozen for a fault but is never released leaves with code 70 after the patience of the job (``TTP_OT``), as it could not
 train on anyway.
 
-When the controller is lost, ``ttp.core.rank.failover`` says where to look for another one.
-
-An order that comes twice, because the stream broke after it, is carried out once; its result is said again.
+Files: ``rescue`` is what a rank does between the freeze and the thaw, ``failover`` says where to look for another
+controller, ``copy_turns`` speaks of second copies, ``program`` is the seam for programs that save themselves. This file
+keeps the stream, and ties all of them to events.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
-from ttp.core.decide import How
-from ttp.core.layout import Version
 from ttp.core.layout_messages import LayoutPart, Parts, TellLayout
-from ttp.core.rank.events import (
-    Action,
-    Based,
-    CancelSave,
-    CloseGate,
-    CommitBroken,
-    CommitDone,
-    Connect,
-    CopyMade,
-    CopySkipped,
-    Decided,
-    DropLease,
-    Event,
-    Exit,
-    HoldLease,
-    HostProbed,
-    Joined,
-    KeepPage,
-    LetGo,
-    NameBuddy,
-    NameKeeper,
-    NeighbourDied,
-    NoteRing,
-    NotRedone,
-    Observed,
-    OpenGate,
-    OrderReceived,
-    PiecesWritten,
-    ProbeHost,
-    ProgramAction,
-    ProgramEvent,
-    Quiet,
-    Raised,
-    Redo,
-    Rejected,
-    RestoreWanted,
-    Returned,
-    Send,
-    SettleCopy,
-    StackSeen,
-    StandbyStarted,
-    StartCommit,
-    StartSave,
-    StartStandby,
-    StreamDown,
-    StreamUp,
-    TakeStack,
-    WriteFailed,
-)
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.copy_turns import CopyTurns
 from ttp.core.rank.failover import HOME, Route
+from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
+from ttp.core.rank.rescue import RankRescue, RankState
 from ttp.errors import EXIT_NOT_SAVED
-
-__all__ = [
-    "Action",
-    "Based",
-    "CancelSave",
-    "CloseGate",
-    "CommitBroken",
-    "CommitDone",
-    "Connect",
-    "CopyMade",
-    "CopySkipped",
-    "Decided",
-    "DropLease",
-    "Event",
-    "Exit",
-    "HoldLease",
-    "HostProbed",
-    "Joined",
-    "KeepPage",
-    "LetGo",
-    "NameBuddy",
-    "NameKeeper",
-    "NeighbourDied",
-    "NotRedone",
-    "NoteRing",
-    "Observed",
-    "OpenGate",
-    "OrderReceived",
-    "PiecesWritten",
-    "ProbeHost",
-    "ProcessorMachine",
-    "ProgramAction",
-    "ProgramEvent",
-    "Quiet",
-    "Raised",
-    "RankProgram",
-    "RankTimeouts",
-    "Redo",
-    "Rejected",
-    "RestoreWanted",
-    "Returned",
-    "Send",
-    "SettleCopy",
-    "StackSeen",
-    "StandbyStarted",
-    "StartCommit",
-    "StartSave",
-    "StartStandby",
-    "StreamDown",
-    "StreamUp",
-    "TakeStack",
-    "WriteFailed",
-]
-
-OVER_MAX = 64
-"""Incidents that were thawed last: a freeze for one of them that is still on its way is late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,90 +69,85 @@ class ProcessorMachine:
         self.timeouts = timeouts
         self.term = 0
         self.incarnation = 0
-        self.incident = ""
-        self.generation = 0
         self.gone = False
-        self._hello, self._layout = hello, layout
-        self._snapshot = False
-        self._welcomed = False
+        self._outbox = RankOutbox()
+        self._state = RankState(hello, hello.version, hello.phase, RankProgram())
+        self._rescue = RankRescue(self._state, self._outbox, timeouts.rescue_s, timeouts.redo_s)
+        self._copies = CopyTurns(hello.rank, self._outbox)
+        self._layout = layout
         self._attempts = 0
         self._connect_at: float | None = now
         self._beat_at = now
         self._down_since: float | None = now
-        self._frozen_since = 0.0
-        self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
-        self._order: m.Save | m.Commit | None = None
-        self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
-        self._broken: Raised | None = None
-        self._returned: Returned | None = None
         self._view: m.RestoreView | None = None
         self._undecided = False
-        self._version = hello.version
-        self._phase = hello.phase
-        self._observed = Observed(hello.version, hello.phase)
-        self._preimage = False
-        self._redo_until: float | None = None
-        self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
+        self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
-        self._noted: NoteRing | None = None
-        self._copy: m.Copied | None = None
-        self._unsettled = False
-        self._skipped = Version(0)
-        self.program = RankProgram()
+        self._noted: act.NoteRing | None = None
+
+    @property
+    def incident(self) -> str:
+        """What this rank is frozen for; empty: it is not."""
+        return self._rescue.incident
+
+    @property
+    def program(self) -> RankProgram:
         """Speaks for a program that saves and repairs itself."""
-        self._actions: list[Action] = []
+        return self._state.program
+
+    @program.setter
+    def program(self, program: RankProgram) -> None:
+        self._state.program = program
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
-    def on_event(self, event: Event, now: float) -> list[Action]:
+    def on_event(self, event: ev.Event, now: float) -> list[act.Action]:
         """Take one event, return what has to be done, in order."""
-        self._actions = []
         if self.gone:
             return []
         match event:
-            case StreamUp():
-                self._do(Send(self._greeting()))
-            case StreamDown():
+            case ev.StreamUp():
+                self._outbox.do(act.Send(self._greeting()))
+            case ev.StreamDown():
                 self._stream_down(now)
-            case OrderReceived(order):
+            case ev.OrderReceived(order):
                 self._ordered(order, now)
-            case Quiet():
-                self._quiet(event, now)
-            case NotRedone(text):
-                self._redoing = None
-                self._redo_failed(text)
-            case PiecesWritten() | WriteFailed() | CommitDone() | CommitBroken():
-                self._worked(event)
-            case Raised():
+            case ev.Quiet():
+                self._rescue.quiet(event)
+            case ev.NotRedone(text):
+                self._rescue.not_redone(text)
+            case ev.PiecesWritten() | ev.WriteFailed() | ev.CommitDone() | ev.CommitBroken():
+                self._rescue.worked(event)
+            case ev.Raised():
                 self._raised(event)
-            case Returned():
+            case ev.Returned():
                 self._left(event)
-            case RestoreWanted(candidates, skipped, readings):
-                self._view, self._undecided = m.RestoreView(self._hello.rank, candidates, skipped, readings), True
-                self._report(self._view)
-            case Based(version):
-                self._hello = replace(self._hello, base_version=version)
-                self._version = version
-            case Observed():
+            case ev.RestoreWanted(candidates, skipped, readings):
+                self._view, self._undecided = m.RestoreView(self._state.rank, candidates, skipped, readings), True
+                self._outbox.report(self._view)
+            case ev.Based(version):
+                self._state.hello = replace(self._state.hello, base_version=version)
+                self._state.version = version
+            case ev.Observed():
                 self._observe(event, now)
-            case NeighbourDied(rank, nonce, text):
-                self._report(m.Fault(self._hello.rank, rank, m.FaultKind.EXITED, text, nonce=nonce))
-            case StackSeen(incident, subject, text):
-                self._report(m.StackTaken(self._hello.rank, incident, subject, text))
-            case HostProbed(subject, reachable, text):
-                self._report(m.Probed(self._hello.rank, subject, reachable, text))
-            case StandbyStarted(address):
+            case ev.NeighbourDied(rank, nonce, text):
+                self._outbox.report(m.Fault(self._state.rank, rank, m.FaultKind.EXITED, text, nonce=nonce))
+            case ev.StackSeen(incident, subject, text):
+                self._outbox.report(m.StackTaken(self._state.rank, incident, subject, text))
+            case ev.HostProbed(subject, reachable, text):
+                self._outbox.report(m.Probed(self._state.rank, subject, reachable, text))
+            case ev.StandbyStarted(address):
                 self._route.knows(address)  # whether or not the announcement arrives
                 self._note_ring()
-                self._report(m.StandbyUp(self._hello.rank, address))
-            case CopyMade() | CopySkipped():
-                self._copied(event)
-            case ProgramEvent():
+                self._outbox.report(m.StandbyUp(self._state.rank, address))
+            case ev.CopyMade() | ev.CopySkipped():
+                self._copies.happened(event)
+            case ev.ProgramEvent():
                 for said in self.program.happened(event):
-                    self._report(said)
+                    self._outbox.report(said)
         if not self.gone:
             self._on_time(now)
-        return self._actions
+        return self._outbox.take()
 
     def deadline(self) -> float | None:
         """When ``on_event(Observed(...), ...)`` should be called at the latest."""
@@ -264,12 +156,9 @@ class ProcessorMachine:
     def _deadlines(self) -> Iterator[float]:
         if self._connect_at is not None:
             yield self._connect_at
-        if self._welcomed:
+        if self._outbox.welcomed:
             yield self._beat_at
-        if self._redo_until is not None:
-            yield self._redo_until
-        if self.incident and not self._snapshot:
-            yield self._frozen_since + self.timeouts.rescue_s
+        yield from self._rescue.deadlines()
         if self._down_since is not None and not self.incident and self._waits:
             yield self._down_since + self.timeouts.alone_s
 
@@ -278,29 +167,24 @@ class ProcessorMachine:
             self._connect_at = None
             start = self._attempts >= self.timeouts.start_controller_after
             home = self._route.address == HOME
-            self._do(Connect(start and home and self._route.went_round, self._route.address, self._within_s(now)))
-        if self._welcomed and now >= self._beat_at:
+            self._outbox.do(
+                act.Connect(start and home and self._route.went_round, self._route.address, self._within_s(now))
+            )
+        if self._outbox.welcomed and now >= self._beat_at:
             self._beat_at = now + self.timeouts.heartbeat_s
-            o = self._observed
-            self._report(m.Heartbeat(self._hello.rank, self._version, self._phase, o.mark, o.activity, o.written))
-        if self._redo_until is not None and now >= self._redo_until:
-            self._redo_failed("the update that was asked for does not end")
-        if self.incident and not self._snapshot and now >= self._frozen_since + self.timeouts.rescue_s:
+            o, state = self._observed, self._state
+            self._outbox.report(m.Heartbeat(state.rank, state.version, state.phase, o.mark, o.activity, o.written))
+        if self._rescue.expire(now):
             self._exit(EXIT_NOT_SAVED, f"frozen for {self.timeouts.rescue_s:g} s (TTP_OT) without being released")
         alone = self._down_since is not None and now >= self._down_since + self.timeouts.alone_s
         if alone and not self.incident and self._waits:
-            self._do(LetGo(rescued=False))
+            self._outbox.do(act.LetGo(rescued=False))
             self.gone = True
-
-    @property
-    def _may_not_redo(self) -> bool:
-        """A snapshot is written from what there is, where the pieces may be of ranks that stand differently."""
-        return self._snapshot and not self.program.updates_for_snapshot
 
     @property
     def _waits(self) -> bool:
         """Whether the training thread has left its loop, and stands there until somebody says something."""
-        return bool(self._broken or self._returned or self.program.waits)
+        return bool(self._state.broken or self._state.returned or self.program.waits)
 
     def _within_s(self, now: float) -> float | None:
         """How long an attempt may take, where there are others to ask; None: as long as it takes.
@@ -318,27 +202,27 @@ class ProcessorMachine:
 
     # --------------------------------------------------------------------------------------------------------- stream
 
-    def _observe(self, observed: Observed, now: float) -> None:
-        self._version, self._phase, self._observed = observed.version, observed.phase, observed
+    def _observe(self, observed: ev.Observed, now: float) -> None:
+        self._state.version, self._state.phase, self._observed = observed.version, observed.phase, observed
         if observed.urgent:
             self._beat_at = now
 
     def _greeting(self) -> m.Hello:
         return replace(
-            self._hello,
+            self._state.hello,
             incarnation=self.incarnation,
-            version=self._version,
-            phase=m.Phase.DONE if self._returned else self._phase,
+            version=self._state.version,
+            phase=m.Phase.DONE if self._state.returned else self._state.phase,
             term_seen=self.term,
             incident=self.incident,
             resume=self.incarnation > 0,
-            broken=self._broken.text if self._broken else "",
+            broken=self._state.broken.text if self._state.broken else "",
             standbys=self._route.standbys,
             takeover=self._route.takeover,
         )
 
     def _stream_down(self, now: float) -> None:
-        self._welcomed = False
+        self._outbox.welcomed = False
         if self._down_since is None:
             self._down_since = now
         self._route.lost(now - self._down_since)
@@ -346,8 +230,7 @@ class ProcessorMachine:
         in_vain = 0 if self._route.takeover and not self._route.rounds else min(self._attempts, 10)  # there: not yet
         self._connect_at = now + min(m_.retry_max_s, m_.retry_min_s * 2**in_vain)
         self._attempts += 1
-        if self.incident and self._snapshot:
-            self._thaw()
+        self._rescue.stream_lost()
 
     def _ordered(self, order: m.Order, now: float) -> None:
         match order:
@@ -360,86 +243,80 @@ class ProcessorMachine:
             case TellLayout(_, digest):
                 self._tell_layout(digest)
                 return
-        if order.term < self.term or not self._welcomed:
+        if order.term < self.term or not self._outbox.welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
         match order:
-            case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:
-                self._freeze(order, now)
-            case m.Thaw(_, term, incident, _) if incident == self.incident:
-                self._over.append((term, incident))
-                self._thaw()
-            case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self.generation:
-                self._start(order, now)
+            case m.Freeze() | m.Thaw() | m.Save() | m.Commit():
+                self._rescue.ordered(order, now)
             case m.Release(_, _, _, exit_code, text):
-                self._report(m.Goodbye(self._hello.rank, m.GoodbyeReason.RELEASED, self._version))
+                self._outbox.report(m.Goodbye(self._state.rank, m.GoodbyeReason.RELEASED, self._state.version))
                 self._exit(exit_code, text)
             case m.RestoreDecision() if self._undecided:
                 self._undecided = False
-                self._do(Decided(order))
+                self._outbox.do(act.Decided(order))
             case m.Finished():
-                self._do(LetGo(rescued=True))
+                self._outbox.do(act.LetGo(rescued=True))
                 self.gone = True
             case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo() | m.MirrorTo():
                 self._serve(order)
             case m.Settled():
-                self._settled(order)
+                self._copies.settled(order)
             case m.ProgramOrder():
                 self._ordered_program(order)
             case _:
                 pass  # late: of an incident or a generation that is over
 
     def _tell_layout(self, digest: str) -> None:
-        if digest == self._hello.layout_digest:
+        if digest == self._state.hello.layout_digest:
             for index, groups in enumerate(self._layout):
-                self._do(Send(LayoutPart(self._hello.rank, digest, index, len(self._layout), groups)))
+                self._outbox.do(act.Send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
 
     def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo | m.MirrorTo) -> None:
         """What a rank does for others."""
         match order:
             case m.TakeStack():
-                self._do(TakeStack(order))
+                self._outbox.do(act.TakeStack(order))
             case m.Probe():
-                self._do(ProbeHost(order))
+                self._outbox.do(act.ProbeHost(order))
             case m.StandBy():
-                self._do(StartStandby())
+                self._outbox.do(act.StartStandby())
             case m.Standbys(_, _, addresses):
                 self._route.announced(addresses)
                 self._note_ring()
             case m.Keep():
-                self._do(KeepPage(order))
+                self._outbox.do(act.KeepPage(order))
             case m.CopyTo():
-                self._do(NameBuddy(order))
+                self._outbox.do(act.NameBuddy(order))
             case m.MirrorTo():
-                self._do(NameKeeper(order))
+                self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self) -> None:
         """Said only where there is more than one controller to choose from, and once."""
-        ring = NoteRing(self.term, self._route.current, self._route.standbys)
+        ring = act.NoteRing(self.term, self._route.current, self._route.standbys)
         if ring.standbys and ring != self._noted:
             self._noted = ring
-            self._do(ring)
+            self._outbox.do(ring)
 
     def _welcome(self, order: m.Welcome, now: float) -> None:
         if order.term < self.term:
             return  # a controller that does not know it was replaced
         first = self.incarnation == 0
         self.term, self.incarnation = order.term, order.incarnation
-        self._welcomed, self._attempts, self._down_since = True, 0, None
+        self._outbox.welcomed, self._attempts, self._down_since = True, 0, None
         self._route.connected()
         self._note_ring()
         self._beat_at = now + self.timeouts.heartbeat_s
-        self._do(Joined(order.incarnation, first))
-        if self._view is not None and (self._undecided or self._version <= self._hello.base_version):
-            self._report(self._view)  # others may still wait for the decision, and this controller may be new
-        if self._copy is not None:
-            self._report(self._copy)  # this controller may be new
+        self._outbox.do(act.Joined(order.incarnation, first))
+        if self._view is not None and (self._undecided or self._state.version <= self._state.hello.base_version):
+            self._outbox.report(self._view)  # others may still wait for the decision, and this controller may be new
+        self._copies.repeat()
         for report in self.program.repeated():
-            self._report(report)
-        if self._broken is not None:
-            self._report_broken(self._broken)
-        if self._returned is not None:
-            self._report(m.Goodbye(self._hello.rank, self._returned.reason, self._version))
+            self._outbox.report(report)
+        if self._state.broken is not None:
+            self._report_broken(self._state.broken)
+        if self._state.returned is not None:
+            self._outbox.report(m.Goodbye(self._state.rank, self._state.returned.reason, self._state.version))
 
     def _refused(self, code: m.RefusalCode, text: str, now: float) -> None:
         if code is m.RefusalCode.BUSY:
@@ -451,198 +328,37 @@ class ProcessorMachine:
             self._exit(EXIT_NOT_SAVED, f"the controller refused this rank ({code.value}): {text}")
         else:
             self.gone = True
-            self._do(Rejected(code, text))
-
-    # ------------------------------------------------------------------------------------------------------ incidents
-
-    def _freeze(self, order: m.Freeze, now: float) -> None:
-        if order.incident != self.incident:
-            self._cancel()
-            self._results = {}
-            self.generation = 0
-            self._frozen_since = now
-        self.incident, self._snapshot = order.incident, order.snapshot
-        self._do(HoldLease(self._frozen_since + self.timeouts.rescue_s))
-        self._do(CloseGate(hurry=not order.snapshot))
-
-    def _quiet(self, quiet: Quiet, now: float) -> None:
-        self._version, self._phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
-        if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
-            self._redoing = None
-        if not self.incident:
-            return
-        if self._redo_until is not None and not self._redone(quiet):
-            return  # the update is still being made
-        self._report(
-            m.Frozen(
-                rank=self._hello.rank,
-                incident=self.incident,
-                version=quiet.version,
-                phase=quiet.phase,
-                final=quiet.phase is not m.Phase.UPDATING,
-                stuck=not (quiet.parked or self._broken or self._returned),
-                settled=quiet.settled,
-                has_gradient=quiet.has_gradient and not self._may_not_redo,
-                # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
-                # there is nothing else, and thawed they go on.
-                has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
-                digests=quiet.digests,
-                bad=quiet.bad,
-                kept=quiet.kept,
-            )
-        )
-
-    def _start(self, order: m.Save | m.Commit, now: float) -> None:
-        key, running = (type(order), order.generation), self._order
-        if key in self._results:
-            self._report(self._results[key])
-            return
-        if running is not None and key == (type(running), running.generation):
-            return
-        self._cancel()
-        self._order, self.generation = order, order.generation
-        if isinstance(order, m.Commit):
-            self._do(StartCommit(order))
-        elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
-            self._do(StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
-        elif order.order.how is How.REDO and order.version == self._version + 1 and self._phase is m.Phase.IDLE:
-            self._redo_until, self._redoing = now + self.timeouts.redo_s, order.version
-            self._do(Redo(order.version))
-        else:
-            state = self._phase.value if self._redoing is None else f"on its way to {self._redoing}"
-            text = f"asked for version {order.version}, holds {self._version} ({state})"
-            ahead = order.version < self._version and self._phase in (
-                m.Phase.IDLE,
-                m.Phase.DONE,
-            )  # it may save that one
-            self._finish(order, m.SaveFailed(self._hello.rank, self.incident, order.generation, text, ahead))
-
-    def _holds(self, order: m.Save) -> bool:
-        """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""
-        if self._redoing is not None:
-            return False  # an order that came before this one has let the training thread go
-        torn = self._phase is m.Phase.TORN
-        if order.order.how is How.UNDO and self._preimage:
-            return order.version == (self._version if torn else self._version - 1)
-        return order.version == self._version and not torn and self._phase is not m.Phase.UPDATING
-
-    def _redone(self, quiet: Quiet) -> bool:
-        """The update was asked for: is it over, for good or bad?"""
-        order = self._order
-        assert isinstance(order, m.Save)
-        if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
-            self._redo_until = None
-            self._do(StartSave(_as_it_is(order)))
-        elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
-            return False
-        else:
-            self._redo_failed(f"the update that was asked for ended {quiet.phase.value}")
-        return True
-
-    def _redo_failed(self, text: str) -> None:
-        if self._redo_until is not None and isinstance(self._order, m.Save):
-            self._redo_until = None
-            failed = m.SaveFailed(self._hello.rank, self.incident, self._order.generation, text)
-            self._finish(self._order, failed)
-
-    def _cancel(self) -> None:
-        """Forget the order that is being carried out; a save is given up, a commit is harmless."""
-        if isinstance(self._order, m.Save):
-            self._do(CancelSave())
-        self._order = self._redo_until = None
-
-    def _worked(self, event: PiecesWritten | WriteFailed | CommitDone | CommitBroken) -> None:
-        kind = m.Save if isinstance(event, (PiecesWritten, WriteFailed)) else m.Commit
-        order = self._order
-        if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
-            return
-        rank, incident, generation = self._hello.rank, event.incident, event.generation
-        match event:
-            case PiecesWritten(_, _, pieces):
-                self._finish(order, m.Saved(rank, incident, generation, pieces))
-            case WriteFailed(_, _, text, may_pass):
-                self._finish(order, m.SaveFailed(rank, incident, generation, text, may_pass))
-            case CommitDone(_, _, path, size):
-                self._finish(order, m.Committed(rank, incident, generation, path, size))
-            case CommitBroken(_, _, text, may_pass):
-                self._finish(order, m.CommitFailed(rank, incident, generation, text, may_pass))
-
-    def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
-        self._order, self._results[type(order), order.generation] = None, result
-        self._report(result)
-
-    def _thaw(self) -> None:
-        self._cancel()
-        self.incident, self._snapshot, self._redoing = "", False, None
-        self._do(OpenGate())
-        self._do(DropLease())
+            self._outbox.do(act.Rejected(code, text))
 
     # --------------------------------------------------------------------------------------------------------- program
 
     def _ordered_program(self, order: m.ProgramOrder) -> None:
         answer = self.program.ordered(order)
-        if isinstance(answer, ProgramAction):
-            self._do(answer)
+        if isinstance(answer, act.ProgramAction):
+            self._outbox.do(answer)
         elif answer is not None:
-            self._report(answer)
-
-    # ---------------------------------------------------------------------------------------------------------- copies
-
-    def _copied(self, event: CopyMade | CopySkipped) -> None:
-        """See ``replication``. Of a turn that was skipped nothing is said before the one before it is settled."""
-        if isinstance(event, CopyMade):
-            whole = self._copy.whole if self._copy is not None else Version(0)
-            self._copy = m.Copied(self._hello.rank, event.version, event.stored, event.text, whole)
-            self._unsettled = True
-        else:
-            self._skipped = event.version
-        if self._copy is not None and (self._unsettled or isinstance(event, CopyMade)):
-            self._report(self._copy)
-
-    def _settled(self, order: m.Settled) -> None:
-        copy = self._copy
-        if copy is None or order.version != copy.version or not self._unsettled:
-            return
-        whole = order.version if order.whole else copy.whole
-        self._copy, self._unsettled = replace(copy, whole=whole), False
-        self._do(SettleCopy(order.version, order.whole))
-        if self._skipped > order.version:
-            text = f"the copy of version {order.version} was not through yet"
-            self._copy = m.Copied(self._hello.rank, self._skipped, False, text, whole)
-            self._report(self._copy)
+            self._outbox.report(answer)
 
     # ------------------------------------------------------------------------------------------------------- training
 
-    def _raised(self, event: Raised) -> None:
-        self._broken = self._broken or event
+    def _raised(self, event: ev.Raised) -> None:
+        self._state.broken = self._state.broken or event
         self._report_broken(event)
 
-    def _report_broken(self, event: Raised) -> None:
-        rank = self._hello.rank
-        self._report(m.Fault(rank, rank, event.kind, event.text, event.detail, self._hello.nonce))
+    def _report_broken(self, event: ev.Raised) -> None:
+        rank = self._state.rank
+        self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, self._state.hello.nonce))
 
-    def _left(self, event: Returned) -> None:
-        self._returned = event
-        self._phase = m.Phase.DONE
-        self._report(m.Goodbye(self._hello.rank, event.reason, self._version))
+    def _left(self, event: ev.Returned) -> None:
+        self._state.returned = event
+        self._state.phase = m.Phase.DONE
+        self._outbox.report(m.Goodbye(self._state.rank, event.reason, self._state.version))
         if event.reason is m.GoodbyeReason.LEFT:
-            self._do(LetGo(rescued=True))  # the user is not kept waiting for the others
+            self._outbox.do(act.LetGo(rescued=True))  # the user is not kept waiting for the others
             self.gone = True
 
     # --------------------------------------------------------------------------------------------------------- output
 
     def _exit(self, code: int, text: str) -> None:
         self.gone = True
-        self._do(Exit(code, text))
-
-    def _report(self, report: m.Report) -> None:
-        if self._welcomed:
-            self._do(Send(report))
-
-    def _do(self, action: Action) -> None:
-        self._actions.append(action)
-
-
-def _as_it_is(order: m.Save) -> m.Save:
-    """The rank holds the version now, whatever it took."""
-    return replace(order, order=replace(order.order, how=How.AS_IS))
+        self._outbox.do(act.Exit(code, text))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ttp.core import messages as m
-from ttp.core.rank.events import ProgramAction, ProgramEvent
+from ttp.core.rank.actions import ProgramAction
+from ttp.core.rank.events import ProgramEvent
 
 
 class RankProgram:

@@ -12,7 +12,7 @@ from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.messages import FaultKind
-from ttp.core.rank.events import ProgramAction
+from ttp.core.rank.actions import ProgramAction
 from ttp.errors import UsageError
 from ttp.mindio.handlers import device
 from ttp.mindio.handlers.actor import Actor

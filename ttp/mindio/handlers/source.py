@@ -21,6 +21,7 @@ class HandlerSource:
     writes_parts = False
     on_device = False
     has_preimage = False
+    saved_elsewhere = ""
 
     def gradient_ready(self) -> bool:
         """Who reports the beginning of an update has all that it needs for it."""
@@ -51,7 +52,7 @@ class HandlerSource:
         """Never."""
         raise UsageError(NOT_HERE)
 
-    def commit(self, order: Commit) -> tuple[str, int]:
+    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
         """Never."""
         raise UsageError(NOT_HERE)
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from ttp.core import messages as m
 from ttp.core.layout import Version
-from ttp.core.rank.events import ProgramAction, ProgramEvent
+from ttp.core.rank.actions import ProgramAction
+from ttp.core.rank.events import ProgramEvent
 from ttp.core.rank.program import RankProgram
 from ttp.mindio.protocol.messages import Act, Acted, Ailing, Handlers, RoundKind
 

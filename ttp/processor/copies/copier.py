@@ -22,7 +22,8 @@ from pathlib import Path
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
-from ttp.core.rank import events as pe
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.core.replication import NOBODY, Generations, keepers
 from ttp.errors import CheckpointError
 from ttp.processor.copies.store import Copy, CopyStore, NoRoomError, bring
@@ -98,7 +99,7 @@ class Copying:
         receiver: Receiver,
         token: str,
         run_id: str,
-        tell: Callable[[pe.CopyMade | pe.CopySkipped], None],
+        tell: Callable[[ev.CopyMade | ev.CopySkipped], None],
     ) -> None:
         self.every = every
         self.waited_s = 0.0
@@ -115,7 +116,7 @@ class Copying:
         self._sender: Sender | None = None
         self._named = False
         self._frozen = self._closed = False
-        self._deferred: list[pe.SettleCopy] = []
+        self._deferred: list[act.SettleCopy] = []
         self._attempt: _Attempt | None = None
         self._size = 0
         self._lane = SerialWorker("ttp-copies")
@@ -138,10 +139,10 @@ class Copying:
         if version % self.every or not self._named or version == 0:
             return
         if not self._generations.begin(version):
-            self._tell(pe.CopySkipped(version))
+            self._tell(ev.CopySkipped(version))
             return
         if not self._generations.tries(version // self.every):
-            self._tell(pe.CopyMade(version, False, "the copies before came to nothing: not every turn is tried"))
+            self._tell(ev.CopyMade(version, False, "the copies before came to nothing: not every turn is tried"))
             return
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
@@ -169,7 +170,7 @@ class Copying:
             log.info("copies of the state go to the memory of this host every %s updates, %s", self.every, where)
         self._named = True
 
-    def settle(self, action: pe.SettleCopy) -> None:
+    def settle(self, action: act.SettleCopy) -> None:
         """The fate of a version is known; while frozen nothing goes, as it has been said to be there."""
         if self._frozen:
             self._deferred.append(action)
@@ -210,13 +211,13 @@ class Copying:
     # ---------------------------------------------------------------------------------------------------------- making
 
     def _make(self, attempt: _Attempt) -> None:
-        done = pe.CopyMade(attempt.version, True)
+        done = ev.CopyMade(attempt.version, True)
         try:
             copy = self._copy(attempt)
             self._send(copy, attempt)
         except Exception as problem:
             text = attempt.reason or f"{type(problem).__name__}: {problem}"
-            done = pe.CopyMade(attempt.version, False, text)
+            done = ev.CopyMade(attempt.version, False, text)
             if not (self._frozen or self._closed):
                 self._complain(attempt.version, text)
         finally:

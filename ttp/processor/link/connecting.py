@@ -8,7 +8,8 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
-from ttp.core.rank import machine as pm
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
 from ttp.errors import ConfigError, TtpError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
@@ -44,7 +45,7 @@ class ControllerLink:
         env: RankEnv,
         run_dir: Path,
         *,
-        put: Callable[[pm.Event], None],
+        put: Callable[[ev.Event], None],
         joining: Callable[[], bool],
         over: Callable[[], bool],
         fail: Callable[[TtpError], None],
@@ -65,7 +66,7 @@ class ControllerLink:
             self._stream.finish(timeout_s=timeout_s)
         self._shortcut.close()
 
-    def connect(self, action: pm.Connect) -> None:
+    def connect(self, action: act.Connect) -> None:
         """Open a stream; takes as long as a controller takes to start."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
@@ -82,12 +83,12 @@ class ControllerLink:
             if self._joining():
                 self._fail(problem)
             log.error("%s", problem)
-            self._put(pm.StreamDown(str(problem)))
+            self._put(ev.StreamDown(str(problem)))
         except Exception as problem:
             log.debug("cannot connect", exc_info=True)
-            self._put(pm.StreamDown(repr(problem)))
+            self._put(ev.StreamDown(repr(problem)))
 
-    def note(self, ring: pm.NoteRing, incarnation: int) -> None:
+    def note(self, ring: act.NoteRing, incarnation: int) -> None:
         """Leave word of the controllers on this host."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
@@ -105,8 +106,8 @@ class ControllerLink:
             host if relay is None else LOOPBACK,
             port if relay is None else relay,
             self._config.token,
-            on_up=lambda: self._put(pm.StreamUp()),
-            on_order=lambda order: self._put(pm.OrderReceived(order)),
+            on_up=lambda: self._put(ev.StreamUp()),
+            on_order=lambda order: self._put(ev.OrderReceived(order)),
             on_down=lambda reason: self._on_down(reason, relay if self._stream is stream else None),
             within_s=within_s,
             to="" if relay is None else target(host, port),
@@ -121,7 +122,7 @@ class ControllerLink:
         if reason.startswith("UNAUTHENTICATED") and self._joining():
             self._fail(ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}"))
         self._complain_of_encryption(reason)
-        self._put(pm.StreamDown(reason))
+        self._put(ev.StreamDown(reason))
 
     def _complain_of_encryption(self, reason: str) -> None:
         """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""

@@ -10,7 +10,7 @@ from ttp._version import __version__
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.rank import machine as pm
+from ttp.core.rank.machine import RankTimeouts
 from ttp.core.stripes import WHOLE
 from ttp.launch.standby import own_address
 from ttp.processor.source import StateSource
@@ -59,10 +59,10 @@ def hello(
     )
 
 
-def timeouts(config: Config, env: RankEnv) -> pm.RankTimeouts:
+def timeouts(config: Config, env: RankEnv) -> RankTimeouts:
     """How patient it is."""
     # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
-    return pm.RankTimeouts(
+    return RankTimeouts(
         heartbeat_s=config.heartbeat_s,
         rescue_s=config.rescue_patience_s,
         start_controller_after=3 * env.local_rank,

@@ -1,0 +1,249 @@
+"""A rank's part in an incident: it closes its gate, says what it holds, and saves and commits what it is told to.
+
+An order that comes twice, because the stream broke after it, is carried out once; its result is said again.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ttp.core import messages as m
+from ttp.core.decide import How
+from ttp.core.layout import Rank, Version
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.core.rank.outbox import RankOutbox
+from ttp.core.rank.program import RankProgram
+
+OVER_MAX = 64
+"""Incidents that were thawed last: a freeze for one of them that is still on its way is late."""
+
+
+@dataclass(slots=True)
+class RankState:
+    """What a rank knows of itself, as it was seen last.
+
+    Args:
+        hello: who it is; ``base_version`` follows a restore.
+        version: finished updates of its copy.
+        phase: where its copy is between two versions.
+        program: speaks for a program that saves and repairs itself.
+        broken: why it cannot train on; None: it can.
+        returned: why its training loop has ended; None: it has not.
+    """
+
+    hello: m.Hello
+    version: Version
+    phase: m.Phase
+    program: RankProgram
+    broken: ev.Raised | None = None
+    returned: ev.Returned | None = None
+
+    @property
+    def rank(self) -> Rank:
+        """Its number."""
+        return self.hello.rank
+
+
+class RankRescue:
+    """From the freeze to the thaw. The release, which ends the process, is the machine's.
+
+    Args:
+        state: of this rank.
+        outbox: takes reports and actions.
+        rescue_s: seconds after which a rank that was frozen for a fault is not waited for any more (``TTP_OT``).
+        redo_s: how long an update that is made on request may take, in seconds.
+    """
+
+    def __init__(self, state: RankState, outbox: RankOutbox, rescue_s: float, redo_s: float) -> None:
+        self.incident = ""
+        """What this rank is frozen for; empty: it is not."""
+        self._state, self._outbox, self._rescue_s, self._redo_s = state, outbox, rescue_s, redo_s
+        self._snapshot = False
+        self._generation = 0
+        self._frozen_since = 0.0
+        self._over: deque[tuple[int, str]] = deque(maxlen=OVER_MAX)
+        self._order: m.Save | m.Commit | None = None
+        self._results: dict[tuple[type[m.Save | m.Commit], int], m.Report] = {}
+        self._preimage = False
+        self._redo_until: float | None = None
+        self._redoing: Version | None = None  # the update that was asked for, until it is over; whoever asked for it
+
+    # ----------------------------------------------------------------------------------------------------------- time
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``expire`` has something to do."""
+        if self._redo_until is not None:
+            yield self._redo_until
+        if self.incident and not self._snapshot:
+            yield self._frozen_since + self._rescue_s
+
+    def expire(self, now: float) -> bool:
+        """Give up on an update that does not end. Returns whether the whole rescue takes too long."""
+        if self._redo_until is not None and now >= self._redo_until:
+            self._redo_failed("the update that was asked for does not end")
+        return bool(self.incident) and not self._snapshot and now >= self._frozen_since + self._rescue_s
+
+    # --------------------------------------------------------------------------------------------------------- orders
+
+    def ordered(self, order: m.Freeze | m.Thaw | m.Save | m.Commit, now: float) -> None:
+        """The controller wants something; what is of an incident or a generation that is over changes nothing."""
+        match order:
+            case m.Freeze(_, term, incident, _) if (term, incident) not in self._over:
+                self._freeze(order, now)
+            case m.Thaw(_, term, incident, _) if incident == self.incident:
+                self._over.append((term, incident))
+                self._thaw()
+            case m.Save() | m.Commit() if order.incident == self.incident and order.generation >= self._generation:
+                self._start(order, now)
+
+    def stream_lost(self) -> None:
+        """Nobody can thaw this rank now, which it does itself where nothing is broken."""
+        if self.incident and self._snapshot:
+            self._thaw()
+
+    def _freeze(self, order: m.Freeze, now: float) -> None:
+        if order.incident != self.incident:
+            self._cancel()
+            self._results = {}
+            self._generation = 0
+            self._frozen_since = now
+        self.incident, self._snapshot = order.incident, order.snapshot
+        self._outbox.do(act.HoldLease(self._frozen_since + self._rescue_s))
+        self._outbox.do(act.CloseGate(hurry=not order.snapshot))
+
+    def _thaw(self) -> None:
+        self._cancel()
+        self.incident, self._snapshot, self._redoing = "", False, None
+        self._outbox.do(act.OpenGate())
+        self._outbox.do(act.DropLease())
+
+    def _start(self, order: m.Save | m.Commit, now: float) -> None:
+        key, running = (type(order), order.generation), self._order
+        if key in self._results:
+            self._outbox.report(self._results[key])
+            return
+        if running is not None and key == (type(running), running.generation):
+            return
+        self._cancel()
+        self._order, self._generation = order, order.generation
+        version, phase = self._state.version, self._state.phase
+        if isinstance(order, m.Commit):
+            self._outbox.do(act.StartCommit(order))
+        elif not order.order.shards or self._holds(order):  # pages alone can be collected by anybody
+            self._outbox.do(act.StartSave(_as_it_is(order) if order.order.how is How.REDO else order))
+        elif order.order.how is How.REDO and order.version == version + 1 and phase is m.Phase.IDLE:
+            self._redo_until, self._redoing = now + self._redo_s, order.version
+            self._outbox.do(act.Redo(order.version))
+        else:
+            how = phase.value if self._redoing is None else f"on its way to {self._redoing}"
+            text = f"asked for version {order.version}, holds {version} ({how})"
+            ahead = order.version < version and phase in (m.Phase.IDLE, m.Phase.DONE)  # it may save that one
+            rank = self._state.rank
+            self._finish(order, m.SaveFailed(rank, self.incident, order.generation, text, ahead))
+
+    def _holds(self, order: m.Save) -> bool:
+        """Whether the saver can write the version; the one before from what was kept of it, if that was asked for."""
+        if self._redoing is not None:
+            return False  # an order that came before this one has let the training thread go
+        state = self._state
+        torn = state.phase is m.Phase.TORN
+        if order.order.how is How.UNDO and self._preimage:
+            return order.version == (state.version if torn else state.version - 1)
+        return order.version == state.version and not torn and state.phase is not m.Phase.UPDATING
+
+    def _cancel(self) -> None:
+        """Forget the order that is being carried out; a save is given up, a commit is harmless."""
+        if isinstance(self._order, m.Save):
+            self._outbox.do(act.CancelSave())
+        self._order = self._redo_until = None
+
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    def quiet(self, quiet: ev.Quiet) -> None:
+        """The gate is closed, and this is what stands behind it: answer the freeze."""
+        state = self._state
+        state.version, state.phase, self._preimage = quiet.version, quiet.phase, quiet.has_preimage
+        if self._redoing is not None and (quiet.version >= self._redoing or quiet.phase is m.Phase.TORN):
+            self._redoing = None
+        if not self.incident:
+            return
+        if self._redo_until is not None and not self._redone(quiet):
+            return  # the update is still being made
+        self._outbox.report(
+            m.Frozen(
+                rank=state.rank,
+                incident=self.incident,
+                version=quiet.version,
+                phase=quiet.phase,
+                final=quiet.phase is not m.Phase.UPDATING,
+                stuck=not (quiet.parked or state.broken or state.returned),
+                settled=quiet.settled,
+                has_gradient=quiet.has_gradient and not self._may_not_redo,
+                # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
+                # there is nothing else, and thawed they go on.
+                has_preimage=quiet.has_preimage and (not self._snapshot or quiet.phase is m.Phase.TORN),
+                digests=quiet.digests,
+                bad=quiet.bad,
+                kept=quiet.kept,
+            )
+        )
+
+    @property
+    def _may_not_redo(self) -> bool:
+        """A snapshot is written from what there is, where the pieces may be of ranks that stand differently."""
+        return self._snapshot and not self._state.program.updates_for_snapshot
+
+    def _redone(self, quiet: ev.Quiet) -> bool:
+        """The update was asked for: is it over, for good or bad?"""
+        order = self._order
+        assert isinstance(order, m.Save)
+        if quiet.version == order.version and quiet.phase is m.Phase.IDLE:
+            self._redo_until = None
+            self._outbox.do(act.StartSave(_as_it_is(order)))
+        elif quiet.phase in (m.Phase.IDLE, m.Phase.UPDATING):
+            return False
+        else:
+            self._redo_failed(f"the update that was asked for ended {quiet.phase.value}")
+        return True
+
+    def not_redone(self, text: str) -> None:
+        """The update that was asked for cannot be made, and was not begun."""
+        self._redoing = None
+        self._redo_failed(text)
+
+    def _redo_failed(self, text: str) -> None:
+        if self._redo_until is not None and isinstance(self._order, m.Save):
+            self._redo_until = None
+            failed = m.SaveFailed(self._state.rank, self.incident, self._order.generation, text)
+            self._finish(self._order, failed)
+
+    # -------------------------------------------------------------------------------------------------------- results
+
+    def worked(self, event: ev.PiecesWritten | ev.WriteFailed | ev.CommitDone | ev.CommitBroken) -> None:
+        """The saver has ended what it was told to do: say what came of it, if that is still wanted."""
+        kind = m.Save if isinstance(event, (ev.PiecesWritten, ev.WriteFailed)) else m.Commit
+        order = self._order
+        if not isinstance(order, kind) or (event.incident, event.generation) != (order.incident, order.generation):
+            return
+        rank, incident, generation = self._state.rank, event.incident, event.generation
+        match event:
+            case ev.PiecesWritten(_, _, pieces):
+                self._finish(order, m.Saved(rank, incident, generation, pieces))
+            case ev.WriteFailed(_, _, text, may_pass):
+                self._finish(order, m.SaveFailed(rank, incident, generation, text, may_pass))
+            case ev.CommitDone(_, _, path, size):
+                self._finish(order, m.Committed(rank, incident, generation, path, size))
+            case ev.CommitBroken(_, _, text, may_pass):
+                self._finish(order, m.CommitFailed(rank, incident, generation, text, may_pass))
+
+    def _finish(self, order: m.Save | m.Commit, result: m.Report) -> None:
+        self._order, self._results[type(order), order.generation] = None, result
+        self._outbox.report(result)
+
+
+def _as_it_is(order: m.Save) -> m.Save:
+    """The rank holds the version now, whatever it took."""
+    return replace(order, order=replace(order.order, how=How.AS_IS))
