@@ -45,6 +45,8 @@ test-gpu:
 bench: $(VENV)/.installed-test
 	$(PY) -m benchmarks $(ARGS)
 
+types: $(VENV)/.installed-test
+
 lint types protos docs: $(VENV)/.installed-nox
 	$(PY) -m nox -s $@
 
@@ -73,7 +75,7 @@ $(VENV)/.installed-frameworks: $(VENV)/.installed-torch
 	@touch $@
 
 $(VENV)/.installed-test: $(VENV)/.installed-frameworks pyproject.toml
-	$(PIP) install -e '.[torch,test,examples]'
+	$(PIP) install -e '.[torch,test,examples,types]'
 	@touch $@
 
 $(VENV)/.installed-nox: $(VENV)/.made

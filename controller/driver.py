@@ -11,11 +11,10 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import TypeVar
 
 from ttp.controller.connection import Connection, Peer
-from ttp.controller.journal import Journal
+from ttp.controller.journal import Happening, Journal
 from ttp.controller.sockets import Sockets
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
@@ -57,23 +56,11 @@ class Watch:
         self.queue.put_nowait(None)
 
 
-@dataclass(frozen=True, slots=True)
-class Happening:
-    """One recorded event, as watchers and the journal get it."""
-
-    sequence: int
-    unix_s: float
-    monotonic_s: float
-    kind: str
-    incident: str
-    facts: str  # JSON
-
-
 class Driver:
     """Everything runs on one event loop, so the machine needs no lock.
 
     Args:
-        patience: see ``Patience``.
+        patience: see ``ControllerTimeouts``.
         journal: where incidents are written.
         host: name of this host, as ranks name theirs.
         port: where it will listen.
@@ -148,7 +135,7 @@ class Driver:
                 log.exception("a report could not be handled")
         self._plan_timer()
 
-    def accuse(
+    def add_evidence(
         self,
         ranks: tuple[Rank, ...],
         kind: m.FaultKind,

@@ -24,15 +24,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ttp.launch.run_dir import journals_allowed
 from ttp.store import history
 from ttp.store.durable import make_directory, naming, sync_directory
 from ttp.store.mounts import Mounts
-
-if TYPE_CHECKING:
-    from ttp.controller.driver import Happening
 
 log = logging.getLogger("ttp.controller")
 
@@ -48,6 +44,18 @@ NOT_TOLD = (
     "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
 )
 _FSYNC_AFTER = {"committed", "released", "closed", "thawed"}
+
+
+@dataclass(frozen=True, slots=True)
+class Happening:
+    """One recorded event, as watchers and the journal get it."""
+
+    sequence: int
+    unix_s: float
+    monotonic_s: float
+    kind: str
+    incident: str
+    facts: str  # JSON
 
 
 @dataclass(slots=True)

@@ -24,7 +24,7 @@ from ttp.controller.driver import WATCH_MAX, Driver
 from ttp.controller.relay_link import RelayLink
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
-from ttp.core.controller.accusation import who_is_meant
+from ttp.core.controller.fault_targets import fault_targets
 from ttp.core.controller.incident import Incident
 from ttp.core.layout import Rank, compact_ranks
 from ttp.errors import EXIT_BAD_CONFIG
@@ -137,12 +137,12 @@ class ControllerService(rpc.ControllerServicer):
         if request.exit_code == EXIT_BAD_CONFIG and self._are_of_this_launch(pid_of):
             words = limits.text("reason", request.reason)
             self._driver.feed(ce.RankWasWrong(f"ranks {compact_ranks(pid_of)} {words}"))
-        meant = who_is_meant(self._driver.machine.job, pid_of, request.host)
+        meant = fault_targets(self._driver.machine.job, pid_of, request.host)
         if not meant.ranks:
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
         reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
-        self._driver.accuse(meant.ranks, kind, reason, pids, pages)
+        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages)
         text = (
             f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )

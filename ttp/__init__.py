@@ -35,24 +35,6 @@ if TYPE_CHECKING:
         ttp_start_updating_os,
     )
 
-_HOME = {
-    "Layout": "ttp.core.layout",
-    "paused": "ttp.api",
-    "restore": "ttp.api",
-    "step_done": "ttp.api",
-    "ttp_to_persist": "ttp.api",
-    "wrap_optimizer": "ttp.api",
-    "ttp_end_updating_os": "ttp.legacy",
-    "ttp_init_controller": "ttp.legacy",
-    "ttp_init_processor": "ttp.legacy",
-    "ttp_register_rename_handler": "ttp.legacy",
-    "ttp_register_save_ckpt_handler": "ttp.legacy",
-    "ttp_set_ckpt_args": "ttp.legacy",
-    "ttp_start_controller": "ttp.legacy",
-    "ttp_start_processor": "ttp.legacy",
-    "ttp_start_updating_os": "ttp.legacy",
-}
-
 __all__ = [
     "CheckpointError",
     "ConfigError",
@@ -81,9 +63,10 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
-    home = _HOME.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module 'ttp' has no attribute {name!r}")
+    old = name.startswith("ttp_") and name != "ttp_to_persist"
+    home = "ttp.core.layout" if name == "Layout" else "ttp.legacy" if old else "ttp.api"
     value = getattr(importlib.import_module(home), name)
     globals()[name] = value
     return value

@@ -27,7 +27,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier
 from ttp.adapters.torch.loop.combined_optimizer import combined
 from ttp.adapters.torch.loop.hooks import Calls, attach
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.restoring.restore import Restored
 from ttp.adapters.torch.saving.job_state import JobState
@@ -96,7 +96,7 @@ class MegatronAdapter(TorchAdapter):
         self._attachment = None
         self._processor: Processor | None = None
         self._barrier: UpdateBarrier | None = None
-        self._tail: Tail | None = None
+        self._post_step: PostStepState | None = None
         self._syncs = ParamSyncs(self._chunks)
 
     def layout(self, world_size: int) -> Layout:
@@ -120,7 +120,7 @@ class MegatronAdapter(TorchAdapter):
         """Hook into the inner optimizers; report to ``processor``."""
         self._processor, source = processor, self._source
         self._note_increment()
-        self._tail = source.tail = Tail(self._held.stepping, scheduler=self._scheduler)
+        self._post_step = source.post_step = PostStepState(self._held.stepping, scheduler=self._scheduler)
         if self._undo is not None:
             source.preimage = PreImage(self._together, (), source.runtimes)
         barrier = self._barrier = self._make_barrier(processor)
@@ -132,7 +132,7 @@ class MegatronAdapter(TorchAdapter):
             self._chunks[0],
             DeviceReporter(processor, source) if source.on_device else processor,
             self._capture,
-            tail=self._tail,
+            post_step=self._post_step,
             fence=source.finished,
             version=lambda: processor.gate.version,
             calls=calls,
@@ -174,8 +174,8 @@ class MegatronAdapter(TorchAdapter):
         restored = Restored(job.version, job, ())
         for note in [*notes, *self._load_local(checkpoint, manifest, restored, rank, world_size)]:
             log.warning("restored version %s, but %s", job.version, note)
-        if self._tail is not None:
-            self._tail.restored(job.version)
+        if self._post_step is not None:
+            self._post_step.restored(job.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(job.version)
         if self._source.preimage is not None:

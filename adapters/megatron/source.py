@@ -106,12 +106,12 @@ class MegatronSource(TorchSource):
     # ------------------------------------------------------------------------------------------------------ the shards
 
     def _job_state(self, version: Version) -> JobState:
-        assert self.tail is not None
+        assert self.post_step is not None
         job = super()._job_state(version)
         optimizers = with_counts(
             [
                 {"kind": inner.kind, "class": _class_of(inner), "groups": groups, "step": self._step(inner, version)}
-                for inner, groups in zip(self.held.inners, self.tail.param_groups(version, job), strict=True)
+                for inner, groups in zip(self.held.inners, self.post_step.param_groups(version, job), strict=True)
             ]
         )
         return replace(job, extra=job.extra | {JOB_KEY: {"optimizers": optimizers, "increment": self.increment}})

@@ -15,13 +15,13 @@ from ttp.adapters.mindspore.local_state import LocalCapture, LocalState, Positio
 from ttp.adapters.mindspore.memory import Memory
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
+from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
 from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
 from ttp.processor.local_state.pages import PageWriter
-from ttp.processor.source import Cancelled
+from ttp.processor.source import Cancelled, StateSource
 from ttp.store.durable import sync_directory
 from ttp.store.encoding import encode
 from ttp.store.piece_file import piece_file, write_piece
@@ -46,7 +46,7 @@ SaveFunction = Callable[[Any, dict[str, Any]], Any]
 """``ckpt_save_fn(cb_params, append_dict)`` of ``TrainFaultTolerance``."""
 
 
-class MindSporeSource:
+class MindSporeSource(StateSource):
     """See ``StateSource``. Made by ``MindSporeAdapter``.
 
     Args:
@@ -57,8 +57,6 @@ class MindSporeSource:
 
     framework = "mindspore"
     counts_bytes = True
-    writes_parts = False
-    on_device = False
 
     def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
         self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
@@ -95,10 +93,6 @@ class MindSporeSource:
         """Whoever stands at the gate holds the reduced gradients of all that it updates."""
         return self._processor is not None and self._processor.gate.state().parked
 
-    def redo(self, version: Version) -> bool:
-        """See ``StateSource``: no device is behind its host here."""
-        return False
-
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
         if self._processor is None or self._inspector is None or not self._memory.on_host:
@@ -117,13 +111,9 @@ class MindSporeSource:
         """See ``StateSource``."""
         self._capture.on_written = changed
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Whether the step of the last update has come to its end."""
         return not self.in_step
-
-    def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """The reports are made by the host after the kernels."""
-        return version
 
     def write_pieces(
         self,
@@ -137,7 +127,7 @@ class MindSporeSource:
         """See ``StateSource``."""
         undo = order.how is How.UNDO
         if not undo:
-            self._wait_settled(cancelled)
+            self._wait_post_step(cancelled)
         local = self._local(version)
         if self.save_fn is not None:
             return self._by_the_program(self.save_fn, order, version, local.position)
@@ -159,10 +149,6 @@ class MindSporeSource:
         """See ``StateSource``."""
         return "" if self.save_fn is None else "written by the program's ckpt_save_fn"
 
-    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
-        """See ``StateSource``: MindSpore reads the files of the ranks as they are."""
-        return []
-
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
         self._page_dir, self._incarnation = page_dir, incarnation
@@ -174,9 +160,9 @@ class MindSporeSource:
 
     # ----------------------------------------------------------------------------------------------------- details
 
-    def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
+    def _wait_post_step(self, cancelled: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SETTLE_S
-        while not self.settled() and time.monotonic() < deadline:
+        while not self.post_step_done() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled
             self._wrote(1)  # it is not the storage that is waited for

@@ -18,11 +18,17 @@ from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, without_optimizer
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
-from ttp.adapters.torch.loop.post_step_state import Tail, listed
+from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
 from ttp.adapters.torch.loop.reporting import DeviceReporter
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
-from ttp.adapters.torch.loop.unwrap_optimizer import hides_its_step, inner_of, is_sharded, owners_of, turn_takers
+from ttp.adapters.torch.loop.unwrap_optimizer import (
+    hides_its_step,
+    is_sharded,
+    owners_of,
+    turn_takers,
+    unwrap_optimizer,
+)
 from ttp.adapters.torch.restoring.registered import Restoring
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.trial import Trial, try_before_training
@@ -96,7 +102,7 @@ class TorchAdapter(Restoring):
         self._processor: Processor | None = None
         self._looked = False  # at what the optimizers keep
         self._barrier: UpdateBarrier | None = None
-        self._tail: Tail | None = None
+        self._post_step: PostStepState | None = None
         self._resumed = False
 
     @property
@@ -147,25 +153,25 @@ class TorchAdapter(Restoring):
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         ddps = ddps_of(self._model)
-        tail = self._tail = source.tail = self._make_tail()
+        post_step = self._post_step = source.post_step = self._make_post_step()
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
-            source.preimage = PreImage(inner_of(self._optimizer), self._extra.modules.values(), source.runtimes)
+            source.preimage = PreImage(unwrap_optimizer(self._optimizer), self._extra.modules.values(), source.runtimes)
         self._barrier = self._make_barrier(processor)
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
             takers = [list(sharding.stepping)]
         hidden = next((name for each in self._given if (name := hides_its_step(each))), "")
-        turns = Turns(_names(takers), skipped=tail.skipped, scaled=self._scaler is not None, hidden=hidden)
+        turns = Turns(_names(takers), skipped=post_step.skipped, scaled=self._scaler is not None, hidden=hidden)
         gate = processor.gate
         self._attachment = attach(
             takers,
             self._model,
             DeviceReporter(processor, source) if source.on_device else processor,
             self._capture,
-            tail=tail,
+            post_step=post_step,
             turns=turns,
             untouched=None if gathering(self._model) else Untouched(self._given, source.on_host),
             fence=source.finished,
@@ -176,8 +182,8 @@ class TorchAdapter(Restoring):
         source.connect(processor, self._attachment, sharding)
         self._capture.capture(gate.version, final=True)
 
-    def _make_tail(self) -> Tail:
-        return Tail(
+    def _make_post_step(self) -> PostStepState:
+        return PostStepState(
             members_of(self._optimizer),
             scheduler=self._schedulers,
             scaler=self._scaler,

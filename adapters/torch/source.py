@@ -19,8 +19,8 @@ from ttp.adapters.torch.device.to_host import HostCopier
 from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.hooks import Attachment
-from ttp.adapters.torch.loop.post_step_state import Tail
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.post_step_state import PostStepState
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
 from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
@@ -70,7 +70,6 @@ class TorchSource(Standing):
     framework = "torch"
     counts_bytes = True
     writes_parts = True
-    saved_elsewhere = ""
 
     def __init__(
         self,
@@ -83,13 +82,13 @@ class TorchSource(Standing):
     ) -> None:
         self._model, self._names, self._extra = model, names, extra
         super().__init__(optimizer, capture, devices)
-        self.host_values = HostValues(lambda: inner_of(self._optimizer).state, self.on_host)
+        self.host_values = HostValues(lambda: unwrap_optimizer(self._optimizer).state, self.on_host)
         self._copier: HostCopier | None = None
         self._copying = threading.Lock()
         self._inspector: Inspector | None = None
         self.sharding: Sharding | None = None
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
-        self.tail: Tail | None = None
+        self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
         self._page_dir: Path | None = None
         self._incarnation = 0
@@ -103,12 +102,12 @@ class TorchSource(Standing):
 
     # ------------------------------------------------------------------------------------------------ StateSource
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Whether scheduler, scaler and averages have followed the last update.
 
         Where an exchange stands between it and them, which may hang, it is enough to know what will follow.
         """
-        return self.tail is None or self.tail.settled() or (self.exchanges and self.tail.foreseen())
+        return self.post_step is None or self.post_step.done() or (self.exchanges and self.post_step.foreseen())
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """Open the page of this rank."""
@@ -150,7 +149,7 @@ class TorchSource(Standing):
         """See ``StateSource``."""
         image = self._image(order.how, version)
         if image is None:
-            self._wait_settled(cancelled)
+            self._wait_post_step(cancelled)
         if order.shards:
             self._check_stands(version, image)
         pages = self._pages(order, version)
@@ -227,10 +226,10 @@ class TorchSource(Standing):
         if not stands:
             raise MovedError(f"the state is not that of version {version} any more: {found}")
 
-    def _wait_settled(self, cancelled: Callable[[], bool]) -> None:
+    def _wait_post_step(self, cancelled: Callable[[], bool]) -> None:
         """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""
         deadline = time.monotonic() + SETTLE_S
-        while not self.settled() and time.monotonic() < deadline:
+        while not self.post_step_done() and time.monotonic() < deadline:
             if cancelled():
                 raise Cancelled
             self._wrote(1)  # it is not the storage that is waited for
@@ -243,8 +242,8 @@ class TorchSource(Standing):
         return collect(self._page_dir, order.pages or (order.rank,), version, self._incarnation)
 
     def _job_state(self, version: Version) -> JobState:
-        assert self.tail is not None
-        job = self.tail.job_state(version)
+        assert self.post_step is not None
+        job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
@@ -316,14 +315,14 @@ class TorchSource(Standing):
         if alike:
             captured = dict(LocalCapture.decode(pages.data[min(alike)]).buffers)
         state = checkpoint_state(self._names, self._optimizer, captured, job, image)
-        assert self.tail is not None
+        assert self.post_step is not None
         ahead = 0 if image is not None else self._processor.gate.version - job.version
         if ahead and not self.on_device:
             raise CheckpointError(f"this rank holds version {job.version + ahead}, not {job.version}")
         if ahead:
             kept = state["optim"]["state"]
             state["optim"]["state"] = {name: self.host_values.of(kept[name], job.version) for name in kept}
-        kept_groups = [group for groups in self.tail.param_groups(job.version, job) for group in groups]
+        kept_groups = [group for groups in self.post_step.param_groups(job.version, job) for group in groups]
         for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
             group.update(kept)
         modules: dict[str, nn.Module] = self._extra.modules

@@ -16,11 +16,11 @@ import numpy as np
 
 from ttp import api
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import Candidate, Commit, Piece, RestoreView, SaverOrder, ShardDigest
+from ttp.core.messages import Candidate, Piece, RestoreView, SaverOrder
 from ttp.core.restore_choice import agree
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.processor.processor import Processor
-from ttp.processor.source import Cancelled, UpdateReporter
+from ttp.processor.source import Cancelled, StateSource, UpdateReporter
 from ttp.store.durable import sync_directory
 from ttp.store.manifest import Manifest
 from ttp.store.piece_file import write_piece
@@ -53,15 +53,13 @@ class Sgd:
             self.reporter.end_update()  # the last write is done: the version is finished
 
 
-class NumpySource:
-    """What the processor saves from; see ``ttp.processor.source.StateSource``. Its methods run on ttp's threads."""
+class NumpySource(StateSource):
+    """What the processor saves from. Its methods run on ttp's threads.
+
+    ``StateSource`` has methods for what an adapter may want later: redo, comparing replicas, rank-local state, devices.
+    """
 
     framework = "numpy"
-    counts_bytes = False
-    writes_parts = False
-    on_device = False
-    has_preimage = False
-    saved_elsewhere = ""
 
     def __init__(self, optimizer: Sgd) -> None:
         self.arrays = {f"weights.{name}": array for name, array in optimizer.weights.items()}
@@ -84,41 +82,6 @@ class NumpySource:
             pieces.append(write_piece(draft, f"job_{generation}.json", job, "job", order.rank))
         sync_directory(draft)
         return pieces
-
-    def finalise(self, directory: Path, order: Commit) -> list[Piece]:
-        """The framework has no tools of its own that would want a file more in the checkpoint."""
-        return []
-
-    # What follows may stay like this until the adapter wants more: redo, comparing replicas, rank-local state, devices.
-
-    def gradient_ready(self) -> bool:
-        """No redo."""
-        return False
-
-    def redo(self, version: Version) -> bool:
-        """No redo."""
-        return False
-
-    def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
-        """Replicas are not compared."""
-        return (), ()
-
-    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
-        """There is no rank-local state."""
-
-    def settled(self) -> bool:
-        """Nothing of a step follows the update."""
-        return True
-
-    def device_version(self, version: Version, patience_s: float) -> Version | None:
-        """There is no device."""
-        return version
-
-    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
-        """There is no rank-local state."""
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 class NumpyAdapter:

@@ -12,9 +12,8 @@ from tests.cli.conftest import REPOSITORY, Ttp
 from tests.cli.test_saved import keys_in_help
 from ttp.cli.incident_reader import EXPLAINS, incident_files, read_incident
 from ttp.cli.timeline import _WORDS, rows, words
-from ttp.controller.driver import Happening
-from ttp.controller.journal import Journal
-from ttp.core.controller import incident as core
+from ttp.controller.journal import Happening, Journal
+from ttp.core.controller import evidence
 from ttp.core.messages import FaultKind
 
 Story = Sequence[tuple[float, str, dict[str, Any]]]
@@ -106,7 +105,7 @@ def test_what_was_taken_back_is_no_cause(tmp_path: Path) -> None:
 
 
 def test_the_cause_is_chosen_as_the_controller_does() -> None:
-    assert [kind.value for kind in core._EXPLAINS] == list(EXPLAINS)
+    assert [kind.value for kind in evidence._EXPLAINS] == list(EXPLAINS)
     assert set(EXPLAINS) == {kind.value for kind in FaultKind}
 
 

@@ -14,8 +14,8 @@ from tests.controller.conftest import hello, until
 from ttp.controller import connection as subject
 from ttp.controller import driver as driving
 from ttp.controller.connection import Connection
-from ttp.controller.driver import Driver, Happening, Watch
-from ttp.controller.journal import Journal
+from ttp.controller.driver import Driver, Watch
+from ttp.controller.journal import Happening, Journal
 from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.layout import Rank

@@ -16,7 +16,7 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.layout import Layout
 from ttp.errors import ConfigError, TtpError
-from ttp.processor import processor as module
+from ttp.processor import joining as module
 from ttp.processor.processor import Processor
 
 ENV = RankEnv(rank=1, world_size=2, local_rank=1000, master_addr="127.0.0.1", run_id="job", launch=0)

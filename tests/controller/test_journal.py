@@ -14,8 +14,7 @@ import pytest
 from tests.store.storage import fill, small_disk
 from ttp.cli.incident_reader import read_incident
 from ttp.controller import journal as module
-from ttp.controller.driver import Happening
-from ttp.controller.journal import Journal
+from ttp.controller.journal import Happening, Journal
 from ttp.testing.bad_disk import BadDisk, Rule, why_not
 
 NAME = Path("incidents", "one.jsonl")

@@ -23,7 +23,7 @@ from ttp.core.rank.machine import RankTimeouts
 GONE = 0
 """The number of no machine."""
 
-SILENT = {"patience", "timeouts", "_patience", "_new_id", "_attempts", "program"}
+SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
 CONSTANT = {Layout, m.Hello, ControllerTimeouts, RankTimeouts}
@@ -159,6 +159,7 @@ class Canon:
     def _object(self, value: Any, names: tuple[str, ...]) -> Any:
         number = self._seen.get(id(value))
         if number is None:
+            self._seen[id(value)] = ("within", type(value).__name__)  # for a part of it that knows it
             known = (type(value).__name__, names, *(self._of(getattr(value, name)) for name in names))
             number = self._seen[id(value)] = self._numbers.setdefault(known, ("object", len(self._numbers)))
         return number

@@ -20,6 +20,16 @@ RESCUE, MEMBERS, CONTROLLER = (
     "ttp.core.controller.membership",
     "ttp.core.controller.machine",
 )
+FREEZING, PLANNING, RETRIES = (
+    "ttp.core.controller.freezing",
+    "ttp.core.controller.planning",
+    "ttp.core.controller.retries",
+)
+ADMISSION, REPORTS, COLLECTORS = (
+    "ttp.core.controller.admission",
+    "ttp.core.controller.fault_reports",
+    "ttp.core.controller.page_collectors",
+)
 LAYOUTS, GATHERING = "ttp.core.controller.layout_exchange", "ttp.core.controller.gathering"
 PROCESSOR, GATE, ROUTE = "ttp.core.rank.machine", "ttp.processor.gate.gate", "ttp.core.rank.failover"
 RANK_RESCUE, COPY_TURNS = "ttp.core.rank.rescue", "ttp.core.rank.copy_turns"
@@ -40,10 +50,10 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "one shard is enough": (DECIDE, "common & versions", "common | versions"),
     "old incarnations count": (DECIDE, " if a.incarnation == newest}", "}"),
     "written pieces are written again": (DECIDE, " if written.get(s) != version}", "}"),
-    "stuck ranks save": (DECIDE, "                answer.stuck,\n", ""),
+    "stuck ranks save": (DECIDE, "                answer.main_thread_blocked,\n", ""),
     "the first answer decides": (INCIDENT, "if len(self._ranks_at) < 2:", "if len(self._ranks_at) < 1:"),
     "an old answer takes back a newer one": (
-        RESCUE,
+        FREEZING,
         "(not answer.final or incident.is_stale(answer))",
         "not answer.final",
     ),
@@ -70,23 +80,23 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "            return\n        task.pieces",
         "if task is None:\n            return\n        task.pieces",
     ),
-    "lost ranks keep their answer": (RESCUE, "            self.incident.forget(rank)\n", ""),
-    "a flap is a fault": (RESCUE, "self._retract(incident, hello.rank, m.FaultKind.LOST)", "pass"),
+    "lost ranks keep their answer": (RESCUE, "        incident.forget(rank)\n", ""),
+    "a flap is a fault": (RESCUE, "incident.evidence.withdraw(hello.rank, m.FaultKind.LOST)", "pass"),
     "thaw while in doubt": (RESCUE, "if self._job.in_doubt or self._looks_again(incident, now):", "if False:"),
     "a silent host is waited for": (
         RESCUE,
-        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
-        "self.saving.drop(incident, rank)\n\n    def heard",
+        "        incident.waiting.discard(rank)\n        self.saving",
+        "        self.saving",
     ),
     "what a silent host has said still counts": (
         RESCUE,
-        "incident.waiting.discard(rank)\n            self.saving.drop(incident, rank)\n\n    def heard",
-        "incident.waiting.discard(rank)\n\n    def heard",
+        "        self.saving.drop(incident, rank)\n\n    def heard",
+        "\n    def heard",
     ),
     "who is heard again stays accused": (
         RESCUE,
-        "            self._retract(incident, rank, m.FaultKind.SILENT)\n            self._freeze",
-        "            self._freeze",
+        "            incident.evidence.withdraw(rank, m.FaultKind.SILENT)\n            self._freezing",
+        "            self._freezing",
     ),
     "words are all that counts": (SILENCE, "event.silent_s >= self._patience.doubt_s and", "True and"),
     "a job that forms is doubted": (SILENCE, "return self._job.formed and not", "return not"),
@@ -100,13 +110,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "not (incident.faulty or self._job.broken):\n            self._thaw",
         "True:\n            self._thaw",
     ),
-    "plan before all came back": (RESCUE, "if self._job.gather_until is not None:", "if False:"),
+    "plan before all came back": (PLANNING, "if self._job.gather_until is not None:", "if False:"),
     "give up before the grace is over": (
-        RESCUE,
+        PLANNING,
         'if self._job.in_doubt:\n            return "',
         'if False:\n            return "',
     ),
-    "a late newer version is ignored": (RESCUE, "if self._improves(incident, answer):", "if False:"),
+    "a late newer version is ignored": (RESCUE, "and self._planner.improves(incident, answer):", "and False:"),
     "an open gate is trusted": (
         RESCUE,
         "if hello.incident != incident.id:\n            self",
@@ -114,7 +124,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     "nobody tells who missed the end": (RESCUE, "if hello.incident or self._job.ended:", "if False:"),
     "TTP_OT is never over": (RESCUE, "now >= incident.opened_at + p.rescue_s:", "False:"),
-    "silence is waited for": (RESCUE, "if now < due:", "if True:"),
+    "silence is waited for": (FREEZING, "if now < due:", "if True:"),
     "a false alarm can end a job": (
         RESCUE,
         "if incident.snapshot or not (incident.faulty",
@@ -134,7 +144,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if False:\n            if not",
     ),
     "the dead are not missed": (GATHERING, "if rank not in job.members:", "if False:"),
-    "forming jobs have incidents": (CONTROLLER, "if not self.job.formed:", "if False:"),
+    "forming jobs have incidents": (REPORTS, "if not self._job.formed:", "if False:"),
     "old terms are obeyed": (PROCESSOR, "if order.term < self.term or not", "if not"),
     "left-over orders are obeyed": (
         PROCESSOR,
@@ -177,18 +187,18 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "a gradient is good for two updates": (DECIDE, "Version(v + 1)] = How.REDO", "Version(v + 2)] = How.REDO"),
     "an update is unmade twice": (DECIDE, "Version(v - 1)] = How.UNDO", "Version(v - 2)] = How.UNDO"),
     "updates are made for nobody": (
-        RESCUE,
+        PLANNING,
         "plain.version >= self._newest_finished(incident)):",
         "plain.version > self._newest_finished(incident)):",
     ),
-    "nothing is made or unmade": (RESCUE, "full = self._decided(incident, with_offers=True)", "full = plain"),
+    "nothing is made or unmade": (PLANNING, "full = self._decided(incident, with_offers=True)", "full = plain"),
     "what the dead had finished is forgotten": (
-        RESCUE,
+        PLANNING,
         "max((*answered, *(mb.version for mb in self._job.members.values())), default",
         "max(answered, default",
     ),
-    "who is in the barrier is left behind": (RESCUE, "if not self._grows(incident, verdict, now):", "if True:"),
-    "nobody is waited for at the gate": (RESCUE, 'if self._hopes(incident, now) else ""', 'if False else ""'),
+    "who is in the barrier is left behind": (PLANNING, "if not self._grows(incident, verdict, now):", "if True:"),
+    "nobody is waited for at the gate": (PLANNING, 'if self._hopes(incident, now) else ""', 'if False else ""'),
     "what must be made is saved as it is": (SAVING, "how=hows.get(rank, How.AS_IS),", "how=How.AS_IS,"),
     "an update is saved before it is made": (
         RANK_RESCUE,
@@ -221,12 +231,16 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "self._updating, self._left, self._between = True, False, False",
     ),
     # hangs
-    "hangs are not looked for": (CONTROLLER, "suspicion = self._hangs.check(now, self.job.live)", "suspicion = None"),
+    "hangs are not looked for": (
+        REPORTS,
+        "suspicion = self._parts.hangs.check(now, self._job.live)",
+        "suspicion = None",
+    ),
     "a slow rank is a hanging one": (RESCUE, "or self._looks_again(incident, now):", ":"),
     "whoever comes to the gate hangs": (
-        RESCUE,
-        "if not answer.stuck:\n            self._retract",
-        "if False:\n            self._retract",
+        FREEZING,
+        "if not answer.main_thread_blocked:\n            incident",
+        "if False:\n            incident",
     ),
     "evaluation is a hang": (HANGS, "not speaking or not speaking.isdisjoint(self._pausing)", "not speaking"),
     "the silent are not suspected": (HANGS, "rank for rank in ranks if self._silent(rank, now)))", "()))"),
@@ -234,8 +248,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the first steps teach": (HANGS, "self._first + UNSETTLED_VERSIONS", "self._first"),
     "a hang is never told": (HANGS, "return self._suspicion(", "return None and self._suspicion("),
     # fencing, witnesses, pages of other hosts
-    "who was seen to die may come back": (CONTROLLER, "        self.job.fence(rank, text)\n", ""),
-    "every host is a neighbour": (CONTROLLER, "witness.hello.host != subject.hello.host", "False"),
+    "who was seen to die may come back": (REPORTS, "        self._job.fence(rank, text)\n", ""),
+    "every host is a neighbour": (REPORTS, "witness.hello.host != subject.hello.host", "False"),
     "a witness is not believed": (WITNESSES, "if not answer.reachable:", "if True:"),
     # kept copies
     "a copy is whole when one rank has it": (BUDDIES, "len(stored) == len(self._job.members)", "stored"),
@@ -262,12 +276,12 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "for shard, able in candidates.items() if kept}",
     ),
     "steps are given up at once": (
-        RESCUE,
+        PLANNING,
         "if isinstance(verdict, Plan) and not verdict.lost:",
         "if isinstance(verdict, Plan):",
     ),
     "pages of lost hosts are not brought": (
-        SAVING,
+        COLLECTORS,
         "incident.able(buddy) else copies.get(rank)",
         "incident.able(buddy) else None",
     ),
@@ -276,7 +290,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "*(r for r, keeper in self._keepers.items() if keeper == rank)",
         "",
     ),
-    "pages that are kept elsewhere are forgotten": (SAVING, "elif missing:", "elif False:"),
+    "pages that are kept elsewhere are forgotten": (COLLECTORS, "elif missing:", "elif False:"),
     "the living are inherited from": (MIRRORS, "page.rank in job.live or", "False or"),
     "pages of another launch are inherited": (MIRRORS, "or page.incarnation != job.incarnation", ""),
     # standby controllers
@@ -284,8 +298,8 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "nobody is asked to take over": (ROUTE, "        self.takeover = True\n", ""),
     "the lost controller is asked again": (ROUTE, "ring[(at + 1 + self._walked)", "ring[(at + self._walked)"),
     "whoever is sent on has nowhere to go": (PROCESSOR, "if code is m.RefusalCode.MOVED:", "if False:"),
-    "a new controller takes everybody": (CONTROLLER, "hello.standbys and not hello.takeover:", "False:"),
-    "two controllers lead": (CONTROLLER, "hello.takeover and hello.term_seen > self.term and", "False and"),
+    "a new controller takes everybody": (ADMISSION, "hello.standbys and not hello.takeover:", "False:"),
+    "two controllers lead": (ADMISSION, "hello.takeover and hello.term_seen > self._job.term and", "False and"),
     # ranks that come back
     "gathering ends while ranks still come": (GATHERING, "elif new and job.gather_until is not None:", "elif False:"),
     "a controller that was late blames the others": (GATHERING, "if now >= due + self._late_s:", "if False:"),
@@ -303,13 +317,13 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     ),
     # jobs that form
     "what a lost process found counts for its successor": (
-        CONTROLLER,
-        "            self._forget(rank)\n        else",
+        REPORTS,
+        "            self._parts.forget(rank)\n        else",
         "            pass\n        else",
     ),
     "what a replaced process found counts for its successor": (
-        CONTROLLER,
-        "            self._forget(hello.rank)\n        self._rescue",
+        ADMISSION,
+        "            self._parts.forget(hello.rank)\n        self._rescue",
         "        self._rescue",
     ),
     "a launch that came to nothing goes on": (
@@ -335,9 +349,9 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "the others are looked for ever": (GATHERING, "self._since if self._sent_on else now", "now"),
     "who was sent on once never is again": (GATHERING, "self._sent_on &= now <", "self._sent_on &= True or now <"),
     "who has sent all on is not needed": (
-        CONTROLLER,
-        "        self._quiet_since = now\n        self._forget",
-        "        self._forget",
+        ADMISSION,
+        "        self._end.heard(now)\n        self._parts",
+        "        self._parts",
     ),
     # who answers what, and who commits
     "who hangs in an update cannot commit": (
@@ -387,39 +401,39 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "(a is not first, a.busy, place, work",
         "(a is not first, a.busy, 0, work",
     ),
-    "whoever writes is asked again": (RESCUE, "busy=frozen.rank in incident.pending,", "busy=False,"),
+    "whoever writes is asked again": (PLANNING, "busy=frozen.rank in incident.pending,", "busy=False,"),
     "parts are mixed": (SAVING, "incident.cuts.setdefault(part.shard, cut) != cut}", "False}"),
     "parts that do not fit are kept": (SAVING, "        incident.forget_parts(dict.fromkeys(odd, 1))\n", ""),
     "a shard that does not fit is cut again": (SAVING, "        incident.uncut |= odd\n", ""),
     "forgotten parts come back": (SAVING, "        task.keep_ordered()\n", ""),
     # storage
     "there is no second directory": (
-        RESCUE,
+        RETRIES,
         "if not (fallback and incident.failures) or incident.directory:",
         "if True:",
     ),
     "the second directory is tried for ever": (
-        RESCUE,
+        RETRIES,
         "if not (fallback and incident.failures) or incident.directory:",
         "if not (fallback and incident.failures):",
     ),
     "a full disk is given up at once": (
-        RESCUE,
+        RETRIES,
         "if incident.snapshot or not (incident.passing and broken):",
         "if True:",
     ),
     "a healthy job waits for a full disk": (
-        RESCUE,
+        RETRIES,
         "if incident.snapshot or not (incident.passing and broken):",
         "if not incident.passing:",
     ),
-    "what will fail again is tried again": (RESCUE, 'forgive("", incident.passing)', 'forgive("", incident.failures)'),
+    "what will fail again is tried again": (RETRIES, 'forgive("", incident.passing)', 'forgive("", incident.failures)'),
     "a full disk is asked without a pause": (
-        RESCUE,
+        RETRIES,
         "incident.look_again_at = now + pause_s",
         "incident.look_again_at = 0.0",
     ),
-    "a full disk is asked at the same pace for ever": (RESCUE, "RETRY_S * 2**incident.retries", "RETRY_S"),
+    "a full disk is asked at the same pace for ever": (RETRIES, "RETRY_S * 2**incident.retries", "RETRY_S"),
     "what is durable is written again": (INCIDENT, "if task.pieces is not None]", "if False]"),
     "what is durable elsewhere counts here": (
         INCIDENT,
@@ -441,7 +455,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
     "damage is a mystery": (RESTORING, "any(seen) or any(damaged)", "any(seen)"),
     "one rank has not seen enough": (RESTORING, "any(seen) or any(damaged)", "any(damaged)"),
     "an incarnation without a commit forgets": (RESTORING, "(committed or self._committed) if", "committed if"),
-    "every job is the same": (CONTROLLER, "last_commit, same_job=same_job", "last_commit, same_job=True"),
+    "every job is the same": (ADMISSION, "last_commit, same_job=same_job", "last_commit, same_job=True"),
 }
 
 SUITES: dict[str, list[str]] = {

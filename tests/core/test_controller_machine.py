@@ -11,7 +11,7 @@ import pytest
 
 from tests.core.talk import Talk, hello
 from ttp.core import messages as m
-from ttp.core.controller import rescue
+from ttp.core.controller import planning
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.decide import Answer, How, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -971,7 +971,7 @@ def test_a_thousand_ranks_cost_constant_time_per_event(monkeypatch: pytest.Monke
         decided.append(1)
         return decide(layout, said, *more)
 
-    monkeypatch.setattr(rescue, "decide", counted)
+    monkeypatch.setattr(planning, "decide", counted)
     talk = Talk(grid(10, 100))
     talk.lost(0)
     for rank in range(1, 1000):

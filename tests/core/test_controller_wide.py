@@ -648,7 +648,7 @@ def test_who_may_still_come_to_the_gate_is_waited_for() -> None:
     talk = Talk(grid(2, 1))
     talk.fault(0)
     talk.frozen(0, 8)
-    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
+    assert talk.frozen(1, 7, main_thread_blocked=True) == "[answer] [waits]"
     talk.after(1)
     assert "Save" in talk.frozen(1, 7, has_gradient=True)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
@@ -659,8 +659,8 @@ def test_who_may_still_come_to_the_gate_is_waited_for_before_a_finished_step_is_
     talk = Talk(grid(2, 2))  # s0: 0 and 2, s1: 1 and 3
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen(0, 8)
-    talk.frozen(2, 7, stuck=True)
-    assert talk.frozen(1, 7, stuck=True) == "[answer] [waits]"
+    talk.frozen(2, 7, main_thread_blocked=True)
+    assert talk.frozen(1, 7, main_thread_blocked=True) == "[answer] [waits]"
     assert talk.frozen(1, 7, has_gradient=True) == "[answer]", "looked at by and by: there may be thousands"
     assert "Save" in talk.after(0.02)
     assert {(o.rank, o.version, o.order.how) for o in talk.orders(m.Save)} == {(0, 8, How.AS_IS), (1, 8, How.REDO)}
@@ -670,8 +670,8 @@ def test_who_never_comes_to_the_gate_is_not_waited_for_long() -> None:
     talk = Talk(grid(2, 2))
     talk.accuse(3, m.FaultKind.EXITED)
     talk.frozen(0, 8)
-    talk.frozen(2, 7, stuck=True)
-    talk.frozen(1, 7, stuck=True)
+    talk.frozen(2, 7, main_thread_blocked=True)
+    talk.frozen(1, 7, main_thread_blocked=True)
     assert "Save" not in talk.after(1.9)
     assert "Save" in talk.after(0.1)
     assert {(o.rank, o.version) for o in talk.orders(m.Save)} == {(1, 7), (2, 7)}
@@ -681,9 +681,9 @@ def test_nobody_is_waited_for_where_a_checkpoint_was_asked_for() -> None:
     talk = Talk(grid(2, 2))
     talk.ask()
     talk.frozen(0, 8)
-    talk.frozen(2, 7, stuck=True)
-    talk.frozen(1, 7, stuck=True)
-    assert "Save" in talk.frozen(3, 7, stuck=True)
+    talk.frozen(2, 7, main_thread_blocked=True)
+    talk.frozen(1, 7, main_thread_blocked=True)
+    assert "Save" in talk.frozen(3, 7, main_thread_blocked=True)
 
 
 def test_a_version_that_never_becomes_whole_is_given_up() -> None:
@@ -764,7 +764,7 @@ def test_the_one_that_the_others_wait_for_is_named_and_its_stack_is_taken() -> N
 def test_a_hang_that_is_real_ends_with_a_release() -> None:
     talk = Hanging()
     talk.go_on()
-    talk.frozen_all(30, stuck=True)
+    talk.frozen_all(30, main_thread_blocked=True)
     for order in talk.orders(m.Save):
         talk.saved(order.rank)
     said = talk.committed(0)
@@ -775,7 +775,7 @@ def test_a_hang_that_is_real_ends_with_a_release() -> None:
 def test_a_slow_rank_that_comes_to_the_gate_was_a_false_alarm() -> None:
     talk = Hanging()
     talk.go_on()
-    talk.frozen_all(30, stuck=True)
+    talk.frozen_all(30, main_thread_blocked=True)
     for order in talk.orders(m.Save):
         talk.saved(order.rank)
     talk.committed(0)

@@ -1,8 +1,8 @@
 """What ``decide`` allows: tables to read, properties against an oracle.
 
 Notation of an answer: ``o(rank, version)`` is whole, ``x(rank, version)`` torn after that version. Letters behind it:
-``g`` holds the gradient of the next version, ``p`` a pre-image of the last, ``s`` its main thread is stuck, ``u`` its
-step is not settled. A rank that gives no answer is dead.
+``g`` holds the gradient of the next version, ``p`` a pre-image of the last, ``s`` its main thread hangs, ``u`` what
+follows its step is not done. A rank that gives no answer is dead.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def o(rank: int, version: int, marks: str = "", host: str = "", incarnation: int
         torn=torn,
         has_gradient="g" in marks,
         has_preimage="p" in marks,
-        stuck="s" in marks,
-        settled="u" not in marks,
+        main_thread_blocked="s" in marks,
+        post_step_done="u" not in marks,
         host=host,
         incarnation=incarnation,
     )
@@ -243,7 +243,9 @@ def jobs(draw: st.DrawFn, *, copies: bool = False) -> tuple[Layout, list[Answer]
         shards = st.tuples(st.sampled_from(sorted(job.groups)), st.integers(0, 3).map(Version))
         said = [replace(a, kept=tuple(draw(st.lists(shards, max_size=5)))) for a in said]
     torn = draw(st.sets(st.sampled_from(readable))) if readable else set()
-    return job, [replace(a, torn=True, stuck=False, settled=True) if a.rank in torn else a for a in said]
+    return job, [
+        replace(a, torn=True, main_thread_blocked=False, post_step_done=True) if a.rank in torn else a for a in said
+    ]
 
 
 @given(jobs(copies=True))
@@ -279,7 +281,11 @@ def test_every_shard_once_by_somebody_who_can(job: tuple[Layout, list[Answer]]) 
         assert assignment.how is materialisable(chosen)[verdict.version]
 
         def burden(answer: Answer) -> tuple[bool, bool, bool]:
-            return materialisable(answer)[verdict.version] is not How.AS_IS, answer.stuck, not answer.settled
+            return (
+                materialisable(answer)[verdict.version] is not How.AS_IS,
+                answer.main_thread_blocked,
+                not answer.post_step_done,
+            )
 
         assert burden(chosen) == min(burden(a) for a in rivals)
 

@@ -172,7 +172,7 @@ def test_the_end_of_many_streams_costs_constant_time_each() -> None:
     talk = Asked(Layout.data_parallel(2000))
     for rank in range(2000):
         talk.greets(rank)
-    book = talk.machine._layouts
+    book = talk.machine._parts.layouts
     for rank in range(2000):
         talk.event(StreamEnded(ConnectionId(rank + 1)))
     assert not book._open and not book._by_connection

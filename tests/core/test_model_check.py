@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.core.model import LARGE, Broken, Model
-from ttp.core.controller import rescue
+from ttp.core.controller import planning
 from ttp.core.decide import Answer, NoPlan, Plan, decide
 from ttp.core.layout import Layout, Shard, Version
 from ttp.testing.scenario import grid
@@ -221,6 +221,6 @@ def test_the_model_sees_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         listed = list(said)
         return decide(layout, [a for a in listed if a.version == min(b.version for b in listed)], written, uncut)
 
-    monkeypatch.setattr(rescue, "decide", oldest)
+    monkeypatch.setattr(planning, "decide", oldest)
     with pytest.raises(Broken, match=r"I2: .* while 2 was possible after: "):
         explore(1, 3, 1)

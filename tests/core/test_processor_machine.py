@@ -203,9 +203,9 @@ def test_a_freeze_closes_the_gate_and_answers() -> None:
     assert not rank.sent(m.Frozen).final
     assert rank.quiet(8, parked=False) == ">Frozen"
     answer = rank.sent(m.Frozen)
-    assert (answer.version, answer.final, answer.stuck, answer.incident) == (8, True, True, "a")
+    assert (answer.version, answer.final, answer.main_thread_blocked, answer.incident) == (8, True, True, "a")
     assert rank.quiet(8) == ">Frozen"
-    assert not rank.sent(m.Frozen).stuck
+    assert not rank.sent(m.Frozen).main_thread_blocked
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -221,7 +221,7 @@ def test_a_torn_rank_says_so() -> None:
     rank.freeze()
     rank.quiet(7, m.Phase.TORN, parked=False)
     answer = rank.sent(m.Frozen)
-    assert (answer.phase, answer.final, answer.stuck) == (m.Phase.TORN, True, False)
+    assert (answer.phase, answer.final, answer.main_thread_blocked) == (m.Phase.TORN, True, False)
 
 
 def test_quiet_without_a_freeze_is_nobodys_business() -> None:

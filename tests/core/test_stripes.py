@@ -122,8 +122,11 @@ def test_who_writes_which_part(layout: Layout, said: list[Answer], text: str) ->
 @pytest.mark.parametrize(
     ("said", "text"),
     [
-        ([o(0, stuck=True), o(1, stuck=True)], "model#1/2:0 model#2/2:1"),  # all hang in a collective: as good as any
-        ([o(0), o(1, settled=False)], "model:0"),
+        (
+            [o(0, main_thread_blocked=True), o(1, main_thread_blocked=True)],
+            "model#1/2:0 model#2/2:1",
+        ),  # all hang in a collective: as good as any
+        ([o(0), o(1, post_step_done=False)], "model:0"),
         ([o(0, torn=True, has_preimage=True), o(1, torn=True, has_preimage=True)], "model:-0"),
         ([o(0, digests={Shard("model"): "x"}), o(1, digests={Shard("model"): "y"})], "model:0"),
         ([o(r, digests={Shard("model"): "y" if r == 2 else "x"}) for r in (0, 1, 2)], "model:0"),
@@ -185,7 +188,7 @@ def jobs(draw: st.DrawFn) -> tuple[Layout, list[Answer], dict[Shard, Version]]:
             policy,
             draw(st.sampled_from([LARGE, LARGE, LARGE, 0])),
             version=Version(draw(st.sampled_from([7, 7, 7, 8]))),
-            stuck=draw(st.booleans()),
+            main_thread_blocked=draw(st.booleans()),
             busy=draw(st.booleans()),
             bad=draw(st.sampled_from([False, False, True])),
             has_gradient=draw(st.booleans()),

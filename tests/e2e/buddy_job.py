@@ -60,8 +60,8 @@ def hurt(step: int) -> None:
         return
     if FAULT == "host":
         processor = session.current().processor
-        assert processor is not None and processor.company.pages is not None
-        shutil.rmtree(processor.company.pages.path)
+        assert processor is not None and processor.host.pages is not None
+        shutil.rmtree(processor.host.pages.path)
     os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import importlib
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -23,26 +22,11 @@ from pathlib import Path
 import psutil
 
 from tests.e2e.harness import Job
+from tests.forking import fork
 from tests.ports import free_port
-
-PRELOAD = [
-    "torch",
-    "torch.distributed.fsdp",
-    "torch.distributed.pipelining",
-    "torch.distributed.tensor.parallel",
-    "torch.distributed._composable.replicate_with_fsdp",
-    "torch.distributed.optim",
-    "torch._dynamo",
-    "ttp.api",
-    "ttp.processor.processor",
-    "ttp.adapters.torch.adapter",
-    "ttp.adapters.torch.sharding.replicated_optimizer",
-]
 
 LOST = 255
 """Exit code that multiprocessing gives ranks whose server is gone."""
-
-_server = multiprocessing.get_context("forkserver")
 
 
 class Forked:
@@ -52,13 +36,11 @@ class Forked:
     """
 
     def __init__(self, module: str, env: dict[str, str], out: Path, arguments: Sequence[object] = ()) -> None:
-        _server.set_forkserver_preload(PRELOAD)
         self._out, self._err = out, out.with_suffix(".err")
         argv = [module, *map(str, arguments)]
         for said in (self._out, self._err):
             said.unlink(missing_ok=True)
-        self._process = _server.Process(target=_main, args=(module, env, out, self._err, argv), daemon=True)
-        self._process.start()
+        self._process = fork(_main, (module, env, out, self._err, argv))
 
     @property
     def out(self) -> str:
@@ -110,15 +92,12 @@ class ForkedJob(Job):
         life = len(self.lives)
         run_dir = self.directory / f"run{life}"
         run_dir.mkdir(parents=True)
-        _server.set_forkserver_preload(PRELOAD)
         said = [self._said(rank) for rank in range(self.ranks)]
         environments = [self._env(life, rank) for rank in range(self.ranks)]
         self.ranks_now = [
-            _server.Process(target=_main, args=(self.module, env, out, out, [self.module]), daemon=True)
+            fork(_main, (self.module, env, out, out, [self.module]))
             for env, out in zip(environments, said, strict=True)
         ]
-        for process in self.ranks_now:
-            process.start()
         return self
 
     def end(self, timeout_s: float) -> list[int]:

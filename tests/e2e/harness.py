@@ -13,11 +13,12 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 import psutil
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 from ttp.wire.channel import metadata, open_channel, stub
 from ttp.wire.v1 import controller_pb2 as pb
@@ -33,7 +34,9 @@ def program(name: str, module: str) -> list[str]:
     return [str(script)] if script.exists() else [sys.executable, "-m", module]
 
 
-TTP, TORCHRUN = program("ttp", "ttp"), program("torchrun", "torch.distributed.run")
+TTP = program("ttp", "ttp")
+
+Process: TypeAlias = subprocess.Popen[Any] | ForkedPython
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Job:
     protected: bool = True
     script: Path = JOB
     port: int = 0
-    processes: list[subprocess.Popen[Any]] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
 
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -70,27 +73,16 @@ class Job:
         if self.protected:
             base |= {"TTP_PORT": str(self.port), "TTP_RUN_DIR": str(self.directory / "run"), "TTP_OT": "60"}
         base |= self.env
-        launcher = [*TTP, "run"] if self.launcher == "ttp" and self.protected else TORCHRUN
+        ours = self.launcher == "ttp" and self.protected
         flags = self.flags or ([] if any(self.nodes) else ["--standalone"])
         local = str(self.ranks // len(self.nodes))
         self.log = self.directory / "launcher.log"
         self.processes = []
         for index, node in enumerate(self.nodes):
             restarts = ["--max-restarts", str(self.max_restarts)]
-            command = [*launcher, *flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
-            # The launcher's pid is known to the workers through a shell that becomes the launcher.
-            wrapped = ["/bin/sh", "-c", 'export JOB_LAUNCHER_PID=$$; exec "$@"', "sh", *command]
-            with self.log.open("a") as out:
-                self.processes.append(
-                    subprocess.Popen(
-                        wrapped,
-                        env=base | self._place(index),
-                        stdout=out,
-                        stderr=subprocess.STDOUT,
-                        text=True,
-                        start_new_session=True,
-                    )
-                )
+            arguments = [*flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
+            module, arguments = ("ttp", ["run", *arguments]) if ours else ("torch.distributed.run", arguments)
+            self.processes.append(ForkedPython(module, arguments, base | self._place(index), self.log))
         return self
 
     def _place(self, node: int) -> dict[str, str]:

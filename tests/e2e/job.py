@@ -93,8 +93,8 @@ class Injector:
 def lose_memory() -> None:
     """The shared memory of a host goes with it."""
     processor = ttp.session.current().processor
-    assert processor is not None and processor.company.pages is not None
-    shutil.rmtree(processor.company.pages.path, ignore_errors=True)
+    assert processor is not None and processor.host.pages is not None
+    shutil.rmtree(processor.host.pages.path, ignore_errors=True)
 
 
 def flip_a_bit() -> None:

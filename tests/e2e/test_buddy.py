@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 from tests.wire.certificates import Authority
 from ttp.processor.local_state.page_dir import SHARED_MEMORY
@@ -32,36 +31,35 @@ class Buddies:
     fault: str
     env: dict[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
-    ranks: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    ranks: list[ForkedPython] = field(default_factory=list)
 
     def launch(self, life: int) -> list[int]:
         """Exit codes of all ranks."""
         master = str(free_port())
         clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC"))}
-        with (self.directory / f"life{life}.log").open("w") as log:
-            for rank, host in enumerate(self.hosts):
-                env = (
-                    clean
-                    | {
-                        "RANK": str(rank),
-                        "LOCAL_RANK": str(rank),
-                        "WORLD_SIZE": str(len(self.hosts)),
-                        "MASTER_ADDR": "127.0.0.1",
-                        "MASTER_PORT": master,
-                        "TORCHELASTIC_RESTART_COUNT": str(life),
-                        "TTP_PORT": str(self.port),
-                        "TTP_RUN_DIR": str(self.directory / "run" / host),
-                        "TTP_HOST": host,
-                        "TTP_BUDDY_EVERY": str(EVERY),
-                        "TTP_STANDBYS": "0",
-                        "TTP_TOKEN": "a secret",
-                        "JOB_DIR": str(self.directory),
-                        "JOB_STEPS": str(STEPS),
-                        "JOB_FAULT": self.fault,
-                    }
-                    | self.env
-                )
-                self.ranks.append(subprocess.Popen([sys.executable, str(JOB)], env=env, stdout=log, stderr=log))
+        for rank, host in enumerate(self.hosts):
+            env = (
+                clean
+                | {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(len(self.hosts)),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": master,
+                    "TORCHELASTIC_RESTART_COUNT": str(life),
+                    "TTP_PORT": str(self.port),
+                    "TTP_RUN_DIR": str(self.directory / "run" / host),
+                    "TTP_HOST": host,
+                    "TTP_BUDDY_EVERY": str(EVERY),
+                    "TTP_STANDBYS": "0",
+                    "TTP_TOKEN": "a secret",
+                    "JOB_DIR": str(self.directory),
+                    "JOB_STEPS": str(STEPS),
+                    "JOB_FAULT": self.fault,
+                }
+                | self.env
+            )
+            self.ranks.append(ForkedPython(JOB, [], env, self.directory / f"life{life}.log"))
         codes = [rank.wait(150) for rank in self.ranks]
         self.ranks = []
         return codes

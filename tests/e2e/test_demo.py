@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.harness import PYTHON_BIN
+from tests.forking import ForkedPython
 from tests.ports import free_port
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -61,17 +62,13 @@ def test_the_gpt_trains_on_a_text_of_the_users_own(tmp_path: Path) -> None:
     place = ["--text", str(tmp_path / "text"), "--save-dir", str(tmp_path / "out")]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
     clean |= {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(EXAMPLES / "gpt" / "train_gpt.py"), *small, *place]
-    ranks = [
-        subprocess.Popen(command, env=clean | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
+    program, logs = EXAMPLES / "gpt" / "train_gpt.py", [tmp_path / f"{rank}.log" for rank in range(2)]
+    ranks = [ForkedPython(program, small + place, clean | {"RANK": str(rank)}, logs[rank]) for rank in range(2)]
     try:
-        out = [rank.communicate(timeout=200)[0] for rank in ranks]
+        assert [rank.wait(200) for rank in ranks] == [0, 0], [log.read_text() for log in logs]
     finally:
         for process in ranks:
             process.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], out
-    losses = [float(line.split()[-1]) for line in out[0].splitlines() if line.startswith("step ")]
+    losses = [float(line.split()[-1]) for line in logs[0].read_text().splitlines() if line.startswith("step ")]
     assert len(losses) == 12 and losses[-1] < losses[0] / 2  # there is nothing but four letters in turn
     assert json.loads((tmp_path / "out" / "result.json").read_text()).keys() >= {"weights", "optimizer", "losses"}

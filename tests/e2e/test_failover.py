@@ -48,7 +48,12 @@ def test_the_controller_is_found_where_it_reigns_now(make_job: Callable[..., Job
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(
-        ranks=2, steps=100_000, max_restarts=0, nodes=nodes, hosts=["one", "two"], env={"TTP_TOKEN": "secret"}
+        ranks=2,
+        steps=100_000,
+        max_restarts=0,
+        nodes=nodes,
+        hosts=["one", "two"],
+        env={"TTP_TOKEN": "secret", "JOB_STEP_S": "0.1"},
     ).start()
     job.wait_for_version(2, timeout_s=WAIT_S)
     standby = until(job, "nobody stands by", lambda: kept_by(job, "two", 1))

@@ -35,7 +35,8 @@ def test_the_adapter_of_the_walk_loses_no_step_and_no_bit(tmp_path: Path) -> Non
     command = [sys.executable, "-m", "ttp", "run", *flags, *script]
     done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "rank 1 begins with version 20" in done.stdout
-    assert newest_whole(tmp_path)[0].name == "tft_saved_checkpoints-step_20"
+    saved = int(newest_whole(tmp_path)[0].name.rpartition("_")[2])
+    assert saved in (19, 20), "rank 0 may not have begun the update that rank 1 was through"
+    assert f"rank 1 begins with version {saved}" in done.stdout
     for rank in range(2):
         assert (np.load(tmp_path / f"final_{rank}.npy") == unbroken()).all()

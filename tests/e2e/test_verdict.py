@@ -15,7 +15,7 @@ WAIT_S = 150
 def codes(job: Job) -> list[int]:
     """Exit codes of all launchers."""
     job.run(WAIT_S)
-    return [process.returncode for process in job.processes]
+    return [process.wait() for process in job.processes]
 
 
 def verdict(job: Job) -> tuple[str, int]:

@@ -91,7 +91,7 @@ def test_a_participant_finds_its_device_with_its_first_update_and_has_its_saves_
 ) -> None:
     part = Participant(RankEnv.from_env({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "here"}), Config(port=1))
     gate = SimpleNamespace(updating=True, closed=False)
-    processor: Any = SimpleNamespace(gate=gate, begin_update=lambda: None, end_update_at=lambda version: None)
+    processor: Any = SimpleNamespace(gate=gate, begin_update=lambda: None, end_update=lambda version: None)
     part._processor = processor
     assert part.device_index is None
     runtime.set_device(3)

@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
@@ -23,19 +24,31 @@ ROOT = HERE.parent.parent
 PATIENCE_S = 60.0
 """Bounds a wait; no test passes or fails by how long something took within it."""
 
-LAUNCHERS = {"ttp-run": ["-m", "ttp.launch.run"], "torchrun": ["-m", "torch.distributed.run"]}
+LAUNCHERS = {"ttp-run": "ttp.launch.run", "torchrun": "torch.distributed.run"}
 OF_MINDSPORE = "ttp-run-mindspore"
+FRESH = "in a Python of its own: "
+"""Before the name of a launcher, that is not forked then."""
 
 
 class Job:
     """One launcher process and its workers; ``out`` is where the workers leave files."""
 
-    def __init__(self, command: list[str], env: dict[str, str], out: Path, name: str) -> None:
+    def __init__(self, launcher: str, arguments: list[str], env: dict[str, str], out: Path, name: str) -> None:
         self.out, self.patience_s = out, PATIENCE_S
         self.log_path = out / f"{name}.log"
+        self.process = self._start(launcher, arguments, env)
+
+    def _start(
+        self, launcher: str, arguments: list[str], env: dict[str, str]
+    ) -> subprocess.Popen[bytes] | ForkedPython:
+        if launcher in LAUNCHERS:
+            return ForkedPython(LAUNCHERS[launcher], arguments, env, self.log_path)
+        flags = ["--mindspore"] if launcher == OF_MINDSPORE else []
+        module = LAUNCHERS["ttp-run" if flags else launcher.removeprefix(FRESH)]
+        command = [sys.executable, "-m", module, *flags, *arguments]
         with self.log_path.open("w") as log:
-            self.process = subprocess.Popen(
-                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=out
+            return subprocess.Popen(
+                command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd=self.out
             )
 
     @property
@@ -167,9 +180,7 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def launch(launcher: str, flags: list[str], script: str, *args: str, name: str = "launcher") -> Job:
-        program = [*LAUNCHERS["ttp-run"], "--mindspore"] if launcher == OF_MINDSPORE else LAUNCHERS[launcher]
-        command = [sys.executable, *program, *flags, str(HERE / script), str(out), *args]
-        jobs.append(Job(command, environ, out, name))
+        jobs.append(Job(launcher, [*flags, str(HERE / script), str(out), *args], environ, out, name))
         return jobs[-1]
 
     yield launch

@@ -16,10 +16,12 @@ from typing import NoReturn
 from ttp.launch.leases import Leases
 
 OUT, PLAN = Path(sys.argv[1]), json.loads(sys.argv[2])
-if os.environ.get("MS_ROLE") == "MS_SCHED":  # as MindSpore's scheduler: no rank, waits to be ended
+if os.environ.get("MS_ROLE") == "MS_SCHED":  # as MindSpore's scheduler: no rank, waits until all have trained
     (OUT / ".scheduler").write_text(f"{os.getpid()} {os.environ['MS_SCHED_PORT']}")
     (OUT / ".scheduler").replace(OUT / "scheduler")
-    signal.pause()
+    while len(list(OUT.glob("trained-*"))) < int(os.environ["MS_WORKER_NUM"]):
+        time.sleep(0.01)
+    sys.exit()
 RANK, ATTEMPT, PID = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"]), os.getpid()
 LEASES = Leases(Path(os.environ["TTP_RUN_DIR"])) if "TTP_RUN_DIR" in os.environ else None
 
@@ -52,11 +54,13 @@ def main() -> None:
         LEASES.arm(PID)
     put(f"pid-{RANK}-{ATTEMPT}", str(PID))
     if PLAN.get("attempts", 1) <= ATTEMPT:
+        put(f"trained-{RANK}-{ATTEMPT}")
         return
     if "crash" in PLAN:
         if PLAN["crash"] == "ended" and LEASES is not None:
             LEASES.disarm(PID)
             LEASES.end(PID)
+            put(f"trained-{RANK}-{ATTEMPT}")
         os.kill(PID, signal.SIGSEGV)
     while not (OUT / "rescue").exists():
         time.sleep(0.01)

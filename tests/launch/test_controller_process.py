@@ -140,12 +140,24 @@ def test_a_stranger_on_the_port_is_reported(run_dir: Path, stranger: int, monkey
         ensure(run_dir, stranger)
 
 
-def test_another_jobs_controller_is_reported(run_dir: Path, unused_port: int) -> None:
+def test_another_jobs_controller_is_reported(run_dir: Path, unused_port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subject, "STRANGER_S", 0.1)
     other = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token="another")
     assert subject.wait_until_serving("127.0.0.1", unused_port, "another", LONG_S)
     with pytest.raises(ConfigError, match=rf"another job \(pid {other.pid}"):
         ensure(run_dir, unused_port)
     subject.stop_controller(other)
+
+
+def test_the_controller_of_an_earlier_job_is_given_time_to_end(run_dir: Path, unused_port: int) -> None:
+    earlier = subject.start_controller(port=unused_port, bind="", run_dir=run_dir, token="another")
+    assert subject.wait_until_serving("127.0.0.1", unused_port, "another", LONG_S)
+    ending = threading.Timer(0.5, subject.stop_controller, (earlier,))
+    ending.start()
+    mine = ensure(run_dir, unused_port)
+    assert mine is not None and started(run_dir) == [earlier.pid, mine.pid]
+    subject.stop_controller(mine)
+    ending.join()
 
 
 def test_one_that_cannot_start_shows_its_log(run_dir: Path, unused_port: int) -> None:
@@ -283,6 +295,23 @@ def test_somebody_elses_is_left_alone_but_replaced(keeper: ControllerKeeper, con
     other.kill()
     other.wait()
     wait_until(lambda: len(started(run_dir)) == 2)
+
+
+def test_stop_ends_one_that_a_rank_has_put_in_the_place_of_ours(
+    keeper: ControllerKeeper, config: Config, run_dir: Path
+) -> None:
+    """A rank that finds none starts one too. It would hold the port, and a launch that follows would be refused."""
+    keeper.start("127.0.0.1")
+    assert config.port is not None
+    with keeper._lock:
+        os.kill(started(run_dir)[0], signal.SIGKILL)
+        wait_until(lambda: not listens("127.0.0.1", config.port or 0, 1.0))
+        of_a_rank = ensure(run_dir, config.port)
+    assert of_a_rank is not None
+    wait_until(lambda: keeper._child is None)
+    keeper.stop()
+    assert of_a_rank.wait(LONG_S) == 0
+    assert not listens("127.0.0.1", config.port, 1.0)
 
 
 def test_stop_leaves_somebody_elses_running(keeper: ControllerKeeper, config: Config, run_dir: Path) -> None:

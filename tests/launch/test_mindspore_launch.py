@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
-from tests.launch.conftest import OF_MINDSPORE
+from tests.launch.conftest import FRESH, OF_MINDSPORE
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Controller, Job
@@ -52,7 +52,7 @@ def scheduler(job: Job) -> tuple[int, int]:
 
 
 def test_torch_is_absent_indeed(start: Start, environ: dict[str, str]) -> None:
-    job = start("ttp-run", TWO, "fake_worker.py", plan())
+    job = start(FRESH + "ttp-run", TWO, "fake_worker.py", plan())
     assert job.finish() == 64
     assert "there is no torch here" in job.log
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 import pytest
 
+from tests.launch.conftest import FRESH
 from ttp.config import Config
 from ttp.launch.preparation import settled
 from ttp.launch.presence import listens, probe
@@ -128,7 +129,7 @@ def test_a_job_of_one_node_needs_no_settings(start: Start, tmp_path: Path) -> No
 
 def test_plugin_runs_a_controller_too(start: Start, environ: dict[str, str], tmp_path: Path, unused_port: int) -> None:
     environ.update(TTP_PORT=str(unused_port), TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC="4711")
-    job = start("torchrun", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
+    job = start(FRESH + "torchrun", ["--nproc-per-node", "2"], "env_worker.py", "0", "wait")
     env = environment(job)
     assert env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "torchrun's own default is 1"
     assert env["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"] == "4711", "what the user sets stays"

@@ -296,7 +296,8 @@ class Copies:
         self.pages, self.source = pages, Source()
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.receiver = Receiver(Config(), "job")
-        self.copying = Copying(self.source, LAYOUT, rank, 10, self.receiver, "", "job", self.told.put)
+        env = RankEnv(rank, LAYOUT.world_size, 0, "127.0.0.1", "job", 0)
+        self.copying = Copying(self.source, LAYOUT, Config(buddy_every=10), env, self.receiver, self.told.put)
         self.copying.joined(pages, 3)
         if named:
             self.copying.named(m.CopyTo(ME, 1, NOBODY, ""))
@@ -311,7 +312,7 @@ class Copies:
     def settled(self, version: int, *, whole: bool) -> None:
         self.copying.settle(act.SettleCopy(Version(version), whole))
         done = threading.Event()
-        self.copying._lane.submit(done.set)
+        self.copying._worker.submit(done.set)
         assert done.wait(PATIENCE_S)
 
     @property

@@ -62,7 +62,7 @@ class Rig:
         )
         self.processor._machine._rescue.incident = "i"
         self.processor.gate.set_version(Version(3))
-        self.looker = self.processor._looker
+        self.looker = self.processor._inspector
 
     def said(self) -> Any:
         """The next final answer, or what else was told to the machine."""
@@ -153,7 +153,7 @@ def test_one_that_stands_before_an_update_with_its_gradient_says_so_and_makes_it
     it.looker.freeze(hurry=True)
     quiet = it.said()
     assert (quiet.version, quiet.has_gradient, quiet.parked) == (2, True, False)
-    it.processor._redo(Version(3))
+    it.processor._inspector.redo(Version(3))
     quiet = it.said()
     assert (quiet.version, quiet.has_gradient) == (3, False)
 
@@ -166,7 +166,7 @@ def test_one_that_cannot_be_let_go_is_no_reason_to_let_its_host_go(rig: Callable
     training.start()
     while not it.processor.gate.state().parked:
         assert training.is_alive()
-    it.processor._redo(Version(3))
+    it.processor._inspector.redo(Version(3))
     while not isinstance(it.said(), NotRedone):
         pass  # what it says of standing there
     assert it.processor.gate.state().parked

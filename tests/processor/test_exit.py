@@ -18,14 +18,15 @@ import sys
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
-from ttp.processor import processor as module
+from ttp.processor import exiting
+from ttp.processor.processor import Processor
 
-module.EXIT_S = 0.2
+exiting.EXIT_S = 0.2
 logging.basicConfig()
 if "driver" in sys.argv:
     FakeSource.close = lambda self: ctypes.PyDLL(None).sleep(600)  # keeps the lock, as a call into CUDA may
 env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
-processor = module.Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
+processor = Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
 logging.warning("the last line that it takes")
 processor._exit(75, "saved")
 """

@@ -29,7 +29,7 @@ class SlowToLook(FakeSource):
     def __init__(self) -> None:
         self.looking, self.seen = threading.Event(), threading.Event()
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         self.looking.set()
         assert self.seen.wait(PATIENCE_S)
         return True
@@ -55,7 +55,7 @@ def alone(source: FakeSource, tmp_path: Path) -> Processor:
 def processor(source: SlowToLook, tmp_path: Path) -> Processor:
     """Frozen, and the look at its state has begun while the training thread was elsewhere."""
     made = alone(source, tmp_path)
-    made._looker.freeze()
+    made._inspector.freeze()
     assert source.looking.wait(PATIENCE_S)
     return made
 
@@ -64,7 +64,7 @@ def answers(processor: Processor) -> list[Quiet]:
     """All that was said, once nothing more is to come."""
     said: list[Quiet] = []
     for _ in range(3):  # a look may ask for one more
-        assert processor._looker.wait_done(PATIENCE_S)
+        assert processor._inspector.wait_done(PATIENCE_S)
     while True:
         try:
             event = processor._inbox.get_nowait()
@@ -146,7 +146,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
     """It asks the gate all the time: said to hang, a version that it could make would be given up."""
     source.seen.set()
     made = alone(source, tmp_path)
-    made._looker._came = came = Watched()
+    made._inspector._came = came = Watched()
     in_barrier, admitted = threading.Event(), []
 
     def meet() -> None:
@@ -158,7 +158,7 @@ def test_who_waits_for_its_peers_with_its_gradient_has_a_moment_to_come_to_the_g
     training = threading.Thread(target=meet, daemon=True)
     training.start()
     assert in_barrier.wait(PATIENCE_S)
-    made._looker.freeze()
+    made._inspector.freeze()
     assert came.awaited.wait(PATIENCE_S), "it is waited for"
     said = answers(made)
     assert said
@@ -175,7 +175,7 @@ def test_who_hangs_there_is_answered_for_all_the_same(
     source.seen.set()
     made = alone(source, tmp_path)
     with made.gate.nearby():
-        made._looker.freeze()
+        made._inspector.freeze()
         (quiet,) = answers(made)
     assert not quiet.parked
 
@@ -197,7 +197,7 @@ def test_what_cannot_be_done_keeps_nothing_after_it_from_being_done(
         raise RuntimeError("can't start new thread")
 
     processor = alone(SlowToLook(), tmp_path)
-    monkeypatch.setattr(processor, "_aside", no_thread)
+    monkeypatch.setattr("ttp.processor.processor.aside", no_thread)
     processor._try(act.Connect(start_controller=False))
     processor._try(act.CloseGate())
     assert processor.gate.closed
@@ -211,7 +211,7 @@ class HangsOnce(FakeSource):
     def __init__(self) -> None:
         self.looking, self.ends = threading.Event(), threading.Event()
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         if not self.looking.is_set():
             self.looking.set()
             assert self.ends.wait(PATIENCE_S)
@@ -222,20 +222,20 @@ def test_a_look_that_hangs_is_left_behind_by_the_next_freeze(tmp_path: Path) -> 
     source = HangsOnce()
     processor = alone(source, tmp_path)
     try:
-        processor._looker.freeze()
+        processor._inspector.freeze()
         assert source.looking.wait(PATIENCE_S)
-        processor._looker.thaw()
-        processor._looker.freeze()
+        processor._inspector.thaw()
+        processor._inspector.freeze()
         (quiet,) = answers(processor)
-        assert quiet.settled
+        assert quiet.post_step_done
     finally:
         source.ends.set()
 
 
 def test_in_one_freeze_nothing_is_looked_at_twice_at_once(processor: Processor, source: SlowToLook) -> None:
-    lane = processor._looker._lane._thread
-    processor._looker.freeze()
-    assert processor._looker._lane._thread is lane
+    worker = processor._inspector._worker._thread
+    processor._inspector.freeze()
+    assert processor._inspector._worker._thread is worker
     source.seen.set()
     assert answers(processor)
 

@@ -53,18 +53,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 def seen(directory: Path, rank: int = 3, seat: Seat = Seat.NEIGHBOUR) -> SentinelReader:
-    lookout = look(directory, rank, seat)
-    assert isinstance(lookout, SentinelReader), lookout
-    return lookout
+    reader = look(directory, rank, seat)
+    assert isinstance(reader, SentinelReader), reader
+    return reader
 
 
 def test_it_says_whose_it_is(tmp_path: Path, start: Start) -> None:
     owner = start()
-    lookout = seen(tmp_path)
-    assert (lookout.owner.rank, lookout.owner.pid, lookout.owner.incarnation) == (3, owner.pid, 7)
-    assert lookout.owner.nonce == owner.nonce
-    assert lookout.owner.start == process_start(owner.pid) != process_start(os.getpid())
-    assert lookout.wait(0.0) is State.ALIVE
+    reader = seen(tmp_path)
+    assert (reader.owner.rank, reader.owner.pid, reader.owner.incarnation) == (3, owner.pid, 7)
+    assert reader.owner.nonce == owner.nonce
+    assert reader.owner.start == process_start(owner.pid) != process_start(os.getpid())
+    assert reader.wait(0.0) is State.ALIVE
     assert ranks_in(tmp_path) == [3] and [p.name for p in tmp_path.iterdir()] == ["alive_3"]  # no draft is left
 
 
@@ -103,35 +103,35 @@ def test_who_looks_later_sees_it_too(tmp_path: Path, start: Start) -> None:
 
 def test_leaving_is_not_dying(tmp_path: Path, start: Start) -> None:
     owner = start()
-    lookout = seen(tmp_path)
-    watcher = threading.Thread(target=lookout.wait, args=(4 * LONG_S,))
+    reader = seen(tmp_path)
+    watcher = threading.Thread(target=reader.wait, args=(4 * LONG_S,))
     watcher.start()
     assert owner.ask("leave") == "left"
     watcher.join(LONG_S)
     assert not watcher.is_alive()  # woken
     owner.end()
-    assert lookout.state() is State.LEFT
+    assert reader.state() is State.LEFT
 
 
 @pytest.mark.parametrize("end", ["exec", "raise"])
 def test_a_process_that_ends_without_a_word_has_died(tmp_path: Path, start: Start, end: str) -> None:
     owner = start()
-    lookout = seen(tmp_path)
+    reader = seen(tmp_path)
     owner.tell(end)
-    assert lookout.wait(LONG_S) is State.DIED
+    assert reader.wait(LONG_S) is State.DIED
 
 
 def test_children_neither_prolong_nor_end_it(tmp_path: Path, start: Start) -> None:
     owner = start()
-    lookout = seen(tmp_path)
+    reader = seen(tmp_path)
     first, second = int(owner.ask("fork")), int(owner.ask("fork"))
     owner.ask("fork and close")
     assert owner.ask("spawn") == "spawned"
     os.kill(first, signal.SIGKILL)
-    assert lookout.wait(0.1) is State.ALIVE
+    assert reader.wait(0.1) is State.ALIVE
     try:
         owner.kill()
-        assert lookout.wait(LONG_S) is State.DIED
+        assert reader.wait(LONG_S) is State.DIED
         os.kill(second, 0)  # lives all the while
     finally:
         os.kill(second, signal.SIGKILL)
@@ -142,11 +142,11 @@ def test_a_thread_that_ends_with_its_list_put_back_leaves_no_trace(tmp_path: Pat
     for nonce in ("one", "two"):
         sentinel = Sentinel(tmp_path, 3, nonce, 7)
         assert sentinel.wait_placed(LONG_S)
-        lookout = seen(tmp_path)
-        assert lookout.owner.nonce == nonce and lookout.state() is State.ALIVE
+        reader = seen(tmp_path)
+        assert reader.owner.nonce == nonce and reader.state() is State.ALIVE
         sentinel.close()
         sentinel.close()
-        assert lookout.state() is State.LEFT
+        assert reader.state() is State.LEFT
 
 
 # --------------------------------------------------------------------------------------------------- no shared memory
@@ -307,10 +307,10 @@ def test_files_that_somebody_else_may_have_put_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize("word", [1, WAITERS, DIED | 1234, DIED & ~WAITERS, 0xFFFFFFFF])
 def test_a_word_that_makes_no_sense_is_neither_life_nor_death(tmp_path: Path, word: int) -> None:
     put(tmp_path, bytes(good(word)))
-    lookout = seen(tmp_path)
+    reader = seen(tmp_path)
     with pytest.raises(BadSentinelError, match="its word is"):
-        lookout.wait(LONG_S)
-    lookout.close()
+        reader.wait(LONG_S)
+    reader.close()
 
 
 @given(st.integers(0, 127), st.integers(1, 255))

@@ -294,16 +294,16 @@ from pathlib import Path
 from ttp.processor.serial_worker import SerialWorker
 from ttp.store.durable import write_durably
 
-lane = SerialWorker("saver")
-lane.submit(lambda: write_durably(Path(sys.argv[1]), b"x" * 100))
+worker = SerialWorker("saver")
+worker.submit(lambda: write_durably(Path(sys.argv[1]), b"x" * 100))
 sys.stdin.readline()
-assert lane.busy
-lane.leave_behind()
+assert worker.busy
+worker.leave_behind()
 done = []
-lane.submit(lambda: done.append(1))
+worker.submit(lambda: done.append(1))
 while not done:
     pass
-lane.close()
+worker.close()
 """
 
 

@@ -70,8 +70,8 @@ class Answer:
         torn: died or raised between the first and the last write of an update.
         has_gradient: the fully reduced gradient of ``version + 1`` is at hand (it stands at the gate).
         has_preimage: a copy of the state before the last update it started is at hand.
-        stuck: the main thread does not run Python (it hangs in a collective); the processor can still save.
-        settled: what follows an update (scheduler, EMA) has been done too.
+        main_thread_blocked: it does not run Python (it hangs in a collective); the processor can still save.
+        post_step_done: what follows an update (scheduler, EMA) has been done too.
         host: where it runs; work is spread over hosts.
         incarnation: launch of the job the state belongs to.
         digests: of the shards it holds, at ``version``; a shard without one is not compared.
@@ -88,8 +88,8 @@ class Answer:
     torn: bool = False
     has_gradient: bool = False
     has_preimage: bool = False
-    stuck: bool = False
-    settled: bool = True
+    main_thread_blocked: bool = False
+    post_step_done: bool = True
     host: str = ""
     incarnation: int = 0
     digests: Mapping[Shard, str] = field(default_factory=lambda: NO_DIGESTS)
@@ -301,8 +301,8 @@ def _assign(
             answer = by_rank[rank]
             return (
                 how(rank) is not How.AS_IS,
-                answer.stuck,
-                not answer.settled,
+                answer.main_thread_blocked,
+                not answer.post_step_done,
                 answer.busy,
                 work.of_rank[rank],
                 work.of_host[answer.host],

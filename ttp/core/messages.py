@@ -205,8 +205,8 @@ class Frozen:
     final: bool
     has_gradient: bool = False
     has_preimage: bool = False
-    stuck: bool = False
-    settled: bool = True
+    main_thread_blocked: bool = False
+    post_step_done: bool = True
     digests: tuple[ShardDigest, ...] = ()
     bad: tuple[str, ...] = ()  # tensors that hold NaN or Inf; a few of them
     kept: tuple[KeptCopy, ...] = ()

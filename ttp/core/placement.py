@@ -1,4 +1,4 @@
-"""Who writes which part of a shard, so that hosts, and the disks behind them, get about the same number of bytes.
+"""Spreads the parts of shards over ranks, so that hosts, and their disks, write about the same number of bytes.
 
 A shard is cut where more can write at the same time than there are shards, over replicas that are *alike*: they hold
 the version as it is, are as settled, have the same digest and size. One saver per host comes first: ranks of one host
@@ -18,52 +18,52 @@ from ttp.core.layout import Rank, Shard, Version
 
 
 class Holder(Protocol):
-    """``Answer``, as far as it is needed here."""
+    """The fields of ``Answer`` that are needed here."""
 
     @property
     def rank(self) -> Rank:
-        """Who holds a copy."""
+        """The rank that holds a copy."""
 
     @property
     def host(self) -> str:
-        """Where."""
+        """The host that it runs on."""
 
     @property
-    def stuck(self) -> bool:
-        """Its main thread hangs; as good as any, if there is a choice the last."""
+    def main_thread_blocked(self) -> bool:
+        """Its main thread hangs. It can save, and is chosen last."""
 
     @property
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """What follows the update has been done."""
 
     @property
     def bad(self) -> bool:
-        """Holds NaN or Inf."""
+        """Its copy holds NaN or Inf."""
 
     @property
     def busy(self) -> bool:
-        """Writes something already."""
+        """It is writing something already."""
 
     @property
     def can_save(self) -> bool:
-        """Has not failed to."""
+        """No save of it has failed."""
 
     @property
     def stripes(self) -> int:
-        """How it may be cut."""
+        """Into how many parts its shards may be cut, as ``Hello`` says."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
-        """What the copies look like."""
+        """Digest of each shard that it holds."""
 
     @property
     def sizes(self) -> Mapping[Shard, int]:
-        """Bytes that can be cut."""
+        """Bytes of each shard that can be cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """Whether a shard may be cut, and what lacks if it is already.
+    """Into how many parts a shard may be cut, and which of them are missing if it is cut already.
 
     Args:
         allowed: else it is written whole.
@@ -76,7 +76,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """What is settled about cutting.
+    """What is known about each shard that may be cut.
 
     Args:
         begun: of shards that are cut already version and parts that nobody writes.
@@ -87,7 +87,7 @@ class Cuts:
     uncut: Collection[Shard]
 
     def of(self, shard: Shard, version: Version, *, allowed: bool) -> Cut:
-        """For ``shard``, unless it is not ``allowed``."""
+        """How ``shard`` may be cut; whole, if cutting is not ``allowed``."""
         if not allowed or shard in self.uncut:
             return Cut(allowed=False)
         written, lacking = self.begun.get(shard, (None, ()))
@@ -95,7 +95,7 @@ class Cuts:
 
 
 class Work:
-    """What is to be written, and who writes how much of it.
+    """How many bytes each rank and each host is to write.
 
     Args:
         sizes: of the shards to be written, in bytes; 0: not known, and counted like the smallest.
@@ -112,7 +112,7 @@ class Work:
         self.ranks, self.hosts = len(able), len({holder.host for holder in able})
 
     def give(self, holder: Holder, size: float) -> None:
-        """One more thing to write."""
+        """Give a rank one more part to write."""
         self.of_rank[holder.rank] += size
         self.of_host[holder.host] += size
 
@@ -132,7 +132,7 @@ def savers(shard: Shard, lead: Holder, others: Iterable[Holder], cut: Cut, work:
 
 
 def _alike(shard: Shard, one: Holder, other: Holder) -> bool:
-    same = one.settled is other.settled and one.bad is other.bad and bool(other.stripes)
+    same = one.post_step_done is other.post_step_done and one.bad is other.bad and bool(other.stripes)
     return (
         same
         and one.digests.get(shard, "") == other.digests.get(shard, "")
@@ -155,9 +155,9 @@ def _order(alike: list[Holder], work: Work, first: Holder | None) -> list[Holder
     """Idle ones, on hosts that write least, before second ones of a host. ``first`` is the first in any case."""
     seen: Counter[str] = Counter()
     places: list[tuple[tuple[bool, bool, int, float, bool, float, int], Holder]] = []
-    for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.stuck, work.of_rank[a.rank], a.rank)):
+    for a in sorted(alike, key=lambda a: (a is not first, a.busy, a.main_thread_blocked, work.of_rank[a.rank], a.rank)):
         place = seen[a.host]
         seen[a.host] += 1
-        key = (a is not first, a.busy, place, work.of_host[a.host], a.stuck, work.of_rank[a.rank], a.rank)
+        key = (a is not first, a.busy, place, work.of_host[a.host], a.main_thread_blocked, work.of_rank[a.rank], a.rank)
         places.append((key, a))
     return [a for _, a in sorted(places, key=lambda placed: placed[0])]

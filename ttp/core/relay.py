@@ -39,7 +39,7 @@ SHARED = (m.Freeze, m.Thaw, m.Release, m.Finished, m.Standbys, m.Settled)
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What goes up at once.
+    """What a relay sends to the controller in one message.
 
     Args:
         reports: by line; ``None``: this line has ended. Those of one line are in order.

@@ -16,28 +16,28 @@ from ttp.core.layout import Layout, Rank, Shard, Version
 
 
 class Witness(Protocol):
-    """``Answer``, as far as it is needed here."""
+    """The fields of ``Answer`` that are needed here."""
 
     @property
     def rank(self) -> Rank:
-        """Who holds the copy."""
+        """The rank that holds the copy."""
 
     @property
     def version(self) -> Version:
-        """Which version it is of."""
+        """The version of its copy."""
 
     @property
     def torn(self) -> bool:
-        """Broke off in mid-update: nothing to compare."""
+        """Its last update was broken off, so that there is nothing to compare."""
 
     @property
     def digests(self) -> Mapping[Shard, str]:
-        """What it looks like."""
+        """Digest of each shard that it holds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whom to distrust.
+    """Which ranks hold copies that differ from the majority.
 
     Args:
         odd: for every shard in question the ranks that differ from a majority.
@@ -49,7 +49,7 @@ class Verdict:
 
     @property
     def odd_ranks(self) -> tuple[Rank, ...]:
-        """All of them, in ascending order."""
+        """All ranks that differ, in ascending order."""
         return tuple(sorted({rank for ranks in self.odd.values() for rank in ranks}))
 
 

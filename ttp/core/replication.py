@@ -70,14 +70,14 @@ class Generations:
         return self._tried
 
     def begin(self, version: Version) -> bool:
-        """It is the turn of ``version``; false: it is skipped, as what became of the last one is not known yet."""
+        """Begin the copy of ``version``. False: it is skipped, as the copy before is not settled yet."""
         if self.pending is not None:
             return False
         self.pending = version
         return True
 
     def settle(self, version: Version, *, whole: bool) -> Version | None:
-        """The fate of a version is known. Returns the one that can go."""
+        """Note whether a version is whole everywhere. Returns the version that can be dropped."""
         if version != self.pending:
             return None
         gone = self.whole if whole else version

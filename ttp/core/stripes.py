@@ -41,7 +41,7 @@ class Part:
 
 
 def parse(name: Shard) -> Part:
-    """What ``name`` means; a name without a suffix is a whole shard."""
+    """The part that ``name`` stands for; a name without a suffix is a whole shard."""
     found = part_name(name) if "#" in name else None
     return Part(*found) if found and found[1] <= found[2] else Part(name, 1, 1)
 
@@ -59,7 +59,7 @@ def split(shard: Shard, count: int) -> tuple[Shard, ...]:
 
 
 def covered(written: Mapping[Shard, Version]) -> dict[Shard, Version]:
-    """Of shards and parts the shards that are there whole, or with all their parts."""
+    """The shards that are there whole, or with all their parts, with their versions."""
     found: dict[Shard, Version] = {}
     for name, version in written.items():
         if not _is_part(name):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ttp.config import Config
 from ttp.errors import EXIT_BAD_CONFIG, TtpError
-from ttp.launch.controller_process import ensure_controller, log_tail, stop_controller
-from ttp.launch.presence import listens
+from ttp.launch.controller_process import end_controller, ensure_controller, log_tail, stop_controller
+from ttp.launch.presence import is_local, listens
 
 logger = logging.getLogger("ttp.launch")
 
@@ -26,8 +26,9 @@ KEPT_S = 30 * 86400.0
 class ControllerKeeper:
     """Starts the controller, replaces it when it dies, ends it with the job.
 
-    A controller that somebody else started (rank 0, another agent on this host, an operator) is used and left alone,
-    but its death is noticed too.
+    A controller that was there before this one started any (another agent's on this host, an operator's) is used and
+    left alone, but its death is noticed too. One that a rank has put in the place of ours is ended with the job: it
+    would hold the port, with the token of a job that is over.
 
     Args:
         config: port, token and bind address.
@@ -39,6 +40,7 @@ class ControllerKeeper:
         self._run_dir = run_dir
         self._address = ""
         self._child: subprocess.Popen[bytes] | None = None
+        self._started = False  # one at least
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # one start at a time
         self._over = threading.Event()
@@ -65,16 +67,18 @@ class ControllerKeeper:
             self._thread.start()
 
     def stop(self) -> None:
-        """Stop keeping it, and end the controller if this process started it."""
+        """Stop keeping it, and end the controller if this process, or a rank after it, started it."""
         self._over.set()
         if self._thread is not None:
             self._thread.join()
         if self._child is not None and self._child.poll() is None:
             stop_controller(self._child)
+        elif self._started and self._config.port is not None and is_local(self._address):
+            end_controller(self._address, self._config.port, self._config.token)
 
     def _ensure(self) -> subprocess.Popen[bytes] | None:
         assert self._config.port is not None
-        return ensure_controller(
+        child = ensure_controller(
             self._address,
             self._config.port,
             run_dir=self._run_dir,
@@ -84,6 +88,8 @@ class ControllerKeeper:
             abandoned_s=KEPT_S,
             cancelled=self._over.is_set,
         )
+        self._started |= child is not None
+        return child
 
     def _keep(self) -> None:
         while not self._over.wait(LOOK_S if self._child is not None else FOREIGN_LOOK_S):

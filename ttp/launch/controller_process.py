@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError
-from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, may_be_bound, port_owner, probe
+from ttp.launch.presence import PROBE_S, Presence, controller_pid, is_local, listens, may_be_bound, port_owner, probe
 from ttp.launch.run_dir import make_private
 from ttp.wire.tls import diagnose
 
@@ -26,7 +27,8 @@ LOG_FILE = "controller.log"
 COMMAND = (sys.executable, "-m", "ttp.controller")
 
 STRANGER_S = 10.0
-"""How long something may listen and not answer: a controller that starts needs seconds on a busy host."""
+"""How long something may listen and not answer, or answer for another job: a controller that starts needs seconds on a
+busy host, and so does that of an earlier launch until it has ended."""
 RETRY_MIN_S = 0.2
 RETRY_MAX_S = 2.0
 """After a lost start: how long it is left to the winner to serve, before another one is started."""
@@ -94,6 +96,21 @@ def stop_controller(child: subprocess.Popen[bytes], patience_s: float = 10.0) ->
         logger.warning("the controller (pid %d) ignores SIGTERM and is killed", child.pid)
         child.kill()
         child.wait()
+
+
+def end_controller(address: str, port: int, token: str, patience_s: float = 10.0) -> None:
+    """SIGTERM to the controller of this machine that serves there, if any does; returns when the port is free again."""
+    pid = controller_pid(address, port, token)
+    if pid is None:
+        return
+    try:
+        os.kill(pid, signal.SIGTERM)
+    except (ProcessLookupError, PermissionError) as problem:
+        logger.warning("the controller at %s:%d (pid %d) is not ended: %s", address, port, pid, problem)
+        return
+    deadline_s = time.monotonic() + patience_s
+    while listens(address, port, 1.0) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
 
 
 def log_size(run_dir: Path) -> int:
@@ -213,11 +230,6 @@ class _Start:
 
     def complain(self, presence: Presence) -> None:
         """Raise ``ConfigError`` if waiting longer cannot help."""
-        if presence == "refused":
-            raise ConfigError(
-                f"port {self._port} of {self._address} is used by the controller of another job{self._owner()}: choose "
-                "another TTP_PORT, or give both the same TTP_TOKEN if they are one job"
-            )
         code = None if self._child is None else self._child.poll()
         if code is not None:
             self._child = None
@@ -231,17 +243,22 @@ class _Start:
 
     def _complain_about_stranger(self, presence: Presence) -> None:
         now = time.monotonic()
-        if presence != "other" or self._child is not None:
+        if presence not in ("other", "refused") or self._child is not None:
             self._stranger_since = None
         elif self._stranger_since is None:
             self._stranger_since = now
         elif now - self._stranger_since >= STRANGER_S:
             if encryption := diagnose(self._address, self._port, ""):
                 raise ConfigError(encryption)
-            raise ConfigError(
-                f"port {self._port} of {self._address} is in use by something that is no ttp controller"
-                f"{self._owner()}: choose another TTP_PORT"
+            raise ConfigError(f"port {self._port} of {self._address} is {self._used(presence)}")
+
+    def _used(self, presence: Presence) -> str:
+        if presence == "refused":
+            return (
+                f"used by the controller of another job{self._owner()}: choose another TTP_PORT, or give both the same "
+                "TTP_TOKEN if they are one job"
             )
+        return f"in use by something that is no ttp controller{self._owner()}: choose another TTP_PORT"
 
     def timed_out(self, patience_s: float) -> str:
         where = f"{self._address}:{self._port}"

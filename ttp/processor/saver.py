@@ -64,13 +64,13 @@ class Saver:
         self._source, self._save_dir, self._copying = source, save_dir, copying
         self._mounts = Mounts(save_dir, *([Path(config.fallback_dir)] if config.fallback_dir else []))
         self._version, self._wait_pages, self._put, self._wrote = version, wait_pages, put, wrote
-        self._lane, self._tidying = SerialWorker("ttp-saver"), SerialWorker("ttp-tidy")
+        self._worker, self._tidying = SerialWorker("ttp-saver"), SerialWorker("ttp-tidy")
         self._cancel = threading.Event()
 
     @property
     def busy(self) -> bool:
         """Something is being written."""
-        return self._lane.busy
+        return self._worker.busy
 
     def save(self, order: m.Save) -> None:
         """Write this rank's pieces of a checkpoint."""
@@ -95,7 +95,7 @@ class Saver:
 
     def close(self) -> None:
         """Take no more orders."""
-        self._lane.close()
+        self._worker.close()
         self._tidying.close()
 
     def _directory(self, order: m.Save | m.Commit) -> Path:
@@ -106,9 +106,9 @@ class Saver:
 
     def _work(self, job: Callable[[], None]) -> None:
         """One that still hangs in what was cancelled is left behind."""
-        if self._lane.busy:
-            self._lane.leave_behind()
-        self._lane.submit(job)
+        if self._worker.busy:
+            self._worker.leave_behind()
+        self._worker.submit(job)
 
     def _put_if(self, done: ev.Event | None) -> None:
         if done is not None:

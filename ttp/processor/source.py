@@ -19,43 +19,53 @@ class MovedError(CheckpointError):
     """The state became another one while it was written: what is written is of no version."""
 
 
-class StateSource(Protocol):
-    """The training state of one rank, as an adapter sees it. All methods run on threads of the processor."""
+class StateSource:
+    """The training state of one rank, as an adapter sees it. All methods run on threads of the processor.
+
+    An adapter has to write ``write_pieces``. What it leaves out of the rest says that it can do no more.
+    """
 
     framework: str
-    counts_bytes: bool
+    """Name of the framework, for the manifest."""
+    counts_bytes: bool = False
     """Whether ``Processor.written`` is advanced while a piece is written; if not, a hanging write cannot be told."""
-    writes_parts: bool
+    writes_parts: bool = False
     """Whether it can write parts of shards (``ttp.core.stripes``), dealt out as any other replica would."""
 
     @property
     def on_device(self) -> bool:
         """Whether a version that the host has finished may still be queued on an accelerator."""
+        return False
 
     @property
     def has_preimage(self) -> bool:
         """Whether the last update, torn or finished, can be undone. Asked when the state is quiet."""
+        return False
 
     def gradient_ready(self) -> bool:
         """Whether the training thread stands at the gate with all that the next update needs. Does not wait.
 
         Where a device is behind its host: whether it stands before its next update, which is queued, with all of it.
         """
+        return False
 
     def redo(self, version: Version) -> bool:
         """Let a device that is behind its host make the update to ``version``. Whether it stands in front of it."""
+        return False
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """What this copy of ``version`` looks like: a digest per shard held, and names of tensors with NaN or Inf.
 
         Asked on the saver's thread while the state is quiet under the closed gate. Never raises.
         """
+        return (), ()
 
     def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
         """Call ``changed(version, final)`` whenever this rank's page was written, on the thread that wrote it."""
 
-    def settled(self) -> bool:
+    def post_step_done(self) -> bool:
         """Whether what follows the last finished update (scheduler, scaler, EMA) has been done too."""
+        return True
 
     def device_version(self, version: Version, patience_s: float) -> Version | None:
         """The newest version, up to ``version``, that the device has finished and does not leave by itself.
@@ -67,6 +77,7 @@ class StateSource(Protocol):
             patience_s: how long the device may stand still, outside of an update, before it counts as hanging; 0: it
                 is not waited for at all.
         """
+        return version
 
     def write_pieces(
         self,
@@ -86,6 +97,7 @@ class StateSource(Protocol):
             MovedError: the state is another one than when it was begun.
             OSError: the storage failed.
         """
+        raise NotImplementedError
 
     @property
     def saved_elsewhere(self) -> str:
@@ -93,6 +105,7 @@ class StateSource(Protocol):
 
         Empty: the pieces are in the draft, and ttp commits them.
         """
+        return ""
 
     def finalise(self, directory: Path, order: Commit) -> Sequence[Piece]:
         """Add to a checkpoint that is about to exist what the framework's own tools want. May be called again.
@@ -108,6 +121,7 @@ class StateSource(Protocol):
             CheckpointError: the pieces do not fit together.
             OSError: the storage failed.
         """
+        return ()
 
     def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
         """The processor has joined the job: open the rank-local page."""
@@ -137,7 +151,7 @@ class UpdateReporter(Protocol):
         """The update was left by an exception that the program has caught: the copy is torn until a later one ends."""
 
     def stand_between(self) -> None:
-        """Between two steps that make one update together; ``begin_update`` goes on with it."""
+        """Between two steps that make one update together; the next ``begin_update`` goes on with it."""
 
     def end_update(self) -> None:
         """Just after the last write of an update."""

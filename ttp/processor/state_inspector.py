@@ -1,4 +1,4 @@
-"""What a rank answers when it is asked to freeze: all of it of one moment, whatever its threads do meanwhile.
+"""Finds out what a rank answers to a freeze: all of it at one moment, whatever its threads do meanwhile.
 
 A device may be behind its frozen host: it works off its queue, or hangs behind a collective whose peers are dead, and
 nobody can tell these apart. So it is waited for only as long as it moves. Then the version that it has finished is
@@ -70,10 +70,10 @@ class StateInspector:
         source: StateSource,
         gate: Gate,
         held: Callable[[], tuple[m.KeptCopy, ...]],
-        say: Callable[[Snapshot], None],
+        say: Callable[[Snapshot | ev.NotRedone], None],
     ) -> None:
         self._source, self._gate, self._held, self._put = source, gate, held, say
-        self._lane = SerialWorker("ttp-looker")
+        self._worker = SerialWorker("ttp-looker")
         self._looks_during = 0  # which closure of the gate
         self._took_s = 0.0
         self._came = threading.Event()  # to the gate, since it was closed
@@ -95,6 +95,13 @@ class StateInspector:
         self._gate.open()
         self._came.set()
 
+    def redo(self, version: Version) -> None:
+        """Let through the training thread, or a device that is behind it, for the update to ``version``."""
+        log.info("this rank makes the update to version %s, whose gradient it holds", version)
+        queued, let_through = self._gate.version >= version, self._source.redo(version)
+        if not (let_through if queued else self._gate.admit()):
+            self._put(ev.NotRedone("the training thread does not stand at the gate"))
+
     def on_quiet(self, asked: bool) -> None:
         """The training thread has come to the gate, which may be what a controller waits for."""
         self._came.set()
@@ -103,7 +110,7 @@ class StateInspector:
 
     def wait_done(self, timeout_s: float) -> bool:
         """Until all has been looked at; false when it takes longer."""
-        return self._lane.wait_done(timeout_s)
+        return self._worker.wait_done(timeout_s)
 
     def standing(self, state: GateState) -> tuple[Version, m.Phase]:
         """Version and phase in a state of the gate: those that were said of it, as a device may be behind its host."""
@@ -111,14 +118,14 @@ class StateInspector:
         return said[1:] if said is not None and said[0] == state else (state.version, state.phase)
 
     def look_again(self) -> None:
-        """The state has moved: say how it is now. Returns when that was said."""
+        """Look at the state again, as it has changed, and say how it is. Returns when that was said."""
         self._submit(self._gate.state())
-        self._lane.wait_done(2 * DEVICE_PATIENCE_S)
+        self._worker.wait_done(2 * DEVICE_PATIENCE_S)
 
     def close(self) -> None:
         """No more looks."""
         self._enough.set()
-        self._lane.close()
+        self._worker.close()
 
     def _say(self, state: GateState) -> None:
         updating = state.phase is m.Phase.UPDATING
@@ -130,10 +137,10 @@ class StateInspector:
 
     def _submit(self, state: GateState) -> None:
         """A look that still hangs, as a device does not answer, is left behind when the gate has been open since."""
-        if self._lane.busy and state.closure != self._looks_during:
-            self._lane.leave_behind()
+        if self._worker.busy and state.closure != self._looks_during:
+            self._worker.leave_behind()
         self._looks_during = state.closure
-        self._lane.submit(lambda: self._look(state))
+        self._worker.submit(lambda: self._look(state))
 
     def _look(self, state: GateState) -> None:
         """The host is quiet; say what there is, on the device too.
@@ -154,7 +161,7 @@ class StateInspector:
             version=state.version if version is None else version,
             phase=phase,
             parked=state.parked,
-            settled=self._asked(self._source.settled, False),
+            post_step_done=self._asked(self._source.post_step_done, False),
             has_gradient=(state.parked or behind) and self._asked(self._source.gradient_ready, False),
             has_preimage=self._asked(lambda: self._source.has_preimage, False),
             digests=digests,

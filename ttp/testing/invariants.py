@@ -179,7 +179,7 @@ class Judge:
             return
         if any(member.done for member in controller.machine.job.members.values()):
             return  # who has left its loop may wait for another one's last evaluation: no hang is looked for any more
-        patience_s = controller.machine._hangs.patience_s
+        patience_s = controller.machine._parts.hangs.patience_s
         if patience_s is not None:
             raise InvariantBroken(
                 f"I6: rank {rank.rank} does not move, and nobody noticed; patience {patience_s:.3f} s"
@@ -209,7 +209,7 @@ class Judge:
 
 
 def _silent(incident: Incident) -> set[Rank]:
-    return set(incident.evidence.get(m.FaultKind.SILENT, ()))
+    return set(incident.evidence.against(m.FaultKind.SILENT))
 
 
 def _kept(

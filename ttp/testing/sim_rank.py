@@ -291,7 +291,7 @@ class SimRank:
             version=state.version,
             phase=state.phase,
             parked=state.parked,
-            settled=self.trainer.settled,
+            post_step_done=self.trainer.post_step_done,
             has_gradient=state.parked,
             has_preimage=self.trainer.has_preimage(),
             kept=self.copies.held(),

@@ -57,8 +57,25 @@ class Trainer:
     """
 
     __slots__ = (
-        "_barrier", "_held", "_live_random", "_order", "_parked", "_polling", "_rank", "_redoing", "_restored",
-        "_thread", "_world", "gate", "hanging", "image", "mark", "random", "redos", "settled", "shards",
+        "_barrier",
+        "_held",
+        "_live_random",
+        "_order",
+        "_parked",
+        "_polling",
+        "_rank",
+        "_redoing",
+        "_restored",
+        "_thread",
+        "_world",
+        "gate",
+        "hanging",
+        "image",
+        "mark",
+        "post_step_done",
+        "random",
+        "redos",
+        "shards",
     )  # fmt: skip
 
     def __init__(self, rank: SimRank) -> None:
@@ -67,7 +84,7 @@ class Trainer:
         self.shards: dict[Shard, Words] = {}
         self._order: list[Shard] = []
         self.random = self._live_random = 0
-        self.settled = True
+        self.post_step_done = True
         self.hanging = False
         self.mark = 0
         self.image: tuple[Version, dict[Shard, Words]] | None = None
@@ -212,7 +229,7 @@ class Trainer:
         world.reached("before update", rank)
         yield from self._pass_gate()
         world.reached("update begun", rank)
-        self.settled = False
+        self.post_step_done = False
         if world.scenario.undo:
             self.image = self.gate.version, dict(self.shards)
         for word in (0, 1):
@@ -231,7 +248,7 @@ class Trainer:
         self.mark = 0
         world.reached("update ended", rank)
         yield rank.takes(0.0005)
-        self.settled = True
+        self.post_step_done = True
         world.reached("in scheduler", rank)
 
     def _pass_barrier(self) -> Thread:

@@ -53,7 +53,7 @@ class Staged:
     parts: list[Buffer] = field(default_factory=list)
     kept: list[Kept] = field(default_factory=list)
     ready: Event | None = None
-    lane: _Lane | None = None
+    staging: _StagingBuffer | None = None
     large: list[_Held] = field(default_factory=list)
 
 
@@ -77,7 +77,7 @@ class _Small:
 
 
 @dataclass(slots=True, eq=False)
-class _Lane:
+class _StagingBuffer:
     """Memory of the host for one capture of all small buffers."""
 
     layout: Hashable
@@ -119,7 +119,7 @@ class DeviceBuffers:
         self._built = 0
         self._layout: Hashable = None
         self._small: list[_Small] = []
-        self._lanes: list[_Lane] = []
+        self._staging: list[_StagingBuffer] = []
         self._large: dict[tuple[str, int], _Large] = {}  # by name and size
         self._twins: dict[int, list[_Twin]] = {}
         self._turn = 0
@@ -141,12 +141,14 @@ class DeviceBuffers:
             self._build()
         while not self._returned.empty():
             self._take_back(self._returned.get())
-        if not self._until(lambda: self._lanes):
+        if not self._until(lambda: self._staging):
             return None
-        lane = self._lanes.pop()
-        staged = Staged(parts=list(lane.parts), lane=lane)
+        staging = self._staging.pop()
+        staged = Staged(parts=list(staging.parts), staging=staging)
         with torch.no_grad():
-            events = [self._bring_small(small, pinned) for small, pinned in zip(self._small, lane.pinned, strict=True)]
+            events = [
+                self._bring_small(small, pinned) for small, pinned in zip(self._small, staging.pinned, strict=True)
+            ]
             for entry in self.table.large:
                 held = self._bring_large(entry, events)
                 if held is None:
@@ -179,9 +181,9 @@ class DeviceBuffers:
         return True
 
     def _take_back(self, staged: Staged) -> None:
-        lane = staged.lane
-        if lane is not None and lane.layout is self._layout:
-            self._lanes.append(lane)
+        staging = staged.staging
+        if staging is not None and staging.layout is self._layout:
+            self._staging.append(staging)
         for held in staged.large:
             _let_go(held)
 
@@ -256,7 +258,7 @@ class DeviceBuffers:
                 self._pack(runtime, [n for n, (held_by, _) in enumerate(places) if held_by is runtime])
                 for runtime in self._runtimes
             ]
-            self._lanes = [self._lane() for _ in range(_POOL)]
+            self._staging = [self._make_staging() for _ in range(_POOL)]
         known = self._large
         names = [(entry.info.name, entry.size) for entry in self.table.large]
         self._large = {name: known.get(name) or _Large(name[1], []) for name in names}
@@ -282,7 +284,7 @@ class DeviceBuffers:
         ]
         return _Small(runtime, places, spans, twins, slots)
 
-    def _lane(self) -> _Lane:
+    def _make_staging(self) -> _StagingBuffer:
         parts: list[Buffer] = [b""] * len(self.table.small)
         pinned = []
         for small in self._small:
@@ -291,7 +293,7 @@ class DeviceBuffers:
             for place, span in zip(small.entries, small.spans, strict=True):
                 parts[place] = view[span]
             pinned.append(memory)
-        return _Lane(self._layout, pinned, parts)
+        return _StagingBuffer(self._layout, pinned, parts)
 
 
 def _let_go(held: _Held) -> None:

@@ -15,7 +15,7 @@ from ttp.adapters.torch.device.accelerator import Fence
 from ttp.adapters.torch.loop.closures import Closure, closure_of, evaluates_first, with_closure
 from ttp.adapters.torch.loop.misuse import graph_task, refuse_capture, refuse_in_step
 from ttp.adapters.torch.loop.no_sync import NoSync
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
@@ -101,11 +101,11 @@ class Bracket:
         "_number",
         "_numbers",
         "_opened",
+        "_post_step",
         "_reporter",
         "_said",
         "_stands",
         "_stepping",
-        "_tail",
         "_turns",
         "_untouched",
         "_version",
@@ -118,14 +118,14 @@ class Bracket:
         capture: Capture,
         turns: Turns,
         untouched: Untouched | None,
-        tail: Tail,
+        post_step: PostStepState,
         fence: Fence,
         version: Callable[[], int],
         calls: Calls,
     ) -> None:
         self._reporter = reporter
         self._capture = capture
-        self._tail = tail
+        self._post_step = post_step
         self._fence = fence
         self._version = version
         self._calls = calls
@@ -149,7 +149,7 @@ class Bracket:
         self._no_sync = NoSync(nn.Module())
 
     def step_done(self) -> None:
-        """The user says that a step is done, tail and all; from the first call on this ends the update.
+        """The user says that a step is done, with what follows the update; from the first call on this ends the update.
 
         Without an update since the last call (a skipped step) nothing happens.
 
@@ -165,7 +165,7 @@ class Bracket:
             self._end()
         elif not hand:  # the hooks have ended this update already, too early
             try:
-                self._tail.step_done()
+                self._post_step.step_done()
             except Exception:
                 self._complain()
             self._capture.capture(self._version(), True)
@@ -239,7 +239,7 @@ class Bracket:
         self._pass()
         self._no_sync.at_gate()
         try:
-            self._tail.at_gate()
+            self._post_step.at_gate()
         except Exception:
             self._complain()
         self._capture.look_again(self._next_version())
@@ -276,7 +276,7 @@ class Bracket:
             turns.over()
         self._capture.capture(version, True)
         try:
-            self._tail.update_finished(version, turns.by_hand)
+            self._post_step.update_finished(version, turns.by_hand)
         except Exception:
             self._complain()
         try:

@@ -2,7 +2,7 @@
 
 ::
 
-    forward        the tail of the last update is through
+    forward        what follows the last update is done
     backward       provisional capture for n + 1, before this rank's last gradient can leave it; not under no_sync
     step, before   what has changed since then; a barrier where the layout needs one; the gate; a copy of n where asked
     step, after    final capture of n + 1; the version is finished
@@ -35,7 +35,7 @@ from ttp.adapters.torch.loop.bracket import EVALUATING, Bracket, Calls, Capture
 from ttp.adapters.torch.loop.hook import Hook
 from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, refuse_in_backward
 from ttp.adapters.torch.loop.no_sync import NoSync
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping
 from ttp.adapters.torch.loop.triggers import gathering, gradient_triggers
 from ttp.adapters.torch.loop.turns import Turns
@@ -55,7 +55,7 @@ def attach(
     reporter: UpdateReporter,
     capture: Capture,
     *,
-    tail: Tail,
+    post_step: PostStepState,
     fence: Fence,
     version: Callable[[], int],
     turns: Turns | None = None,
@@ -71,7 +71,7 @@ def attach(
         model: the outermost module that the loop calls.
         reporter: begin waits while the world is frozen.
         capture: of rank-local state.
-        tail: of scheduler and scaler.
+        post_step: of scheduler and scaler.
         fence: of the device.
         version: finished updates, as the gate counts them.
         untouched: looks whether the loop changes weights by itself.
@@ -85,7 +85,7 @@ def attach(
     each_or_several = [optimizers] if isinstance(optimizers, Optimizer) else optimizers
     many = [[each] if isinstance(each, Optimizer) else each for each in each_or_several]
     turns = turns or Turns([type(each[0]).__name__ for each in many], chained=True)
-    attachment = Attachment(reporter, capture, turns, untouched, tail, fence, version, calls or Calls())
+    attachment = Attachment(reporter, capture, turns, untouched, post_step, fence, version, calls or Calls())
     attachment.connect(many, model, ddps_of(model) if ddps is None else ddps)
     return attachment
 
@@ -118,7 +118,7 @@ class Attachment(Bracket):
             self._handles.append(register(Hook(self._on_gradient)))
         for module in gathering(model):
             self._handles.append(module.register_forward_hook(Hook(self._on_output)))
-        if self._tail.wants_forward:
+        if self._post_step.wants_forward:
             self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
@@ -144,7 +144,7 @@ class Attachment(Bracket):
         elif not self._reporter.activity:
             self._reporter.activity, self._evaluating = EVALUATING, True
         try:
-            self._tail.forward_entered(module.training and learning)
+            self._post_step.forward_entered(module.training and learning)
         except Exception:
             self._complain()
 

@@ -1,18 +1,19 @@
-"""The tail of an update: what changes just after ``optimizer.step()`` and belongs to the version all the same.
+"""What a training loop does between ``optimizer.step()`` and the next forward pass: it belongs to the version too.
 
-A version is finished when the optimizer's step is. ``scheduler.step()``, ``scaler.update()`` and an average of the
-weights follow. So after each update the state of scheduler and scaler, and the param groups that the scheduler writes
-into, are kept as they were when the tail was through; and the tail is *settled* when nothing of it is missing.
+A version is finished when the optimizer's step is. The *post-step* calls follow: ``scheduler.step()``,
+``scaler.update()``, an average of the weights. After each update the state of scheduler and scaler, and the param
+groups that the scheduler writes into, are kept as they were when the last of these calls had returned.
 
-When that is, depends on the loop, and is learned from it. A scheduler stepped once after each update has settled with
-that step. One that is stepped before the update (leading) is not part of the tail. For what does not show its steps (an
-average of the weights, a scheduler stepped now and then) the next forward pass, or standing at the gate, is the proof.
-When a save comes before the tail is through, the state says what was due.
+Which calls a loop makes is learned from it. If it steps a scheduler once after each update, the post-step is done with
+that step. A scheduler that is stepped before the update (leading) is not part of it. For what does not show its steps
+(an average of the weights, a scheduler that is stepped now and then) the next forward pass, or standing at the gate, is
+the proof that the post-step is done. When a save comes earlier, the state says what was due.
 
-An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step), is repeated after a restore,
-and what it did to scheduler and scaler is not kept: only the first tail after an update counts. An optimizer that takes
-the scale itself (``fused=True``) steps all the same, and its device decides that nothing is written: that is a version
-like any other, of which only the scale is new, and when the scaler's update is due the state says so.
+An iteration in which no optimizer steps makes no version (``GradScaler`` skips the step). It is repeated after a
+restore, so what it did to scheduler and scaler is not kept: only the first post-step after an update counts. An
+optimizer that takes the scale itself (``fused=True``) steps all the same, and its device decides that nothing is
+written: that is a version like any other, of which only the scale is new, and when the scaler's update is due the state
+says so.
 """
 
 from __future__ import annotations
@@ -57,14 +58,14 @@ class _Snapshot(NamedTuple):
     updated: bool = False
 
 
-class Tail:
+class PostStepState:
     """Follows one training loop. Methods of the training thread store to memory only; the others run on any thread.
 
     Args:
         optimizers: whose param groups belong to the version.
         scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
         scaler: a ``GradScaler``.
-        averages: whether modules that follow the weights (EMA) are part of the tail.
+        averages: whether modules that follow the weights (EMA) are part of it.
         version: finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
@@ -90,7 +91,7 @@ class Tail:
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
-        self._tails = 0  # that have ended
+        self._ended = 0  # post-steps that were seen to their end
         self._updates_expected = True
         self._older: deque[_Snapshot] = deque(maxlen=AHEAD_MAX)
         self._snapshot = self._take(version)
@@ -113,13 +114,13 @@ class Tail:
     def forward_entered(self, training: bool) -> None:
         """A forward pass of the model begins; one for evaluation may come before the scheduler's step."""
         if self._open and training:
-            self._end_tail()
+            self._end_post_step()
         self._entered = True
 
     def at_gate(self) -> None:
         """The next update is about to begin, or to wait."""
         if self._open:
-            self._end_tail()
+            self._end_post_step()
         self._entered = True
 
     def update_finished(self, version: int, whole: bool = False) -> None:
@@ -127,7 +128,7 @@ class Tail:
 
         Args:
             version: finished updates.
-            whole: the tail is through too: the user says when a step is done.
+            whole: the post-step is done too: the user says when a step is done.
         """
         last = self._snapshot
         self._older.append(last)
@@ -138,37 +139,37 @@ class Tail:
         self._entered, self._open = whole, not whole
 
     def step_done(self) -> None:
-        """The tail of the last version is through: the user says so."""
+        """The post-step of the last version is done: the user says so."""
         self._snapshot = self._after(self._snapshot, training=True)
         self._open, self._entered = False, True
 
-    def _end_tail(self) -> None:
+    def _end_post_step(self) -> None:
         last = self._snapshot
         now = self._after(last, training=True)
         for habit, before, after in zip(self._habits, last.schedules, now.schedules, strict=True):
-            habit.tail_ended(habit.steps_since(before, after))
+            habit.post_step_ended(habit.steps_since(before, after))
         self._updates_expected = now.updated
-        self._tails += 1
+        self._ended += 1
         self._entered = True  # first: whoever reads what follows finds that nothing is due on top of it
         self._snapshot = now
         self._open = False
 
     # -------------------------------------------------------------------------------------------------- any thread
 
-    def settled(self) -> bool:
+    def done(self) -> bool:
         """Whether everything that follows the last update has been done."""
         if self._entered:
             return True
         last = self._snapshot
-        schedules = all(habit.settled(before) for habit, before in zip(self._habits, last.schedules, strict=True))
-        return schedules and self._scaler_settled(self._is_updated(last)) and not self._averages
+        schedules = all(habit.done(before) for habit, before in zip(self._habits, last.schedules, strict=True))
+        return schedules and self._scaler_done(self._is_updated(last)) and not self._averages
 
     def foreseen(self) -> bool:
         """Whether what is still to follow the last update is known, so that a save can say what is due."""
-        return not self._averages and all(habit.leading or habit.learned(self._tails) for habit in self._habits)
+        return not self._averages and all(habit.leading or habit.learned(self._ended) for habit in self._habits)
 
-    def _scaler_settled(self, updated: bool) -> bool:
-        return self._scaler is None or updated or (self._tails > 0 and not self._updates_expected)
+    def _scaler_done(self, updated: bool) -> bool:
+        return self._scaler is None or updated or (self._ended > 0 and not self._updates_expected)
 
     def job_state(self, version: int) -> JobState:
         """Scheduler and scaler as they belong to ``version``, with what was still due.
@@ -179,7 +180,7 @@ class Tail:
         entered = self._entered  # before what may follow it
         found, due = self._read(version)
         open_ended = found.version == self._snapshot.version and not entered
-        pending = open_ended and not self._scaler_settled(found.updated)
+        pending = open_ended and not self._scaler_done(found.updated)
         if self._scales_elsewhere and found.version == self._snapshot.version and not found.updated:
             pending = pending or self._is_updated(found)  # the host has queued it: see ``_after``
         schedules = [Schedule(each.state, now) for each, now in zip(found.schedules, due, strict=True)]
@@ -201,13 +202,13 @@ class Tail:
     def _read(self, version: int) -> tuple[_Snapshot, list[bool]]:
         """What belongs to ``version``, and of which schedulers a step is due on top of that.
 
-        While the tail is open this looks at objects that the training thread may be changing: what was read is of one
-        moment, or it is what was kept when the update ended.
+        While the post-step goes on this looks at objects that the training thread may be changing: what was
+        read is of one moment, or it is what was kept when the update ended.
         """
         for _ in range(_READS_MAX):
-            last, entered, tail_open = self._snapshot, self._entered, self._open
+            last, entered, still_open = self._snapshot, self._entered, self._open
             found = self._of(version)
-            if found is not last or not tail_open:
+            if found is not last or not still_open:
                 return found, [False] * len(self._habits)
             due = self._due(last, entered)
             if any(due):
@@ -222,7 +223,7 @@ class Tail:
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)
-        missing = [not entered and not b and h.learned(self._tails) for h, b in zip(self._habits, began, strict=True)]
+        missing = [not entered and not b and h.learned(self._ended) for h, b in zip(self._habits, began, strict=True)]
         if not half and not any(missing):
             return [False] * len(pairs)
         return [b or m for b, m in zip(began, missing, strict=True)]

@@ -50,9 +50,9 @@ class Habit:
         self.leading = False
         """It is stepped before the update."""
         self.single_steps = 0
-        """The last so many tails had exactly one step."""
+        """The last so many post-steps had exactly one step."""
         self.steps_expected = 0
-        """As many as the last tail had."""
+        """As many as the last post-step had."""
 
     def look(self, before: Reading | None = None) -> Reading:
         """Where it is; with the state of ``before`` if it has not been stepped since."""
@@ -96,17 +96,17 @@ class Habit:
         """Whether it still is where it was."""
         return not self.began(reading)
 
-    def tail_ended(self, steps: int) -> None:
+    def post_step_ended(self, steps: int) -> None:
         """The loop has made so many steps of it after an update."""
         self.leading = self.leading and not steps
         self.single_steps = self.single_steps + 1 if steps == 1 else 0
         self.steps_expected = steps
 
-    def learned(self, tails: int) -> bool:
+    def learned(self, ended: int) -> bool:
         """Whether every update, or at least the last two of so many, had exactly one step of it behind it."""
-        return tails > 0 and self.single_steps >= min(2, tails)
+        return ended > 0 and self.single_steps >= min(2, ended)
 
-    def settled(self, before: Reading) -> bool:
+    def done(self, before: Reading) -> bool:
         """Whether nothing more of it follows the last update, which ended at ``before``."""
         if self.began(before) and not self.through(before):
             return False

@@ -17,7 +17,7 @@ from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
 from ttp.errors import UsageError
 
 
-def inner_of(optimizer: Optimizer) -> Optimizer:
+def unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     """The optimizer that makes the update and keeps the state; ``optimizer`` itself when there is no other."""
     if isinstance(optimizer, ReplicatedOptimizer):
         return optimizer.inner

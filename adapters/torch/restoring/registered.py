@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from ttp.adapters.torch.local_state.capture import LocalCapture, read_local_state
 from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.restoring.reader import load, read_values
 from ttp.adapters.torch.restoring.restore import Restored, restore_into
 from ttp.adapters.torch.saving.piece_index import items_of
@@ -45,7 +45,7 @@ class Restoring(abc.ABC):
     _extra: ExtraState
     _capture: LocalCapture
     _source: TorchSource
-    _tail: Tail | None
+    _post_step: PostStepState | None
     _resumed: bool
 
     @abc.abstractmethod
@@ -86,8 +86,8 @@ class Restoring(abc.ABC):
             )
         for note in self._load_local(checkpoint, manifest, restored, rank, world_size):
             log.warning("restored version %s, but %s", restored.version, note)
-        if self._tail is not None:
-            self._tail.restored(restored.version)
+        if self._post_step is not None:
+            self._post_step.restored(restored.version)
         for fence in (self._source.begun, self._source.finished):
             fence.record(restored.version)
         self._source.forget_images()

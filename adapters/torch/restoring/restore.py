@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
 from ttp.adapters.torch.restoring.param_groups import groups_for
 from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
@@ -203,7 +203,7 @@ def _load_optimizer(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
     pairs = list(zip(optimizer.param_groups, saved.groups, strict=True))
     owners = {names.of(parameter): (parameter, other) for group, other in pairs for parameter in group["params"]}
     devices = {str(item.path[1]): item.device for item in saved.model}
-    kept = inner_of(optimizer)
+    kept = unwrap_optimizer(optimizer)
     here = {names.of(parameter) for group in kept.param_groups for parameter in group["params"]}
     items = [item for item in saved.optimizer if item.path[2] in here or item.path[2] not in owners]
     items = [item for item in items if not (item.path[2] in owners and cutter.absent(str(item.path[2])))]

@@ -2,7 +2,8 @@
 
 Just before the first write of each update, parameters, the optimizer's tensors and registered averages are copied into
 memory that is used again for every update: one more copy of them, no more. Numbers and lists in the optimizer's state
-are remembered beside; the hyperparameters of a version are kept by ``Tail``, buffers and random streams by the pages.
+are remembered beside; the hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by
+the pages.
 
 An update is undone by writing the checkpoint from these copies. The live tensors are left as they are: nobody may
 write to the state of a frozen rank, the order may come twice or be followed by one for the newer version, and a false
@@ -26,7 +27,7 @@ from torch.optim import Optimizer
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX, Runtime, holder, make_fence
 from ttp.adapters.torch.loop.combined_optimizer import members_of
 from ttp.adapters.torch.loop.schedule_habit import copied
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed, local
 from ttp.errors import CheckpointError
 
@@ -58,7 +59,7 @@ class Image:
 
     def state_of(self, optimizer: Optimizer) -> dict[Any, Any]:
         """Like ``optimizer.state``; of optimizers that have not stepped since, and were not copied, the live one."""
-        others = (member for member in members_of(optimizer) if id(inner_of(member)) not in self.members)
+        others = (member for member in members_of(optimizer) if id(unwrap_optimizer(member)) not in self.members)
         return self.state | {owner: value for member in others for owner, value in list(member.state.items())}
 
     def of(self, live: Any) -> Any:

@@ -15,11 +15,12 @@ from ttp.adapters.torch.local_state.capture import LocalCapture
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.hooks import Attachment
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
+from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
     from ttp.processor.processor import Processor
@@ -32,7 +33,7 @@ COPIES_S = 1.0
 """How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
-class Standing:
+class Standing(StateSource):
     """The part of ``TorchSource`` that looks at fences, images and the gate; see ``StateSource``.
 
     Args:
@@ -99,7 +100,7 @@ class Standing:
     def has_state_on_host(self) -> bool:
         """Whether parameters are there, or what an optimizer keeps beside numbers."""
         owned = [p for group in self._optimizer.param_groups for p in group["params"]]
-        kept = [v for values in list(inner_of(self._optimizer).state.values()) for v in tensors_in(values)]
+        kept = [v for values in list(unwrap_optimizer(self._optimizer).state.values()) for v in tensors_in(values)]
         return any(map(self.on_host, [*owned, *(v for v in kept if v.dim())]))
 
     def gradient_ready(self) -> bool:

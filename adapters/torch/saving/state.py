@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ttp.adapters.torch.loop.combined_optimizer import members_of
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -70,7 +70,7 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
     ``optimizer.state``.
     """
     state: dict[str, Any] = {}
-    for owner, values in list((inner_of(optimizer).state if kept is None else kept).items()):
+    for owner, values in list((unwrap_optimizer(optimizer).state if kept is None else kept).items()):
         state[names.of(owner) if isinstance(owner, Tensor) else str(owner)] = values
     groups = [
         {key: value for key, value in group.items() if key != "params"}
@@ -94,5 +94,5 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 def optimizer_kind(optimizer: Optimizer) -> str:
     """Its class, or those of several, to recognise a checkpoint of another optimizer."""
-    kinds = (type(inner_of(member)) for member in members_of(optimizer))
+    kinds = (type(unwrap_optimizer(member)) for member in members_of(optimizer))
     return " + ".join(f"{kind.__module__}.{kind.__qualname__}" for kind in kinds)

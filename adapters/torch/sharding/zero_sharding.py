@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
-from ttp.adapters.torch.loop.unwrap_optimizer import inner_of
+from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.checkpoint import TensorOrChunks
 from ttp.adapters.torch.sharding.exchange import connected, gather_bytes
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer
@@ -55,7 +55,7 @@ class ZeroSharding:
     def __init__(self, parts: TrainingObjects) -> None:
         _check(parts)
         self._names, self._optimizer = parts.names, parts.optimizer
-        self._inner = inner_of(parts.optimizer)
+        self._inner = unwrap_optimizer(parts.optimizer)
         self.stepping: Sequence[Optimizer] = (self._inner,)
         self.layout, self._mine = partitions(gather_bytes(self._described()), dist.get_rank())
         alone = parts.world_size > 1 and self.layout.unreplicated() and not parts.buddy
@@ -121,7 +121,7 @@ def _check(parts: TrainingObjects) -> None:
         )
     if parts.layout is not None:
         raise ConfigError(f"{kind} says itself which rank holds what: call wrap_optimizer() without layout=")
-    if not hasattr(inner_of(parts.optimizer), "register_step_pre_hook") or getattr(
+    if not hasattr(unwrap_optimizer(parts.optimizer), "register_step_pre_hook") or getattr(
         parts.optimizer, "_overlap_with_ddp", False
     ):
         raise ConfigError(

@@ -160,8 +160,8 @@ class Halfway:
 def _lose_memory() -> None:
     """All ranks of the host do it at once: what one does not find any more another has removed."""
     processor = ttp.session.current().processor
-    assert processor is not None and processor.company.pages is not None
-    shutil.rmtree(processor.company.pages.path, ignore_errors=True)
+    assert processor is not None and processor.host.pages is not None
+    shutil.rmtree(processor.host.pages.path, ignore_errors=True)
 
 
 def _watch_barrier(hurt: Hurt) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from ttp.adapters.torch.device.accelerator import HostFence
 from ttp.adapters.torch.loop.hooks import Calls, attach
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
 
 
@@ -29,13 +29,13 @@ class Job:
         self.fence = HostFence()
         scheduler = parts.pop("scheduler", None)
         self.scheduler: Any = scheduler(self.optimizer) if scheduler else None
-        self.tail = Tail(self.optimizers, scheduler=self.scheduler, **parts)
+        self.tail = PostStepState(self.optimizers, scheduler=self.scheduler, **parts)
         self.detach = attach(
             self.optimizers if optimizers > 1 else self.optimizer,
             self.model,
             self,
             self,
-            tail=self.tail,
+            post_step=self.tail,
             fence=self.fence,
             version=lambda: self.gate.version,
             calls=Calls(after_update=lambda: self.log.append("after")),

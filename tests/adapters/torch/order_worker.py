@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.device.accelerator import HostFence
 from ttp.adapters.torch.loop.hooks import attach, gradient_triggers
-from ttp.adapters.torch.loop.post_step_state import Tail
+from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.processor.gate.gate import Gate
 
 HOLD_S = 0.3  # the other rank has that long to do the wrong thing; the right outcome does not depend on it
@@ -92,7 +92,15 @@ def run(directory: Path, case: str, capture: Holder | StateInspector) -> dict[st
     assert len(gradient_triggers(ddp, [ddp])) == (8 if case in ("unused", "static") else 1)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     gate = Reporter()
-    attach(optimizer, ddp, gate, capture, tail=Tail([optimizer]), fence=HostFence(), version=lambda: gate.version)
+    attach(
+        optimizer,
+        ddp,
+        gate,
+        capture,
+        post_step=PostStepState([optimizer]),
+        fence=HostFence(),
+        version=lambda: gate.version,
+    )
     finished_early: list[bool] = []
     marks: list[int] = []
     for version in range(1, STEPS + 1):

@@ -311,7 +311,7 @@ def save_all(directory: Path, rank: int) -> None:
 def scheduled(job: Job, version: int) -> None:
     """Another learning rate, as if a scheduler had done it after this version."""
     job.optimizer.param_groups[1]["lr"] = 3e-3
-    tail: Any = job.adapter._tail
+    tail: Any = job.adapter._post_step
     tail._snapshot = tail._take(version)
 
 

@@ -28,7 +28,7 @@ class TestBracket:
         job.optimizer.step()
         assert job.taken() == UPDATE
         assert job.gate.version == job.fence.finished_version() == 1
-        assert job.tail.settled()
+        assert job.tail.done()
 
     def test_accumulated_gradients_are_one_version(self) -> None:
         job = Job()
@@ -93,7 +93,7 @@ class TestBracket:
             job.model,
             job,
             job,
-            tail=job.tail,
+            post_step=job.tail,
             fence=job.fence,
             version=lambda: job.gate.version,
             calls=Calls(lambda: job.log.append("barrier"), lambda version: job.log.append(("copy of", version))),
@@ -159,9 +159,9 @@ class TestForward:
         job = Job(averages=True)
         job.backward()
         job.optimizer.step()
-        assert not job.tail.settled()
+        assert not job.tail.done()
         job.model(torch.ones(4, 3))
-        assert job.tail.settled()
+        assert job.tail.done()
 
     def test_an_evaluation_does_not_end_it(self) -> None:
         job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
@@ -289,7 +289,7 @@ class TestByHand:
         job.taken()
         job.detach.step_done()
         assert job.taken() == [(1, "final")]
-        assert job.tail.settled() and job.gate.version == 1
+        assert job.tail.done() and job.gate.version == 1
 
     def test_from_then_on_it_ends_the_update(self) -> None:
         job = Job(scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.5))
@@ -304,7 +304,7 @@ class TestByHand:
         job.detach.step_done()
         assert job.taken() == [(2, "final"), "after", "end"]
         assert job.gate.version == 2
-        assert job.scheduler_state(2)["last_epoch"] == 1 and job.tail.settled()
+        assert job.scheduler_state(2)["last_epoch"] == 1 and job.tail.done()
 
     def test_without_an_update_nothing_ends(self) -> None:
         job = Job()

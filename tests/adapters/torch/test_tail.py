@@ -17,7 +17,7 @@ from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
 from ttp.adapters.torch.device import accelerator  # noqa: E402
 from ttp.adapters.torch.device.accelerator import AHEAD_MAX  # noqa: E402
 from ttp.adapters.torch.loop import schedules  # noqa: E402
-from ttp.adapters.torch.loop.post_step_state import Tail  # noqa: E402
+from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
 from ttp.adapters.torch.saving.job_state import JobState  # noqa: E402
 from ttp.errors import CheckpointError, UsageError  # noqa: E402
 
@@ -31,7 +31,7 @@ class Loop:
         self.scheduler: Any = make(self.optimizer) if make else None
         self.scaler = scaler
         self.version = 0
-        self.tail = Tail(
+        self.tail = PostStepState(
             [self.optimizer], scheduler=self.scheduler, scaler=scaler, averages=averages, runtimes=runtimes
         )
 
@@ -87,29 +87,29 @@ class TestStepAfterTheUpdate:
         loop.iterations(2)
         loop.forward()
         loop.update()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         loop.step()
-        assert loop.tail.settled()
+        assert loop.tail.done()
         assert loop.state().scheduler["last_epoch"] == 3
         assert loop.rate == pytest.approx(0.1 * 0.5**3)
 
     def test_the_first_version_settles_with_the_next_forward_pass(self) -> None:
         loop = Loop(exponential)
-        assert loop.tail.settled(), "before any update"
+        assert loop.tail.done(), "before any update"
         loop.forward()
         loop.update()
-        assert not loop.tail.settled(), "nothing is known yet"
+        assert not loop.tail.done(), "nothing is known yet"
         loop.step()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         loop.forward()
-        assert loop.tail.settled()
+        assert loop.tail.done()
         assert loop.state().scheduler["last_epoch"] == 1
 
     def test_standing_at_the_gate_settles_too(self) -> None:
         loop = Loop(exponential)
         loop.update()
         loop.tail.at_gate()
-        assert loop.tail.settled()
+        assert loop.tail.done()
 
     def test_a_step_that_is_due_is_said_to_be(self) -> None:
         loop = Loop(exponential)
@@ -138,7 +138,7 @@ class TestStepAfterTheUpdate:
         assert not loop.state().scheduler_pending, "nobody knows yet"
         with pytest.raises(RuntimeError):
             loop.step()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         assert loop.state().scheduler_pending
         assert loop.state().scheduler["last_epoch"] == 0, "half a step must not be saved"
         assert loop.rate == 0.1
@@ -175,7 +175,7 @@ class TestOtherLoops:
             loop.forward()
             loop.step()
             loop.update()
-            assert loop.tail.settled()
+            assert loop.tail.done()
             assert not loop.state().scheduler_pending
         loop.forward()
         loop.step()  # for version 4, which may never come
@@ -189,11 +189,11 @@ class TestOtherLoops:
         loop = Loop(exponential)
         loop.step()
         loop.update()
-        assert loop.tail.settled()
+        assert loop.tail.done()
         vars(loop.scheduler)["get_lr"] = None
         with pytest.raises(TypeError):
             loop.step()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
 
     def test_once_per_epoch(self) -> None:
         """Nothing to learn: the next forward pass settles, and nothing is said to be due."""
@@ -201,12 +201,12 @@ class TestOtherLoops:
         for number in range(1, 13):
             loop.forward()
             loop.update()
-            assert not loop.tail.settled()
+            assert not loop.tail.done()
             assert not loop.state().scheduler_pending
             if number % 4 == 0:
                 loop.step()
             loop.forward()
-            assert loop.tail.settled()
+            assert loop.tail.done()
             assert loop.state().scheduler["last_epoch"] == number // 4
 
     def test_validation_between_update_and_step(self) -> None:
@@ -214,7 +214,7 @@ class TestOtherLoops:
         loop.forward()
         loop.update()
         loop.forward(training=False)
-        assert loop.tail.settled(), "a save does not wait for an evaluation to end"
+        assert loop.tail.done(), "a save does not wait for an evaluation to end"
         loop.step(1.0)
         loop.step(2.0)
         assert loop.state().scheduler["num_bad_epochs"] == 0 and loop.rate == 0.05
@@ -227,12 +227,12 @@ class TestOtherLoops:
         loop.step()
         assert loop.scheduler.last_epoch == 3
         assert loop.state().scheduler["last_epoch"] == 2
-        assert loop.tail.settled()
+        assert loop.tail.done()
 
     def test_without_anything_every_moment_is_settled(self) -> None:
         loop = Loop()
         loop.update()
-        assert loop.tail.settled()
+        assert loop.tail.done()
         assert not loop.tail.wants_forward
         assert loop.state() == JobState(1)
 
@@ -240,9 +240,9 @@ class TestOtherLoops:
         loop = Loop(averages=True)
         loop.forward()
         loop.update()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         loop.forward(training=False)
-        assert loop.tail.settled()
+        assert loop.tail.done()
 
     @pytest.mark.supports("rates set by hand")
     def test_rates_set_by_hand(self) -> None:
@@ -288,14 +288,14 @@ class TestByHand:
         loop.forward()
         loop.update()
         loop.step()
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         loop.tail.step_done()
-        assert loop.tail.settled() and loop.state().scheduler["last_epoch"] == 1
+        assert loop.tail.done() and loop.state().scheduler["last_epoch"] == 1
         loop.forward()
         loop.optimizer.step()
         loop.step()
         loop.tail.update_finished(2, whole=True)
-        assert loop.tail.settled() and loop.state(2).scheduler["last_epoch"] == 2
+        assert loop.tail.done() and loop.state(2).scheduler["last_epoch"] == 2
         assert not loop.state(2).scheduler_pending
         loop.step()
         assert loop.state(2).scheduler["last_epoch"] == 2, "what follows belongs to the next step"
@@ -329,10 +329,10 @@ class TestScaler:
     def test_it_settles_with_the_update(self) -> None:
         loop = self.loop()
         self.iteration(loop, update=False)
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         assert loop.state().scaler_pending
         loop.scaler.update()
-        assert loop.tail.settled()
+        assert loop.tail.done()
         assert not loop.state().scaler_pending
         assert loop.state().scaler == loop.scaler.state_dict()
 
@@ -363,7 +363,7 @@ class TestScaler:
     def test_a_disabled_one_is_nothing(self) -> None:
         loop = Loop(scaler=torch.amp.GradScaler("cpu", enabled=False))
         loop.update()
-        assert loop.tail.settled() and loop.state().scaler is None
+        assert loop.tail.done() and loop.state().scaler is None
 
     def test_both(self) -> None:
         loop = self.loop(exponential)
@@ -371,10 +371,10 @@ class TestScaler:
             self.iteration(loop)
             loop.step()
         self.iteration(loop)
-        assert not loop.tail.settled()
+        assert not loop.tail.done()
         assert loop.state().scheduler_pending and not loop.state().scaler_pending
         loop.step()
-        assert loop.tail.settled()
+        assert loop.tail.done()
 
 
 @pytest.mark.supports("AMP and GradScaler")
@@ -385,7 +385,7 @@ class TestFused:
         loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
         loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
         loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
-        loop.tail = Tail([loop.optimizer], scaler=loop.scaler)
+        loop.tail = PostStepState([loop.optimizer], scaler=loop.scaler)
         return loop
 
     def finished(self, loop: Loop) -> None:
@@ -414,11 +414,11 @@ class TestFused:
         for _ in range(count):
             self.iteration(unbroken)
         self.iteration(unbroken, overflow=overflow, update=False)
-        assert not unbroken.tail.settled()
+        assert not unbroken.tail.done()
         saved = JobState.decode(unbroken.state().encode())
         assert saved.scaler_pending and saved.scaler_skipped == overflow
         unbroken.scaler.update()
-        assert unbroken.tail.settled() and not unbroken.state().scaler_skipped
+        assert unbroken.tail.done() and not unbroken.state().scaler_skipped
         resumed = self.loop()
         schedules.load_scaler(resumed.scaler, saved)
         assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
@@ -429,7 +429,7 @@ class TestLooking:
         """``type(scheduler) is LambdaLR`` is asked by other libraries."""
         scheduler = lr.ExponentialLR(torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1), 0.5)
         before = dict(vars(scheduler))
-        Tail([scheduler.optimizer], scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"))
+        PostStepState([scheduler.optimizer], scheduler=scheduler, scaler=torch.amp.GradScaler("cpu"))
         assert type(scheduler) is lr.ExponentialLR and vars(scheduler) == before
 
     def test_a_state_that_cannot_be_stored_is_said_at_start(self) -> None:
@@ -442,13 +442,13 @@ class TestLooking:
 
     def test_what_does_not_count_its_steps_settles_with_the_forward_pass(self) -> None:
         loop = Loop(exponential)
-        tail = Tail([loop.optimizer], scheduler=_Plain(loop.scheduler))
+        tail = PostStepState([loop.optimizer], scheduler=_Plain(loop.scheduler))
         loop.optimizer.step()
         tail.update_finished(1)
         loop.step()
-        assert not tail.settled()
+        assert not tail.done()
         tail.forward_entered(training=True)
-        assert tail.settled()
+        assert tail.done()
         loop.step()
         state: Any = tail.job_state(1).scheduler
         assert state["last_epoch"] == 1 and tail.param_groups(1)[0][0]["lr"] == 0.05

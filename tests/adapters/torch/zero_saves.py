@@ -220,7 +220,7 @@ def redone(directory: Path) -> dict[str, Any]:
         _until(lambda: gate.version == STEPS)
     draft_group = dist.new_group(range(dist.get_world_size()))
     dist.barrier(draft_group)
-    seen |= {"version": gate.version, "entered": entered.is_set(), "settled": job.adapter.source.settled()}
+    seen |= {"version": gate.version, "entered": entered.is_set(), "settled": job.adapter.source.post_step_done()}
     gate.open()
     thread.join(PATIENCE_S)
     return {**seen, "left": entered.is_set(), "differences": differences(job.training, expected)}

@@ -86,10 +86,10 @@ def _page(version: int) -> dict[str, Any]:
     from ttp.processor.local_state.pages import Page, read_page
 
     processor = ttp.session.current().processor
-    assert processor is not None and processor.company.pages is not None
+    assert processor is not None and processor.host.pages is not None
     deadline = time.monotonic() + 20
     while True:
-        found = read_page(processor.company.pages.path, 0, version, processor.incarnation)
+        found = read_page(processor.host.pages.path, 0, version, processor.incarnation)
         if isinstance(found, Page):
             return {f"model.{name}": value for name, value in LocalCapture.decode(found.data).buffers.items()}
         assert time.monotonic() < deadline, found

@@ -1,4 +1,4 @@
-"""What happens to the controller, and what it wants done."""
+"""Events that the controller's machine is told, and actions that it wants done."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Remembered:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEvent:
-    """Something for ``program_recovery`` alone; what it is, only that knows."""
+    """Base of events that only ``program_recovery`` understands."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Something worth remembering: goes to the incident's file and to everybody who watches."""
+    """Write a line to the file of the incident, and to everybody who watches."""
 
     kind: str
     incident: str
@@ -188,7 +188,7 @@ class AnswerSave:
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction:
-    """What ``program_recovery`` wants done; whoever fed the ``ProgramEvent`` understands it."""
+    """Base of actions of ``program_recovery``; whoever feeds ``ProgramEvent`` carries them out."""
 
 
 @dataclass(frozen=True, slots=True)

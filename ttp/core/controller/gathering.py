@@ -57,7 +57,7 @@ class Gathering:
             self._counted = self._sent_on
 
     def expire(self, now: float) -> None:
-        """Time has passed."""
+        """End the waiting when it is time; ``now`` in seconds."""
         for due in self.deadlines():
             if now >= due + self._late_s:  # others may have come meanwhile, and were not heard
                 self._job.gather_until = now + self._patience.gather_s

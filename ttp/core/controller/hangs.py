@@ -56,7 +56,7 @@ Place = tuple[int, bool, int]
 
 @dataclass(frozen=True, slots=True)
 class Suspicion:
-    """The job hangs.
+    """What ``HangWatch.check`` has found: which ranks hang, and why that is believed.
 
     Args:
         subjects: the ranks that the others wait for; empty when none can be singled out.
@@ -131,7 +131,7 @@ class HangWatch:
         self._follow_front(int(version), now)
 
     def forget(self, rank: Rank) -> None:
-        """The rank is gone."""
+        """Stop watching a rank that is gone."""
         self._seen.pop(rank, None)
         self._pausing.discard(rank)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ttp.core import messages as m
 from ttp.core import stripes
+from ttp.core.controller.evidence import EvidenceBook
 from ttp.core.decide import Plan
 from ttp.core.layout import Layout, Rank, Shard, Version
 
@@ -36,33 +37,6 @@ _EDGES = {
 }
 """Which stage may follow on which; see ``Incident.enter``."""
 
-_EXPLAINS = (
-    m.FaultKind.EXITED,
-    m.FaultKind.EXCEPTION,
-    m.FaultKind.LOST,
-    m.FaultKind.OUTSIDE,
-    m.FaultKind.PREEMPTED,
-    m.FaultKind.HUNG,
-    m.FaultKind.SILENT,
-    m.FaultKind.AILING,
-    m.FaultKind.COLLECTIVE,
-    m.FaultKind.SNAPSHOT,
-)
-"""Which evidence explains the most. A collective's error is what a death looks like from its neighbours."""
-
-
-@dataclass(slots=True)
-class Evidence:
-    """One reason to believe that something is wrong."""
-
-    subject: Rank
-    kind: m.FaultKind
-    text: str
-    at: float
-    retracted: bool = False
-    final: bool = False
-    """By whoever knows best: a neighbour sees an end first, the launcher knows the signal."""
-
 
 @dataclass(slots=True)
 class Task:
@@ -73,7 +47,7 @@ class Task:
     pieces: tuple[m.Piece, ...] | None = None
 
     def keep_ordered(self) -> None:
-        """Without pieces of parts that are not asked for any more."""
+        """Drop the pieces of parts that are not asked for any more."""
         if self.pieces is not None:
             parts = {p.shard for p in self.pieces if stripes.parse(Shard(p.shard)).count > 1}
             stale = parts.difference(self.order.shards)
@@ -91,6 +65,7 @@ class Incident:
     opened_at: float
     snapshot: bool
     layout: Layout
+    evidence: EvidenceBook
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
@@ -117,9 +92,6 @@ class Incident:
     """Why it is in this stage; only ``enter`` changes both."""
     waits_for: str = ""
     """Why no plan is made yet, as it was recorded last."""
-    evidence: dict[m.FaultKind, OrderedDict[Rank, Evidence]] = field(default_factory=dict)
-    """By kind and subject, the oldest first. Ordered dictionaries, as the first of many is taken away all the time."""
-    retracted: list[Evidence] = field(default_factory=list)
     answers: dict[Rank, m.Frozen] = field(default_factory=dict)
     frozen_at: dict[Rank, float] = field(default_factory=dict)
     waiting: set[Rank] = field(default_factory=set)
@@ -162,27 +134,12 @@ class Incident:
     @property
     def cause(self) -> str:
         """The evidence that explains the most, in words."""
-        for kind in _EXPLAINS:
-            if self.evidence.get(kind):
-                return next(iter(self.evidence[kind].values())).text
-        if not self.retracted:
-            return "a controller was lost during an incident"
-        return min(self.retracted, key=lambda e: (_EXPLAINS.index(e.kind), e.at)).text
+        return self.evidence.cause
 
     @property
     def faulty(self) -> bool:
         """Whether evidence of a real fault stands that nobody has taken back."""
-        return bool(self.kinds)
-
-    @property
-    def accused(self) -> set[Rank]:
-        """Of whom evidence stands."""
-        return {rank for found in self.evidence.values() for rank in found}
-
-    @property
-    def kinds(self) -> set[m.FaultKind]:
-        """Of the evidence of real faults that stands."""
-        return {kind for kind, found in self.evidence.items() if found and kind is not m.FaultKind.SNAPSHOT}
+        return bool(self.evidence.kinds)
 
     @property
     def draft(self) -> str:
@@ -218,36 +175,13 @@ class Incident:
         return now < self.pauses.setdefault(what, now + seconds)
 
     def end_pauses(self, now: float) -> None:
-        """Those that are over are no reason to look at the clock any more."""
+        """Mark pauses that are over, so that no deadline comes from them."""
         for what, until in self.pauses.items():
             if until <= now:
                 self.pauses[what] = OVER
 
-    # ------------------------------------------------------------------------------------------------------- evidence
-
-    def accuse(self, evidence: Evidence) -> bool:
-        """Take evidence; false when it was known."""
-        found = self.evidence.setdefault(evidence.kind, OrderedDict())
-        known = found.get(evidence.subject)
-        if known is None:
-            found[evidence.subject] = evidence
-            return True
-        if not evidence.final or evidence.text == known.text:
-            return False
-        known.text, known.final = evidence.text, True
-        return True
-
-    def retract(self, subject: Rank, kind: m.FaultKind) -> bool:
-        """The evidence turned out to be wrong; false when there was none."""
-        evidence = self.evidence.get(kind, OrderedDict()).pop(subject, None)
-        if evidence is None:
-            return False
-        evidence.retracted = True
-        self.retracted.append(evidence)
-        return True
-
     def wrote(self, rank: Rank, size: int, now: float) -> None:
-        """What ``rank`` saves or commits has so many bytes since ``now``."""
+        """Note that ``rank`` has written ``size`` bytes of its save or commit, and when it said so."""
         self.progress[rank] = (size, now)
         self.progress.move_to_end(rank)
 
@@ -267,20 +201,20 @@ class Incident:
             self._count(answer.rank, answer.version)
 
     def forget(self, rank: Rank) -> None:
-        """The rank is gone, or is asked again."""
+        """Drop the answer of a rank that is gone, or that is asked again."""
         self.answers.pop(rank, None)
         self.redoing.pop(rank, None)
         self._discount(rank)
 
     def fail(self, rank: Rank, text: str, may_pass: bool = False) -> None:
-        """The rank could not do what it was told to: others have to. ``may_pass``: later it might."""
+        """Note that a rank could not save or commit, so that others are asked. ``may_pass``: later it might."""
         self.failures[rank] = text
         if may_pass:
             self.passing.add(rank)
         self._discount(rank)
 
     def forgive(self, directory: str, failed: Iterable[Rank]) -> None:
-        """These ranks may try again, in ``directory``: what is durable there already counts, nothing else."""
+        """Let these ranks try again, in ``directory``: only what is durable there already counts."""
         failed = set(failed)
         self.forgiven.update((rank, self.failures.pop(rank)) for rank in sorted(failed))
         self.passing -= failed
@@ -295,7 +229,7 @@ class Incident:
                 self._count(rank, answer.version)
 
     def use(self, layout: Layout) -> None:
-        """It is better known now which ranks hold what."""
+        """Replace the layout by one that says better which ranks hold what."""
         counted = dict(self._counted)
         for rank in counted:
             self._discount(rank)
@@ -309,16 +243,16 @@ class Incident:
         return answer is not None and answer.final
 
     def is_stale(self, answer: m.Frozen) -> bool:
-        """Whether the rank has said since that it is further. Without a pre-image none goes back unharmed."""
+        """Whether the rank has answered with a newer version since; only with a pre-image can it go back."""
         known = self.answers[answer.rank]
         return answer.version < known.version and answer.phase is not m.Phase.TORN and not known.has_preimage
 
     def able(self, rank: Rank) -> bool:
-        """Stands still, can be spoken to, and has not failed."""
+        """Whether the rank stands still, can be spoken to, and has not failed."""
         return self.answered(rank) and rank not in self.failures
 
     def can_commit(self, rank: Rank) -> bool:
-        """Can be spoken to and has not failed. A commit touches files only: the training may hang in an update."""
+        """Whether the rank can be spoken to and has not failed. Its training may hang: a commit touches files only."""
         return rank in self.answers and rank not in self.failures
 
     def newest_is_known(self) -> bool:
@@ -344,7 +278,7 @@ class Incident:
         return {shard: self.plan.version for order in orders for shard in (*order.shards, *order.kept)}
 
     def forget_parts(self, wanted: Mapping[Shard, int]) -> None:
-        """Pieces of shards that are now to be cut otherwise, into ``wanted`` parts, do not count any more."""
+        """Forget the pieces of shards that are now to be cut into ``wanted`` parts, and were cut otherwise."""
         for task in list(self.tasks):
             parts = {name: stripes.parse(name) for name in task.order.shards}
             stale = {

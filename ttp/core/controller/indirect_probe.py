@@ -1,4 +1,4 @@
-"""A second witness before a silent host is given up, where there is one.
+"""Asks a rank of a third host whether a silent host answers, before the host is given up.
 
 The controller sees only its own streams. When those of a host fall silent, a rank on a third host is asked whether it
 still reaches that host. If it does, the network between is at fault and the ranks get longer to come back; if not, or
@@ -14,8 +14,8 @@ from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank
 
 
-class Witnesses:
-    """Asks, and hears what they say.
+class IndirectProbe:
+    """Chooses whom to ask, and takes the answer.
 
     Args:
         job: the ranks.
@@ -28,7 +28,7 @@ class Witnesses:
         self._job, self._outbox, self._patience, self._host = job, outbox, patience, host
 
     def ask(self, subject: Rank) -> None:
-        """Somebody on a third host is asked about the host of ``subject``; nobody if there is none."""
+        """Ask a rank on a third host about the host of ``subject``, if there is such a rank."""
         hello = self._job.members[subject].hello
         if not hello.address:
             return
@@ -39,7 +39,7 @@ class Witnesses:
                 return
 
     def said(self, answer: m.Probed, now: float) -> None:
-        """What the witness saw holds for every suspect of that host."""
+        """Take an answer: it holds for every suspect of that host."""
         subject = self._job.members.get(answer.subject)
         if subject is None:
             return

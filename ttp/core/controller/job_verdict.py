@@ -34,7 +34,7 @@ class Verdict:
 
 
 class JobVerdict:
-    """What is known of the end of the present launch, and how many before it came to nothing."""
+    """Keeps what is known of the end of this launch, and how many launches before it saved nothing."""
 
     def __init__(self) -> None:
         self.fruitless = 0
@@ -68,7 +68,7 @@ class JobVerdict:
         self.fruitless, self.progress = max(self.fruitless, fruitless), self.progress or progress
 
     def released(self, code: int, text: str, cause: str) -> Verdict:
-        """The ranks are told to leave with ``code``; what they are to be told in truth."""
+        """The rescue wants ranks to leave with ``code``. Returns the verdict that they are told instead."""
         self._end = Verdict(code, text)
         launches = self.fruitless + 1
         if not self.progress and launches >= FRUITLESS_MAX:
@@ -87,7 +87,7 @@ class JobVerdict:
     # -------------------------------------------------------------------------------------------------- what they say
 
     def starts(self) -> None:
-        """A launcher starts ranks: what became of the last launch is of the past."""
+        """A launcher starts ranks: forget how the last launch ended."""
         if self._end is not None or self._wrong:
             self._forget()
 

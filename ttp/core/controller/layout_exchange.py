@@ -88,7 +88,7 @@ class _Telling:
         return len(self.parts) == self.count
 
     def layout(self, world_size: int) -> Layout | str:
-        """The layout, or why it is none."""
+        """The layout, or in words why the parts do not make one."""
         groups: dict[Shard, list[tuple[Rank, ...]]] = {}
         for index in range(self.count):
             for number, group in enumerate(self.parts[index]):
@@ -113,7 +113,7 @@ class _Inquiry:
     due: float = 0.0
 
     def next(self) -> Speaker:
-        """Whose turn it is; somebody waits."""
+        """The rank that is asked next. Called only while somebody waits."""
         while True:
             if not self.turn:
                 new = [speaker for speaker in self.waiting if speaker not in self.asked]
@@ -137,7 +137,7 @@ class Layouts:
         self._by_connection: dict[ConnectionId, set[tuple[str, Rank]]] = {}
 
     def wait(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
-        """The layout that ``hello`` announces is not known: keep the hello until it is."""
+        """Keep ``hello`` until the layout that it announces is known, and ask for that layout."""
         digest = hello.layout_digest
         inquiry = self._open.setdefault(digest, _Inquiry())
         inquiry.waiting[connection, hello.rank] = hello
@@ -169,7 +169,7 @@ class Layouts:
         return []
 
     def ended(self, connection: ConnectionId, now: float) -> None:
-        """A stream has ended: nobody on it waits, or answers, any more."""
+        """Forget those who waited or answered on a stream that has ended."""
         for digest, rank in sorted(self._by_connection.get(connection, ())):
             self._drop(digest, (connection, rank), now)
 

@@ -1,4 +1,4 @@
-"""Who belongs to the job: admission, incarnations, and who can be spoken to."""
+"""Keeps which ranks belong to the job, of which incarnation, and which of them can be spoken to."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """For messages."""
+        """Rank, host and process in words, for messages."""
         return f"rank {self.hello.rank} on {self.hello.host} (pid {self.hello.pid})"
 
 
@@ -96,7 +96,7 @@ class Membership:
     # ------------------------------------------------------------------------------------------------------- changes
 
     def abdicate(self) -> None:
-        """Another controller has spoken to the job since: what is known here is of no use."""
+        """Forget the job: another controller has led it meanwhile."""
         self.layout, self.run_id = None, ""
         self.members, self.by_connection, self.gone = {}, {}, {}
         self.suspects, self.suspects_on = OrderedDict(), Counter()
@@ -104,7 +104,7 @@ class Membership:
         self.formed, self.ended, self.gather_until = False, True, None
 
     def learn(self, layout: Layout) -> None:
-        """This layout is known from now on, as that of one who announces its digest; few are kept."""
+        """Remember a layout by its digest; only the last few are kept."""
         self.layouts[layout.digest] = layout
         for digest in list(self.layouts)[:-LAYOUTS_MAX]:
             if self.layout is None or digest != self.layout.digest:
@@ -137,14 +137,14 @@ class Membership:
         self.live.add(hello.rank)
         reason = known.broken if known is not None and known.broken else hello.broken
         if reason:
-            self.condemn(hello.rank, reason)
+            self.mark_failed(hello.rank, reason)
         if hello.phase is m.Phase.DONE:
             self.mark_done(hello.rank)
         self.formed = self.formed or hello.resume or self.complete
         return member
 
     def detach(self, rank: Rank) -> None:
-        """The rank cannot be spoken to any more."""
+        """Note that a rank cannot be spoken to any more."""
         member = self.members[rank]
         if member.connection is not None:
             ranks = self.by_connection.get(member.connection, set())
@@ -188,7 +188,7 @@ class Membership:
             found.setdefault(self.members[rank].hello.host, []).append(rank)
         return dict(sorted(found.items()))
 
-    def condemn(self, rank: Rank, reason: str) -> None:
+    def mark_failed(self, rank: Rank, reason: str) -> None:
         """The rank is known not to train on, whether it can be spoken to or not."""
         member = self.members[rank]
         member.broken = member.broken or reason
@@ -196,7 +196,7 @@ class Membership:
 
     def fence(self, rank: Rank, reason: str) -> None:
         """The rank is given up, and its state is not used any more."""
-        self.condemn(rank, reason)
+        self.mark_failed(rank, reason)
         self.members[rank].fenced = True
         self._clear(rank)
 

@@ -37,7 +37,7 @@ class Mirrors:
         self._keepers, self._inherited = {}, {}
 
     def keeper(self, rank: Rank) -> Rank | None:
-        """Who may have the page of a rank whose host is lost."""
+        """The rank that may have the page of a rank whose host is lost."""
         return self._inherited.get(rank, self._keepers.get(rank))
 
     def joined(self, rank: Rank) -> None:
@@ -63,7 +63,7 @@ class Mirrors:
             self._outbox.send_to(rank, m.MirrorTo(rank, self._job.term, keeper, address))
 
     def hand_over(self, page: m.Mirror) -> None:
-        """What a dead rank has left on its host goes to one that lives: who has its earlier pages, else anybody."""
+        """Send the page that a dead rank left on its host to a living rank: its keeper, else anybody."""
         job = self._job
         if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
             return
@@ -77,7 +77,7 @@ class Mirrors:
 
 
 def next_host(ranks_of: Mapping[str, Sequence[Rank]]) -> dict[Rank, Rank]:
-    """For each rank one of the next host, evenly; empty when there is only one host."""
+    """For each rank the rank of the next host that keeps its pages, spread evenly; empty with only one host."""
     hosts = list(ranks_of.values())
     if len(hosts) < 2:
         return {}

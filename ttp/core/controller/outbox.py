@@ -29,7 +29,7 @@ class Outbox:
         return actions
 
     def add(self, action: Action) -> None:
-        """Any action."""
+        """Add an action."""
         self._actions.append(action)
 
     def send(self, connection: ConnectionId, order: m.Order) -> None:
@@ -48,5 +48,5 @@ class Outbox:
         self.record("refused", rank=hello.rank, host=hello.host, pid=hello.pid, code=code.value, text=text)
 
     def record(self, kind: str, **facts: Any) -> None:
-        """Something worth remembering."""
+        """Add a line for the file of the incident: its kind and its facts."""
         self._actions.append(Record(kind, self.incident, facts))

@@ -60,7 +60,7 @@ class RescueContext:
 
 
 class ProgramRecovery:
-    """Leads nothing, and says so: what a controller has that knows no such programs, and the base of what leads one."""
+    """Leads no recovery. The default of a controller, and the base for programs that save and repair themselves."""
 
     @property
     def leads(self) -> bool:
@@ -87,7 +87,7 @@ class ProgramRecovery:
         return False
 
     def at(self, now: float) -> None:
-        """The time at which everything happens that is told next."""
+        """Set the time of all that is told next, in seconds."""
 
     def reported(self, report: m.ProgramReport) -> None:
         """A rank says something that only the program's recovery understands."""
@@ -99,21 +99,21 @@ class ProgramRecovery:
         """The rank cannot be spoken to any more."""
 
     def came_back(self, rank: Rank, *, frozen: bool) -> None:
-        """On another stream; not ``frozen``: its gate was open meanwhile."""
+        """A lost rank is back on another stream; not ``frozen``: its gate was open meanwhile."""
 
     def moved(self, version: Version) -> None:
         """A rank has finished an update."""
 
     def begin(self, incident: Incident) -> None:
-        """The world stands still: see what can be done."""
+        """Begin: all ranks stand still."""
         raise NotImplementedError
 
     def advance(self) -> Ending | None:
-        """Go on as far as what is known allows, in an incident or not; how it ended, once it has."""
+        """Go on as far as possible, in an incident or not. Returns how the recovery ended, once it has."""
         return None
 
     def over(self, *, resumed: bool) -> None:
-        """The incident is over: the world trains on, or has ended."""
+        """The incident is over: training goes on, or the job has ended."""
 
     def reset(self) -> None:
         """A new incarnation of the job, or another controller leads it."""
@@ -127,5 +127,5 @@ MakeRecovery = Callable[[RescueContext], ProgramRecovery]
 
 
 def no_recovery(_: RescueContext) -> ProgramRecovery:
-    """For a controller of jobs that ttp saves."""
+    """Make the recovery of a controller whose jobs are saved by ttp."""
     return ProgramRecovery()

@@ -32,11 +32,11 @@ class Restoring:
         self._views, self.decision = {}, None
 
     def forget(self, rank: Rank) -> None:
-        """The process is gone before the job was whole; its successor may find other checkpoints."""
+        """Forget what a process found that was gone before the job was complete."""
         self._views.pop(rank, None)
 
     def expect(self, committed: tuple[Version, str] | None, *, same_job: bool) -> None:
-        """What the incarnation that is over has committed last, version and path, if anything.
+        """Expect ranks to find what the last incarnation committed: version and path, or None.
 
         Args:
             committed: in that incarnation.

@@ -8,7 +8,7 @@ an earlier order is recognised.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable
 from dataclasses import replace
 
 from ttp.core import messages as m
@@ -17,6 +17,7 @@ from ttp.core.controller.incident import Incident, Stage, Task
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import Mirrors
 from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.page_collectors import PAGES_S, PageCollectors
 from ttp.core.decide import Assignment, How, Plan
 from ttp.core.layout import Rank, Shard, Version
 
@@ -31,10 +32,6 @@ REPLAN_S, REPLAN_MAX_S = 0.02, 1.0
 A plan for 3,000 ranks takes 35 ms: where a power cut takes hundreds of savers one after the other, one does for many.
 """
 
-PAGES_S = 1.0
-"""How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
-STRAGGLERS_MAX = 64
-
 
 class Saving:
     """The stages SAVING and COMMITTING.
@@ -47,7 +44,7 @@ class Saving:
 
     def __init__(self, job: Membership, outbox: Outbox, mirrors: Mirrors) -> None:
         self.last_commit: tuple[Version, str] | None = None
-        self._mirrors = mirrors
+        self._pages = PageCollectors(job, mirrors)
         self._job = job
         self._outbox = outbox
 
@@ -101,7 +98,7 @@ class Saving:
                 shards.setdefault(assignment.rank, []).append(assignment.shard)
                 hows[assignment.rank] = assignment.how
         savers = {*shards, *kept}
-        pages = self._collectors(incident, savers)
+        pages = self._pages.collectors(incident, savers)
         first = None if any(t.order.job_state for t in incident.tasks) else min(savers, default=None)
         orders = []
         for rank in sorted({*savers, *pages}):
@@ -117,31 +114,9 @@ class Saving:
             orders.append(order if unfinished is None else _merge(unfinished.order, order))
         return orders
 
-    def _collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
-        """Whoever writes something new anyway collects; then somebody who is not busy.
-
-        After a takeover ranks that have died are not known, nor their hosts: every host is asked for their pages.
-        """
-        collected = {rank for task in incident.tasks for rank in task.order.pages}
-        by_host: dict[str, list[Rank]] = {}
-        for rank, member in sorted(self._job.members.items()):
-            by_host.setdefault(member.hello.host, []).append(rank)
-        unknown = self._unknown()
-        copies: dict[Rank, Rank] | None = None
-        pages: dict[Rank, tuple[Rank, ...]] = {}
-        for ranks in by_host.values():
-            missing = tuple(r for r in ranks if r not in collected)
-            able = [r for r in ranks if incident.able(r)]
-            if missing and able:
-                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
-            elif missing:
-                copies = self._copied_pages(incident) if copies is None else copies
-                self._ask_buddies(incident, missing, copies, pages)
-        return pages
-
     def _collects_late(self, incident: Incident, now: float) -> bool:
         """A plan does not wait for everybody; whoever answered since has a page, and nobody else may have it."""
-        pages = self._collectors(incident, ())
+        pages = self._pages.collectors(incident, ())
         incident.generation += bool(pages)
         for rank, wanted in sorted(pages.items()):
             task = Task(m.SaverOrder(rank, (), How.AS_IS, wanted, False), incident.generation)
@@ -149,45 +124,7 @@ class Saving:
             incident.pending[rank] = task
             incident.wrote(rank, -1, now)
             self._send_save(incident, rank)
-        return bool(pages) or (self._lacks_a_host(incident) and incident.waits("pages", PAGES_S, now))
-
-    def _lacks_a_host(self, incident: Incident) -> bool:
-        """Whether a host has only ranks that have not answered yet; not asked when there are many of them."""
-        if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
-            return False
-        hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
-        able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
-        return not hosts <= able
-
-    def _unknown(self) -> tuple[Rank, ...]:
-        if self._job.complete or self._job.layout is None:
-            return ()
-        return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
-
-    def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
-        """Whose page somebody has who keeps a copy of it."""
-        assert incident.plan is not None
-        version = incident.plan.version
-        return {
-            copy.of: rank
-            for rank, answer in incident.answers.items()
-            for copy in answer.kept
-            if copy.version == version and incident.able(rank)
-        }
-
-    def _ask_buddies(
-        self,
-        incident: Incident,
-        ranks: Iterable[Rank],
-        copies: Mapping[Rank, Rank],
-        pages: dict[Rank, tuple[Rank, ...]],
-    ) -> None:
-        """Their host is lost: what was kept elsewhere is all there is."""
-        for rank in ranks:
-            buddy = self._mirrors.keeper(rank)
-            holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
-            if holder is not None:
-                pages[holder] = (*pages.get(holder, ()), rank)
+        return bool(pages) or (self._pages.lack_a_host(incident) and incident.waits("pages", PAGES_S, now))
 
     def _send_save(self, incident: Incident, rank: Rank) -> None:
         task, plan = incident.pending[rank], incident.plan
@@ -213,6 +150,16 @@ class Saving:
         """The stream of ``rank`` was replaced, and what was said on the old one may be lost."""
         if rank in incident.pending:
             self._send_save(incident, rank)
+
+    def nothing_new(self, incident: Incident, plan: Plan, on_disk: Version) -> None:
+        """The newest version that can be saved is on disk already."""
+        incident.plan, incident.saved = plan, on_disk
+        incident.path = self.last_commit[1] if self.last_commit else ""
+        incident.outcome = (
+            f"version {on_disk} is on disk already" if on_disk else "no update had finished: there is nothing to lose"
+        )
+        incident.enter(Stage.SAVED, incident.outcome)
+        self._outbox.record("nothing_new", version=plan.version, text=incident.outcome, reason=plan.reason)
 
     # --------------------------------------------------------------------------------------------------------- pieces
 
@@ -255,7 +202,7 @@ class Saving:
             incident.wrote(rank, size, now)
 
     def stalled(self, incident: Incident, patience_s: float, now: float) -> bool:
-        """Storage that takes no byte for too long has failed, whether it says so or not. Returns whether it has."""
+        """Fail the saves whose storage has taken no byte for too long. Returns whether there were any."""
         text = f"the storage took no byte for {patience_s:g} s (TTP_STALL_S)"
         failed = len(incident.failures)
         while True:
@@ -271,7 +218,7 @@ class Saving:
         return len(incident.failures) > failed
 
     def stall_since(self, incident: Incident) -> float | None:
-        """Since when the slowest of those that write has written nothing; None: nobody writes."""
+        """The time since which the slowest writer has written nothing; None: nobody writes."""
         rank, since = self._slowest(incident)
         return None if rank is None else since
 
@@ -292,7 +239,7 @@ class Saving:
         return None, 0.0
 
     def drop(self, incident: Incident, rank: Rank) -> None:
-        """Whatever ``rank`` was writing will not come, or cannot be trusted."""
+        """Drop what ``rank`` was writing: it will not come, or cannot be trusted."""
         task = incident.pending.pop(rank, None)
         if task is not None:
             incident.tasks.remove(task)
@@ -325,7 +272,7 @@ class Saving:
         self._send_commit(incident)
 
     def stranded(self, incident: Incident) -> bool:
-        """All is durable and nobody is left to commit it, now or later."""
+        """Whether all is durable and nobody is left to commit it, now or later."""
         return (
             incident.stage is Stage.SAVING
             and not (incident.pending or incident.dropped or incident.waiting or self._job.in_doubt)

@@ -137,7 +137,7 @@ class Silence:
         return next(iter(self._heard.values())) + quiet_s if self._heard and quiet_s is not None else NEVER
 
     def check(self, now: float) -> None:
-        """Have a look at whom was not heard for long, and put up with what is a doubt for too long."""
+        """Look at hosts that were not heard for long; what has been a doubt for too long is a fault."""
         due = self.deadline()
         if due is None or now < due:
             return

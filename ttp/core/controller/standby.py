@@ -41,7 +41,7 @@ class Standby:
         self._places, self._up, self._unable = {}, set(), set()
 
     def joined(self, rank: Rank) -> None:
-        """A host can be asked as soon as a rank of it has come: the sooner one stands by, the better."""
+        """A rank has joined: ask its host for a standby controller, if one is wanted there."""
         self._tell(rank)
         if self._ask(rank):
             self._tell_all()
@@ -56,7 +56,7 @@ class Standby:
         return True
 
     def answered(self, report: m.StandbyUp) -> None:
-        """A host has one now, or cannot have one."""
+        """Take the answer of a host that was asked for a standby controller."""
         host = self._job.members[report.rank].hello.host
         if host not in self._places or host in self._up:
             return

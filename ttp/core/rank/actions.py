@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ttp.core import messages as m
 from ttp.core.layout import Version
+from ttp.core.rank import events as ev
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +181,7 @@ class SettleCopy:
 
 @dataclass(frozen=True, slots=True)
 class ProgramAction:
-    """What ``program`` wants done; whoever told it of the ``ProgramEvent`` understands it."""
+    """Base of actions of ``program``; whoever tells it of ``ProgramEvent`` carries them out."""
 
 
 Action = (
@@ -209,3 +210,24 @@ Action = (
     | SettleCopy
     | ProgramAction
 )
+
+
+def not_done(action: Action, text: str) -> ev.Event | None:
+    """What to tell the machine of an action that failed, so that it is tried again, or somebody else does it.
+
+    Args:
+        action: which one, for example because no thread could be started.
+        text: why.
+    """
+    match action:
+        case Connect():
+            return ev.StreamDown(text)
+        case StartSave(order):
+            return ev.WriteFailed(order.incident, order.generation, text)
+        case StartCommit(order):
+            return ev.CommitBroken(order.incident, order.generation, text)
+        case StartStandby():
+            return ev.StandbyStarted("")
+        case ProbeHost(order):
+            return ev.HostProbed(order.subject, False, text)
+    return None

@@ -26,7 +26,7 @@ class CopyTurns:
         self._skipped = Version(0)
 
     def happened(self, event: CopyMade | CopySkipped) -> None:
-        """Of a turn that was skipped nothing is said before the one before it is settled."""
+        """A copy was made or skipped. A skipped one is reported only when the copy before it is settled."""
         if isinstance(event, CopyMade):
             whole = self._copy.whole if self._copy is not None else Version(0)
             self._copy = m.Copied(self._rank, event.version, event.stored, event.text, whole)

@@ -34,7 +34,7 @@ class Quiet:
     version: Version
     phase: m.Phase
     parked: bool
-    settled: bool
+    post_step_done: bool
     has_gradient: bool = False
     has_preimage: bool = False
     digests: tuple[m.ShardDigest, ...] = ()
@@ -134,7 +134,7 @@ class Observed:
 
 @dataclass(frozen=True, slots=True)
 class ProgramEvent:
-    """Something for ``program`` alone; what it is, only that knows."""
+    """Base of events that only ``program`` understands."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ HOME = ""
 
 
 class Route:
-    """The way of one rank. Times are seconds of the caller's clock.
+    """Chooses the controller that one rank connects to. Times are seconds of the caller's clock.
 
     Args:
         failover_s: how long a lost controller is tried again before the next one is asked to take over.
@@ -49,7 +49,7 @@ class Route:
         self.standbys = addresses
 
     def knows(self, address: str) -> None:
-        """Somebody stands by there; nobody has announced it yet."""
+        """Add a standby controller that nobody has announced yet."""
         if address and address not in self.standbys:
             self.standbys = (*self.standbys, address)
 

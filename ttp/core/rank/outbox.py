@@ -20,7 +20,7 @@ class RankOutbox:
         return actions
 
     def do(self, action: Action) -> None:
-        """Any action."""
+        """Add an action."""
         self._actions.append(action)
 
     def report(self, report: m.Report) -> None:

@@ -8,7 +8,7 @@ from ttp.core.rank.events import ProgramEvent
 
 
 class RankProgram:
-    """Has nothing to say: the rank of a program that ttp saves, and the base of what speaks for another one."""
+    """The rank of a program that ttp saves, and the base for programs that save and repair themselves."""
 
     waits = False
     """Whether the training thread has left its loop, and stands there until somebody says something."""
@@ -16,13 +16,13 @@ class RankProgram:
     """Whether the update that stands at the gate may be made for a mere snapshot, so that all are at one version."""
 
     def happened(self, event: ProgramEvent) -> list[m.ProgramReport]:
-        """Something happened in the program; what to say of it."""
+        """Take an event of the program. Returns what to report."""
         return []
 
     def ordered(self, order: m.ProgramOrder) -> m.ProgramReport | ProgramAction | None:
-        """What to do about an order: something, say what came of it, or nothing."""
+        """Take an order. Returns an action, a report of what came of it, or None."""
         return None
 
     def repeated(self) -> list[m.ProgramReport]:
-        """What every controller is told first."""
+        """Reports that every new controller is told first."""
         return []

@@ -48,7 +48,7 @@ class RankState:
 
 
 class RankRescue:
-    """From the freeze to the thaw. The release, which ends the process, is the machine's.
+    """What a rank does between a freeze and the thaw. The release, which ends the process, is the machine's.
 
     Args:
         state: of this rank.
@@ -100,7 +100,7 @@ class RankRescue:
                 self._start(order, now)
 
     def stream_lost(self) -> None:
-        """Nobody can thaw this rank now, which it does itself where nothing is broken."""
+        """The stream is lost. Thaw if the freeze was for a snapshot: nobody else can now."""
         if self.incident and self._snapshot:
             self._thaw()
 
@@ -179,8 +179,8 @@ class RankRescue:
                 version=quiet.version,
                 phase=quiet.phase,
                 final=quiet.phase is not m.Phase.UPDATING,
-                stuck=not (quiet.parked or state.broken or state.returned),
-                settled=quiet.settled,
+                main_thread_blocked=not (quiet.parked or state.broken or state.returned),
+                post_step_done=quiet.post_step_done,
                 has_gradient=quiet.has_gradient and not self._may_not_redo,
                 # A snapshot takes no detour, but for those who stand between two steps of one version: for a moment
                 # there is nothing else, and thawed they go on.

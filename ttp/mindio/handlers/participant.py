@@ -199,7 +199,7 @@ class Participant:
             return
         if self._device is not None:
             self._device.updated()
-        processor.end_update_at(Version(step))
+        processor.end_update(Version(step))
         if processor.gate.closed and self._actor is not None:
             self._actor.updated()
 

@@ -175,7 +175,7 @@ class HandlerRecovery(ProgramRecovery):
             self.ails(Ailing(rank, AILMENTS[kind], code, f"the manager says that {WORDS[AILMENTS[kind]]}"))
         else:
             text = f"the manager says that rank {rank} is broken"
-            self._job.condemn(rank, text)
+            self._job.mark_failed(rank, text)
             self._blame(rank, m.FaultKind.OUTSIDE, text, self._state.now)
 
     def _wants_pause(self, notice: Notice, incident: bool) -> str:
@@ -249,5 +249,5 @@ class HandlerRecovery(ProgramRecovery):
                 return ending
             self._outbox.record("not_cured", text=ending.text)
         elif state.ailing:
-            self._outbox.record("not_curable", evidence=sorted(kind.value for kind in incident.kinds))
+            self._outbox.record("not_curable", evidence=sorted(kind.value for kind in incident.evidence.kinds))
         return (yield from dump(state, incident))

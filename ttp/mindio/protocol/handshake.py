@@ -177,7 +177,7 @@ def faults_of(state: RepairState, incident: Incident) -> tuple[RankFault, ...]:
         if ailing.ailment is not Ailment.STOPPED:
             kind = FAULTS.get(ailing.ailment, FaultOf.MEMORY)
             found[rank] = RankFault(rank, kind, ailing.code)
-    killing = [found for kind, found in incident.evidence.items() if kind is not m.FaultKind.AILING]
+    killing = [found for kind, found in incident.evidence.by_kind.items() if kind is not m.FaultKind.AILING]
     dead = {rank for found in killing for rank in found if rank >= 0}
     for rank in {*dead, *state.job.broken} - set(found):
         found[rank] = RankFault(rank, FaultOf.PROCESS)

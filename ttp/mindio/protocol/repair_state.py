@@ -135,11 +135,11 @@ class RepairState:
 
     def suspect(self, incident: Incident) -> set[Rank]:
         """Ranks that are asked to save only where nobody else can."""
-        return {*self.job.broken, *self.ailing, *incident.accused}
+        return {*self.job.broken, *self.ailing, *incident.evidence.subjects}
 
     def repairable(self, incident: Incident) -> bool:
         """Whether every process is there and fit to go back into its loop."""
-        kinds = incident.kinds
+        kinds = incident.evidence.kinds
         everybody = self.job.complete and len(self.job.live) == len(self.job.members)
         return (
             m.FaultKind.AILING in kinds
@@ -197,4 +197,6 @@ class RepairState:
             phase = m.Phase.TORN if acted.torn and version is None else m.Phase.IDLE
             known = incident.answers.get(rank)
             plain = known or m.Frozen(rank, incident.id, at, phase, True)
-            incident.accept(replace(plain, version=at, phase=phase, final=True, has_gradient=False, stuck=False))
+            incident.accept(
+                replace(plain, version=at, phase=phase, final=True, has_gradient=False, main_thread_blocked=False)
+            )

@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
@@ -82,11 +83,9 @@ class Copying:
     Args:
         source: of the state.
         layout: of the job.
-        rank: this rank.
-        every: updates from one copy to the next.
+        config: the job's settings.
+        env: who this rank is.
         receiver: takes the copies of others.
-        token: shared secret of the job.
-        run_id: the job.
         tell: takes events for the owner of the machine.
     """
 
@@ -94,18 +93,18 @@ class Copying:
         self,
         source: StateSource,
         layout: Layout,
-        rank: Rank,
-        every: int,
+        config: Config,
+        env: RankEnv,
         receiver: Receiver,
-        token: str,
-        run_id: str,
         tell: Callable[[ev.CopyMade | ev.CopySkipped], None],
     ) -> None:
-        self.every = every
+        self.every = config.buddy_every
+        """Updates from one copy to the next."""
         self.waited_s = 0.0
         """Seconds that updates of this rank have waited for copies: all that they cost on the critical path."""
+        rank = Rank(env.rank)
         self._source, self._rank, self._receiver, self._tell = source, rank, receiver, tell
-        self._token, self._run_id = token, run_id
+        self._token, self._run_id = config.token, env.run_id
         receiver.rank = rank
         self._keeper = {shard: r for r, shards in keepers(layout).items() for shard in shards}
         mine = tuple(shard for shard, keeper in self._keeper.items() if keeper == rank)
@@ -119,7 +118,7 @@ class Copying:
         self._deferred: list[act.SettleCopy] = []
         self._attempt: _Attempt | None = None
         self._size = 0
-        self._lane = SerialWorker("ttp-copies")
+        self._worker = SerialWorker("ttp-copies")
         self._complaints: set[str] = set()
 
     # ------------------------------------------------------------------------------------------------- training thread
@@ -135,7 +134,7 @@ class Copying:
         self.waited_s += time.monotonic() - began
 
     def updated(self, version: Version) -> None:
-        """An update is finished. Is it the turn of this version?"""
+        """An update is finished: begin a copy if it is the turn of this version."""
         if version % self.every or not self._named or version == 0:
             return
         if not self._generations.begin(version):
@@ -147,7 +146,7 @@ class Copying:
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
             attempt.give_up("the job is frozen")
-        self._lane.submit(lambda: self._make(attempt))
+        self._worker.submit(lambda: self._make(attempt))
 
     # ------------------------------------------------------------------------------------------------ processor thread
 
@@ -171,17 +170,17 @@ class Copying:
         self._named = True
 
     def settle(self, action: act.SettleCopy) -> None:
-        """The fate of a version is known; while frozen nothing goes, as it has been said to be there."""
+        """A version is whole everywhere, or never will be: drop old copies, but not while the job is frozen."""
         if self._frozen:
             self._deferred.append(action)
             return
         gone = self._generations.settle(action.version, whole=action.whole)
         store = self._store
         if gone is not None and store is not None:
-            self._lane.submit(lambda: store.drop(self._rank, gone))
+            self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
-        """The gate is closed: a copy that is being made would only be in the way."""
+        """The gate is closed: give up a copy that is being made."""
         self._frozen = self._receiver.frozen = True
         attempt = self._attempt
         if attempt is not None:
@@ -203,7 +202,7 @@ class Copying:
         self._closed = True
         if self._attempt is not None:
             self._attempt.give_up("this rank leaves")
-        self._lane.close()
+        self._worker.close()
         self._receiver.close()
         if self._sender is not None:
             self._sender.close()
@@ -264,13 +263,13 @@ class Copying:
     # ---------------------------------------------------------------------------------------------------------- saving
 
     def quiesce(self) -> None:
-        """A save is about to read the state: no copy does so any more."""
+        """Wait until no copy reads the state any more: a save is about to."""
         attempt = self._attempt
         if attempt is not None and not attempt.through.wait(QUIESCE_S):
             log.warning("the copy of version %s still hangs", attempt.version)
 
     def split(self, order: m.Save, alive: Version) -> tuple[m.SaverOrder, m.SaverOrder]:
-        """What of an order is written from the state that is alive, of that version, and what from kept copies."""
+        """Divide an order into what is written from the live state, of that version, and what from kept copies."""
         wanted, there = order.order, set(self.held())
         old = order.version < alive
         brought = tuple(

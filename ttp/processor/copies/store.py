@@ -84,7 +84,7 @@ class CopyStore:
         return draft
 
     def finish(self, draft: Path, rank: Rank, version: Version, pieces: Collection[Piece]) -> Copy:
-        """What is in ``draft`` is the copy of that rank and version from now on.
+        """Make what is in ``draft`` the copy of that rank and version.
 
         Raises:
             OSError: the index cannot be written.
@@ -94,7 +94,7 @@ class CopyStore:
         return self.publish(draft, rank, version)
 
     def publish(self, draft: Path, rank: Rank, version: Version) -> Copy:
-        """The same, where the index is there already.
+        """Like ``finish``, where the index is there already.
 
         Raises:
             CheckpointError: the index does not describe what is there.
@@ -135,14 +135,14 @@ class CopyStore:
         return _pieces(draft, rank, version)
 
     def drop(self, rank: Rank, version: Version) -> None:
-        """The copy is not needed any more. At no moment there is half of it."""
+        """Remove a copy, at once: at no moment is there half of it."""
         gone = self._root / f".gone-{rank}-{version}.{os.getpid()}"
         with contextlib.suppress(OSError):
             (self._root / f"{rank}-{version}").rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
     def drop_others(self, rank: Rank, keep: Collection[int]) -> None:
-        """All copies of this rank but those of these versions."""
+        """Remove all copies of this rank but those of these versions."""
         for copy in self.held():
             if copy.of == rank and copy.version not in keep:
                 self.drop(rank, copy.version)

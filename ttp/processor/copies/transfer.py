@@ -70,7 +70,7 @@ class Sender:
         keep: Collection[Version],
         cancelled: Callable[[], None],
     ) -> None:
-        """Returns when the buddy has stored it whole.
+        """Send a copy, and return when the buddy has stored it whole.
 
         Args:
             copy: what to send.
@@ -255,3 +255,21 @@ def _verify(store: CopyStore, draft: Path, rank: Rank, version: Version, found: 
     if promised != arrived:
         wrong = sorted(promised.items() ^ arrived.items())
         raise CheckpointError(f"{wrong[0][0]!r:.80} is not what its index says")
+
+
+def open_receiver(config: Config, run_id: str, *, copies: bool) -> Receiver | None:
+    """Take copies and pages of other ranks, where that is wanted and possible. Training does not depend on it.
+
+    Args:
+        config: the job's settings.
+        run_id: the job.
+        copies: whether shards are copied; whether pages are says ``config.mirror``.
+    """
+    if not (copies or config.mirror):
+        return None
+    try:
+        return Receiver(config, run_id)
+    except Exception as problem:
+        what = "buddy=True: no copies can be kept, and shards without replicas are UNPROTECTED"
+        log.error("%s: %s", what if copies else "TTP_MIRROR: no pages of other hosts can be kept here", problem)
+        return None

@@ -172,7 +172,7 @@ class Gate:
         return self._closed
 
     def stand_between(self) -> None:
-        """One of several steps that make a version together is made, and it may be long until the next one begins.
+        """Between two steps that make one version together; it may be long until the next one begins.
 
         The copy stands still and is of no version: under a closed gate it is torn, and what was kept from before the
         update is all there is. ``begin_update`` goes on with the update.
@@ -224,7 +224,7 @@ class Gate:
     # ----------------------------------------------------------------------------------------------- processor thread
 
     def set_version(self, version: Version) -> None:
-        """What was restored."""
+        """The state was restored to ``version``."""
         with self._lock:
             self.version = version
 
@@ -237,7 +237,7 @@ class Gate:
         return state
 
     def admit(self) -> bool:
-        """Let the training thread, if it stands at the closed gate, make one update. Whether it stands there."""
+        """Let the training thread make one update, if it stands at the closed gate. Returns whether it does."""
         with self._lock:
             if not (self._closed and self._parked) or self._torn or self._left or self._between:
                 return False
@@ -246,7 +246,7 @@ class Gate:
             return True
 
     def halt(self) -> None:
-        """Whoever stands at the gate, or comes to it, is told to leave its loop: ``begin_update`` raises ``Halted``."""
+        """Have the training thread leave its loop: at the gate ``begin_update`` raises ``Halted``."""
         with self._lock:
             self._halted = True
             self._opened.set()

@@ -51,19 +51,19 @@ class Place:
         number: of this rank among them.
         ranks: all that meet here, in order.
         firsts: the first rank of every such place in the job, in order.
-        lookouts: at which the others show that they live, by their number; not at this rank itself.
+        readers: at which the others show that they live, by their number; not at this rank itself.
     """
 
     words: Words
     number: int
     ranks: tuple[int, ...]
     firsts: tuple[int, ...]
-    lookouts: dict[int, SentinelReader]
+    readers: dict[int, SentinelReader]
 
     async def gone(self, number: int) -> bool:
         """Whether the process of a rank has ended, or left the job."""
         try:
-            return self.lookouts[number].state() is not State.ALIVE
+            return self.readers[number].state() is not State.ALIVE
         except BadSentinelError:
             return False  # whatever it is, no death
 
@@ -101,17 +101,17 @@ def find_place(rank: int, page_dir: Path | None, gather: Gather) -> Place:
         gather(b"1")  # who makes a file has made it
         if not alone and rank != together[0]:
             opened = _tried(rank, lambda: _open(Path(mine.directory), offers[together[0]].secret, len(together)))
-        lookouts: dict[int, SentinelReader] | None = None
+        readers: dict[int, SentinelReader] | None = None
         if opened is not None:
             others = [(number, r) for number, r in enumerate(together) if r != rank]
-            lookouts = _tried(rank, lambda: {number: _see(Path(mine.directory), r, offers[r]) for number, r in others})
-        could = [told == b"1" for told in gather(b"1" if lookouts is not None else b"0")]
+            readers = _tried(rank, lambda: {number: _see(Path(mine.directory), r, offers[r]) for number, r in others})
+        could = [told == b"1" for told in gather(b"1" if readers is not None else b"0")]
     places = _places(offers, could)
     ranks = next(place for place in places if rank in place)
     firsts = tuple(place[0] for place in places)
-    if len(ranks) == 1 or opened is None or lookouts is None:
+    if len(ranks) == 1 or opened is None or readers is None:
         return Place(OwnWords(), 0, (rank,), firsts, {})
-    return Place(SharedWords(opened), ranks.index(rank), ranks, firsts, lookouts)
+    return Place(SharedWords(opened), ranks.index(rank), ranks, firsts, readers)
 
 
 def _fields(offer: _Offer) -> tuple[object, ...]:
@@ -192,7 +192,7 @@ def _unlink(path: Path) -> None:
 
 
 def _see(directory: Path, rank: int, offer: _Offer) -> SentinelReader:
-    """A lookout at the process that made an offer."""
+    """A reader of the sentinel of the process that made an offer."""
     deadline = time.monotonic() + SEEN_S
     while True:
         found = look(directory, rank, Seat.NEIGHBOUR)

@@ -10,10 +10,11 @@ from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.errors import ConfigError, TtpError
+from ttp.errors import ConfigError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
 from ttp.launch.ring import Ring, write_ring
+from ttp.processor.joining import JOIN_PATIENCE_S, Joining
 from ttp.processor.link.host_relay import Shortcut
 from ttp.processor.link.stream import Stream
 from ttp.wire import tls
@@ -21,9 +22,6 @@ from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split, target
 
 log = logging.getLogger("ttp.processor")
-
-JOIN_PATIENCE_S = 60.0
-"""How long a rank waits for the controller before it lets the training begin unprotected."""
 
 
 class ControllerLink:
@@ -34,9 +32,8 @@ class ControllerLink:
         env: who this rank is.
         run_dir: where processes of this host leave files for one another.
         put: takes what happens to the stream; called on any thread.
-        joining: this rank has not been told whether it belongs to the job.
+        joining: whether this rank belongs to the job; takes what no other attempt will mend.
         over: nobody wants the stream any more.
-        fail: takes what no other attempt will mend, while ``joining``.
     """
 
     def __init__(
@@ -44,19 +41,17 @@ class ControllerLink:
         config: Config,
         env: RankEnv,
         run_dir: Path,
-        *,
         put: Callable[[ev.Event], None],
-        joining: Callable[[], bool],
+        joining: Joining,
         over: Callable[[], bool],
-        fail: Callable[[TtpError], None],
     ) -> None:
         self._config, self._env, self._run_dir = config, env, run_dir
-        self._put, self._joining, self._over, self._fail = put, joining, over, fail
+        self._put, self._joining, self._over = put, joining, over
         self._stream: Stream | None = None
         self._shortcut = Shortcut(config, env, run_dir)
 
     def send(self, report: m.Report) -> None:
-        """To the controller, if there is a stream."""
+        """Send a report to the controller, if there is a stream."""
         if self._stream is not None:
             self._stream.send(report)
 
@@ -80,8 +75,8 @@ class ControllerLink:
                 )
             self._open(action.address, action.within_s)
         except ConfigError as problem:
-            if self._joining():
-                self._fail(problem)
+            if self._joining.pending():
+                self._joining.failed(problem)
             log.error("%s", problem)
             self._put(ev.StreamDown(str(problem)))
         except Exception as problem:
@@ -89,7 +84,7 @@ class ControllerLink:
             self._put(ev.StreamDown(repr(problem)))
 
     def note(self, ring: act.NoteRing, incarnation: int) -> None:
-        """Leave word of the controllers on this host."""
+        """Write down on this host where the controllers are."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
         write_ring(self._run_dir, found)
@@ -118,16 +113,22 @@ class ControllerLink:
         if relay is not None:
             self._shortcut.ended(relay, reason)
         if not self._over():
-            log.log(logging.DEBUG if self._joining() else logging.WARNING, "stream to the controller ended: %s", reason)
-        if reason.startswith("UNAUTHENTICATED") and self._joining():
-            self._fail(ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}"))
+            log.log(
+                logging.DEBUG if self._joining.pending() else logging.WARNING,
+                "stream to the controller ended: %s",
+                reason,
+            )
+        if reason.startswith("UNAUTHENTICATED") and self._joining.pending():
+            self._joining.failed(
+                ConfigError(f"the controller at {self._env.master_addr}:{self._config.port}: {reason}")
+            )
         self._complain_of_encryption(reason)
         self._put(ev.StreamDown(reason))
 
     def _complain_of_encryption(self, reason: str) -> None:
         """Before the job has formed: a side that speaks TLS and one that does not will never understand each other."""
-        if not self._joining() or self._over() or not reason.startswith("UNAVAILABLE"):
+        if not self._joining.pending() or self._over() or not reason.startswith("UNAVAILABLE"):
             return
         problem = tls.diagnose(self._env.master_addr, self._config.port or 0, reason)
         if problem is not None:
-            self._fail(ConfigError(problem))
+            self._joining.failed(ConfigError(problem))

@@ -1,4 +1,4 @@
-"""The first word of a rank to a controller."""
+"""Makes the ``Hello`` of a rank, and its timeouts, of the settings."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def hello(
 
 
 def timeouts(config: Config, env: RankEnv) -> RankTimeouts:
-    """How patient it is."""
+    """The timeouts of this rank, from the settings."""
     # The first rank of a host looks for a controller at once; the others take turns, and hardly ever have to.
     return RankTimeouts(
         heartbeat_s=config.heartbeat_s,

@@ -1,4 +1,4 @@
-"""Whether a rank goes through the relay of its host. The first rank of a host without a launcher starts one."""
+"""Decides whether a rank uses the relay of its host. The first rank of a host without a launcher starts one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Shortcut:
         self._own: RelayServer | None = None
 
     def port(self) -> int | None:
-        """Where the relay is on loopback; None: there is none, or none that is still to be trusted."""
+        """The relay's port on loopback; None: there is none, or none that can be trusted any more."""
         if not self._wanted:
             return None
         found = port_of_relay(self._config, self._run_dir)

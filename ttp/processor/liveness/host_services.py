@@ -120,16 +120,16 @@ class HostServices:
             self._sender.send(version, final, incarnation, data)
 
     def stop(self) -> None:
-        """Nothing more is kept or mirrored."""
+        """Stop keeping and mirroring pages."""
         self._closed = True
         self._keeper.close()
 
     def leave(self) -> None:
-        """No sign of life any more."""
+        """Stop showing that this process lives."""
         with contextlib.suppress(Exception):
             self._stack.close()
 
     def close(self) -> None:
-        """The page goes."""
+        """Remove the page."""
         if self.pages is not None:
             self.pages.close()

@@ -85,7 +85,7 @@ def install(run_dir: Path) -> bool:
 
 
 def uninstall(run_dir: Path) -> None:
-    """Nobody shall ask any more. The handler stays: a signal that is on its way would end the process."""
+    """Stop offering stacks. The handler stays: a signal that is on its way would end the process."""
     with contextlib.suppress(OSError):
         _path(run_dir, os.getpid()).unlink(missing_ok=True)
 

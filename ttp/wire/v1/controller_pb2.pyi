@@ -553,8 +553,8 @@ class Frozen(google.protobuf.message.Message):
     FINAL_FIELD_NUMBER: builtins.int
     HAS_GRADIENT_FIELD_NUMBER: builtins.int
     HAS_PREIMAGE_FIELD_NUMBER: builtins.int
-    STUCK_FIELD_NUMBER: builtins.int
-    SETTLED_FIELD_NUMBER: builtins.int
+    MAIN_THREAD_BLOCKED_FIELD_NUMBER: builtins.int
+    POST_STEP_DONE_FIELD_NUMBER: builtins.int
     DIGESTS_FIELD_NUMBER: builtins.int
     BAD_FIELD_NUMBER: builtins.int
     KEPT_FIELD_NUMBER: builtins.int
@@ -565,8 +565,8 @@ class Frozen(google.protobuf.message.Message):
     final: builtins.bool
     has_gradient: builtins.bool
     has_preimage: builtins.bool
-    stuck: builtins.bool
-    settled: builtins.bool
+    main_thread_blocked: builtins.bool
+    post_step_done: builtins.bool
     @property
     def digests(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[global___ShardDigest]: ...
     @property
@@ -583,13 +583,13 @@ class Frozen(google.protobuf.message.Message):
         final: builtins.bool = ...,
         has_gradient: builtins.bool = ...,
         has_preimage: builtins.bool = ...,
-        stuck: builtins.bool = ...,
-        settled: builtins.bool = ...,
+        main_thread_blocked: builtins.bool = ...,
+        post_step_done: builtins.bool = ...,
         digests: collections.abc.Iterable[global___ShardDigest] | None = ...,
         bad: collections.abc.Iterable[builtins.str] | None = ...,
         kept: collections.abc.Iterable[global___KeptCopy] | None = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "kept", b"kept", "phase", b"phase", "rank", b"rank", "settled", b"settled", "stuck", b"stuck", "version", b"version"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["bad", b"bad", "digests", b"digests", "final", b"final", "has_gradient", b"has_gradient", "has_preimage", b"has_preimage", "incident", b"incident", "kept", b"kept", "main_thread_blocked", b"main_thread_blocked", "phase", b"phase", "post_step_done", b"post_step_done", "rank", b"rank", "version", b"version"]) -> None: ...
 
 global___Frozen = Frozen
 

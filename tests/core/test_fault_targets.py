@@ -6,7 +6,7 @@ import pytest
 
 from tests.core.talk import Talk
 from ttp.core import messages as m
-from ttp.core.controller.accusation import HOSTS_SHOWN, who_is_meant
+from ttp.core.controller.fault_targets import HOSTS_SHOWN, fault_targets
 from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
@@ -23,7 +23,7 @@ def job(ranks: int = 8) -> Talk:
 
 
 def meant(talk: Talk, *ranks: int, host: str = "") -> tuple[tuple[int, ...], str]:
-    found = who_is_meant(talk.machine.job, [Rank(r) for r in ranks], host)
+    found = fault_targets(talk.machine.job, [Rank(r) for r in ranks], host)
     return found.ranks, found.problem
 
 

@@ -1,4 +1,4 @@
-"""Whom evidence from outside means: ranks and a host, as an operator, a node monitor or a scheduler spells them."""
+"""Finds the ranks that a report from outside is about: operators, monitors and schedulers name ranks or a host."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ HOSTS_SHOWN = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
-    """Who is accused, and what cannot be done.
+class FaultTargets:
+    """Which ranks a report is about, and what of it cannot be used.
 
     Args:
         ranks: of this job, in ascending order; they can be accused.
@@ -24,7 +24,7 @@ class Meant:
     problem: str
 
 
-def who_is_meant(job: Membership, ranks: Iterable[Rank], host: str) -> Meant:
+def fault_targets(job: Membership, ranks: Iterable[Rank], host: str) -> FaultTargets:
     """Find the ranks of a report.
 
     A host is meant by the name that its ranks give, by its address, or by its short name where that is unique: the
@@ -36,7 +36,7 @@ def who_is_meant(job: Membership, ranks: Iterable[Rank], host: str) -> Meant:
         host: accused with all its ranks; empty: none.
     """
     if not job.formed or job.ended or job.layout is None:
-        return Meant((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
+        return FaultTargets((), f"{_not_training(job)}: no such rank can be accused, and nothing was done")
     wanted, problems = set(ranks), []
     strangers = sorted(rank for rank in wanted if rank not in job.members)
     if strangers:
@@ -51,7 +51,7 @@ def who_is_meant(job: Membership, ranks: Iterable[Rank], host: str) -> Meant:
     if gone:
         problems.append(f"already gone: {compact_ranks(gone)}")
     meant = tuple(sorted(wanted.difference(strangers, gone)))
-    return Meant(meant, "; ".join(problems) + ("" if meant or not problems else "; nothing was done"))
+    return FaultTargets(meant, "; ".join(problems) + ("" if meant or not problems else "; nothing was done"))
 
 
 def _not_training(job: Membership) -> str:

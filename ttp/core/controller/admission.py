@@ -1,0 +1,135 @@
+"""A rank says hello: it is let in, sent elsewhere, refused, or the first of the next incarnation.
+
+A controller that knows nothing and is asked by a rank of a running job sends it on to the controllers that stand by,
+unless the rank says that it has come to be taken over. ``gathering`` waits for the others.
+"""
+
+from __future__ import annotations
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId
+from ttp.core.controller.gathering import Gathering
+from ttp.core.controller.incident import Stage
+from ttp.core.controller.job_end import JobEnd
+from ttp.core.controller.membership import Refusal
+from ttp.core.controller.parts import ControllerParts
+from ttp.core.layout import Rank, compact_ranks
+
+
+class Admission:
+    """Lets ranks in, and tells all parts of the controller of each of them.
+
+    Args:
+        parts: of the controller.
+        end: knows whether the job is over.
+        now: the time at which the controller starts, in seconds.
+    """
+
+    def __init__(self, parts: ControllerParts, end: JobEnd, now: float) -> None:
+        self._parts, self._end = parts, end
+        self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
+        self.gathering = Gathering(parts.job, parts.rescue, parts.timeouts, self._abdicate, now)
+        """Waits for the other ranks of a job that was led by another controller."""
+
+    def hello(self, connection: ConnectionId, hello: m.Hello, now: float) -> None:
+        """A rank wants to be part of the job: let it in, refuse it, or ask first what its layout is."""
+        unknown = hello.layout_digest not in self._job.layouts
+        abdicates = hello.takeover and hello.term_seen > self._job.term and self._job.may_have_moved(hello)
+        if abdicates and not unknown:
+            self._abdicate(now)
+        refusal = self._elsewhere(hello) or self._job.malformed(hello)
+        if refusal is None and not (abdicates and unknown):
+            refusal = self._job.refusal(hello) or self._busy(hello)
+        if refusal is not None:
+            self._outbox.refuse(connection, hello, *refusal)
+            return
+        if unknown:
+            self._parts.layouts.wait(connection, hello, now)
+            return
+        if self._job.starts_incarnation(hello):
+            self._new_incarnation(hello, now)
+        known = self._job.members.get(hello.rank)
+        if known is not None and known.connection is not None and connection < known.connection:
+            return  # it came late: the rank has opened another stream since
+        if known is not None and known.hello.nonce != hello.nonce:
+            text = f"rank {hello.rank} was started again as pid {hello.pid} on {hello.host}"
+            self._outbox.send_to(hello.rank, m.Refused(hello.rank, m.RefusalCode.FENCED, text))
+            self._parts.forget(hello.rank)
+        self._rescue.base_version = max(self._rescue.base_version, hello.base_version)
+        first = hello.rank not in self._job.members
+        if known is not None and known.hello.host != hello.host:
+            self._parts.silence.lost(hello.rank)  # on the host that it was on
+        self._job.join(connection, hello, now)
+        self._outbox.send(connection, m.Welcome(hello.rank, self._job.term, self._job.incarnation, hello.ttp_version))
+        if first:  # one that comes back has not moved
+            self._parts.hangs.observed(hello.rank, hello.version, 0, hello.phase, "", now)
+        self._parts.silence.heard(hello.rank, now)
+        self._parts.standby.joined(hello.rank)
+        self._parts.buddies.joined(hello.rank)
+        self._parts.mirrors.joined(hello.rank)
+        kind = "reconnected" if hello.resume else "joined"
+        self._outbox.record(kind, rank=hello.rank, host=hello.host, pid=hello.pid, version=hello.version)
+        self.gathering.joined(new=first, resumes=hello.resume, now=now)
+        if self._job.complete and first:
+            self._outbox.record("formed", world_size=hello.world_size, incarnation=self._job.incarnation)
+        self._joined(hello, now)
+
+    def _joined(self, hello: m.Hello, now: float) -> None:
+        if self._end.finished_at is not None:
+            self._end.finish(hello.rank)
+            return
+        self._rescue.joined(hello, now)
+        if hello.broken:
+            self._rescue.fault(hello.rank, m.FaultKind.EXCEPTION, hello.broken, now)
+
+    def _busy(self, hello: m.Hello) -> Refusal | None:
+        incident = self._rescue.incident
+        saving = incident is not None and incident.stage is not Stage.RELEASED and bool(self._job.live)
+        newcomer = not hello.incarnation and hello.rank not in self._job.members
+        if saving and (newcomer or self._job.starts_incarnation(hello)):
+            return m.RefusalCode.BUSY, "the last incarnation of this job is still being saved; try again in a moment"
+        return None
+
+    def _elsewhere(self, hello: m.Hello) -> Refusal | None:
+        """This controller is new and the rank's job is not: there are others who are to take over."""
+        if self._job.layout is None and hello.resume and hello.standbys and not hello.takeover:
+            text = f"this controller has just been started; {hello.standbys[0]} stands by for this job"
+            return m.RefusalCode.MOVED, text
+        return None
+
+    def _abdicate(self, now: float) -> None:
+        """Another controller has led the job meanwhile: what this one knows is of the past."""
+        self._outbox.record("abdicated", term=self._job.term)
+        self._rescue.close()
+        for connection in sorted(self._job.by_connection):
+            self._outbox.send(connection, m.Refused(Rank(-1), m.RefusalCode.MOVED, "another controller leads this job"))
+        self._job.abdicate()
+        self._end.heard(now)
+        self._parts.forget_incarnation()
+        self._end.finished_at = None
+
+    def _new_incarnation(self, hello: m.Hello, now: float) -> None:
+        self._rescue.close()
+        for rank in sorted(self._job.live):
+            text = "a new incarnation of the job has started"
+            self._outbox.send_to(rank, m.Refused(rank, m.RefusalCode.FENCED, text))
+        same_job = (hello.run_id, hello.save_dir) == (self._job.run_id, self._job.save_dir)
+        self._parts.restoring.expect(self._rescue.saving.last_commit, same_job=same_job)
+        self._job.start_incarnation(hello)
+        self._parts.forget_incarnation()
+        self._end.finished_at = None
+        self._parts.hangs.reset(now)
+        if not hello.resume:
+            self._rescue.verdict.launch_begins(same_job=same_job)
+        self._rescue.base_version, self._rescue.saving.last_commit = hello.base_version, None
+        self._outbox.record(
+            "incarnation",
+            incarnation=self._job.incarnation,
+            run_id=hello.run_id,
+            world_size=hello.world_size,
+            save_dir=hello.save_dir,
+            resumed=hello.resume,
+            groups={
+                shard: compact_ranks(ranks) for shard, ranks in self._job.layouts[hello.layout_digest].groups.items()
+            },
+        )

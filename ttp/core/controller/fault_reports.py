@@ -1,0 +1,134 @@
+"""What is taken for evidence of a fault, and from whom."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ttp.core import messages as m
+from ttp.core.controller.events import Accused, ConnectionId
+from ttp.core.controller.job_end import JobEnd
+from ttp.core.controller.membership import Member
+from ttp.core.controller.parts import ControllerParts
+from ttp.core.controller.rescue import OUTSIDER
+from ttp.core.layout import Rank
+
+STACKS_MAX = 8
+"""Suspects whose stacks are asked for."""
+
+
+class FaultReports:
+    """Passes evidence on to the rescue, and sees to it that everybody hears of a rank that is lost.
+
+    Args:
+        parts: of the controller.
+        end: hears when the last rank is gone.
+    """
+
+    def __init__(self, parts: ControllerParts, end: JobEnd) -> None:
+        self._parts, self._end = parts, end
+        self._job, self._outbox, self._rescue = parts.job, parts.outbox, parts.rescue
+
+    def stream_ended(self, connection: ConnectionId, now: float) -> None:
+        """All ranks that speak on this stream cannot be spoken to any more."""
+        self._parts.layouts.ended(connection, now)
+        for rank in sorted(self._job.by_connection.get(connection, set())):
+            member, first_of_host = self._job.members[rank], self._first_of_host(rank)
+            self._rank_lost(member, now)
+            if member.left:
+                continue
+            if self._job.formed:
+                self._stream_lost(member, now, first_of_host=first_of_host)
+            else:
+                self._outbox.record("gone", rank=rank, host=member.hello.host, pid=member.hello.pid)
+        self._end.heard(now)
+
+    def _rank_lost(self, member: Member, now: float) -> None:
+        """A rank cannot be spoken to any more: here all who keep something of it hear that, in this order.
+
+        The rescue gives up what the rank was writing; nobody doubts its host for its sake; the job remembers it as gone
+        in good order, as never there (before the job was formed), or as lost; its steps are not compared any more.
+        """
+        rank = member.hello.rank
+        self._rescue.lost(rank)
+        self._parts.silence.lost(rank)
+        if member.left:
+            self._job.detach(rank)
+            return
+        if not self._job.formed:
+            self._job.forget(rank)
+            self._parts.forget(rank)
+        else:
+            self._job.lose(rank, now)
+            self._parts.hangs.forget(rank)
+
+    def _first_of_host(self, rank: Rank) -> bool:
+        return not self._job.suspects_on[self._job.members[rank].hello.host]
+
+    def _stream_lost(self, member: Member, now: float, *, first_of_host: bool) -> None:
+        rank, silent_s = member.hello.rank, now - member.last_seen
+        text = f"{member.name} was lost: its stream ended without a goodbye"
+        cut_off = silent_s > self._parts.timeouts.silent_s
+        if cut_off:
+            text += f", after {silent_s:.1f} s of silence"
+        self._rescue.fault(rank, m.FaultKind.LOST, text, now)
+        if cut_off and first_of_host:
+            self._parts.indirect_probe.ask(rank)
+
+    def look_for_hangs(self, now: float) -> None:
+        """The job trains: does it move?"""
+        suspicion = self._parts.hangs.check(now, self._job.live)
+        if suspicion is None:
+            return
+        for rank in suspicion.subjects or (OUTSIDER,):
+            self._rescue.fault(rank, suspicion.kind, suspicion.text, now)
+        for rank in suspicion.subjects[:STACKS_MAX]:
+            self._ask_for_stack(rank)
+
+    def _ask_for_stack(self, subject: Rank) -> None:
+        """Of another rank of its host, which runs for sure; of itself if there is none."""
+        hello = self._job.members[subject].hello
+        others = (r for r in self._job.live if r != subject and self._job.members[r].hello.host == hello.host)
+        witness = min(others, default=subject)
+        incident = self._rescue.incident.id if self._rescue.incident is not None else ""
+        self._outbox.send_to(witness, m.TakeStack(witness, self._job.term, incident, subject, hello.pid))
+
+    def accused(self, event: Accused, now: float) -> None:
+        """Somebody outside of the job knows: a launcher, a node monitor, an operator."""
+        for index, rank in enumerate(event.ranks):
+            member = self._job.members.get(rank)
+            if member is None or member.left or not self._job.formed:
+                continue  # before it is formed a job has nothing to lose
+            if event.pids and event.pids[index] not in (0, member.hello.pid):
+                continue  # an earlier process of this rank
+            text = f"{member.name}: {event.reason}"
+            if event.kind is m.FaultKind.EXITED:
+                self._exited(member, text, now)
+            else:
+                self._job.mark_failed(rank, text)
+            self._rescue.fault(rank, event.kind, text, now, witness=OUTSIDER)
+        for page in event.pages:
+            self._parts.mirrors.hand_over(page)
+        self._end.heard(now)
+
+    def _exited(self, member: Member, text: str, now: float) -> None:
+        """Somebody who knows says that the process has ended: no grace, and no way back."""
+        rank = member.hello.rank
+        refused = m.Refused(rank, m.RefusalCode.FENCED, f"{text}; its state is not used any more")
+        self._outbox.send_to(rank, refused)  # should it be alive after all
+        self._rank_lost(member, now)
+        self._job.fence(rank, text)
+
+    def reported(self, report: m.Fault, now: float) -> None:
+        """A rank says that it cannot train on, or that a process of its host has ended, which others cannot know."""
+        subject = self._job.members.get(report.subject)
+        if subject is None or (report.nonce and report.nonce != subject.hello.nonce):
+            return
+        if report.subject == report.rank:
+            self._job.mark_failed(report.subject, report.text)
+        elif report.kind is m.FaultKind.EXITED:
+            report = replace(report, text=f"{subject.name}: {report.text}")
+            witness = self._job.members[report.rank]
+            if not report.nonce or witness.hello.host != subject.hello.host or subject.left or not self._job.formed:
+                return  # only a neighbour can know, and it knows which process it was
+            self._exited(subject, report.text, now)
+        self._rescue.fault(report.subject, report.kind, report.text, now, detail=report.detail, witness=report.rank)

@@ -1,0 +1,99 @@
+"""When a job is over, and when its controller has nothing left to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts, LauncherSaid, RankWasWrong, Remembered, Stop
+from ttp.core.controller.job_verdict import JobVerdict
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.outbox import Outbox
+from ttp.core.layout import Rank
+from ttp.errors import EXIT_BAD_CONFIG
+
+
+class JobEnd:
+    """The end of training, without an incident, and of the controller.
+
+    Args:
+        job: the ranks.
+        outbox: takes orders, records and ``Stop``.
+        verdict: the one exit code of the job.
+        timeouts: see ``ControllerTimeouts``.
+        now: the time at which the controller starts, in seconds.
+    """
+
+    def __init__(
+        self, job: Membership, outbox: Outbox, verdict: JobVerdict, timeouts: ControllerTimeouts, now: float
+    ) -> None:
+        self.finished_at: float | None = None
+        """When every rank had left its loop; None: it has not come to that."""
+        self.stopped = False
+        """The controller has said that it ends."""
+        self._job, self._outbox, self._verdict, self._timeouts = job, outbox, verdict, timeouts
+        self._quiet_since = now
+
+    def heard(self, now: float) -> None:
+        """Ranks are gone: from the last one on nobody speaks to this controller."""
+        if not self._job.live:
+            self._quiet_since = now
+
+    def told(self, event: LauncherSaid | RankWasWrong | Remembered) -> None:
+        """Somebody knows something about the one exit code of the job."""
+        verdict = self._verdict
+        before = verdict.now
+        match event:
+            case LauncherSaid(_, True, _):
+                verdict.starts()
+            case LauncherSaid(host, False, code):
+                verdict.asks(host, code)
+            case RankWasWrong(text):
+                verdict.is_wrong(text)
+            case Remembered(fruitless, progress):
+                verdict.remember(fruitless, progress)
+        if verdict.now.code == EXIT_BAD_CONFIG != before.code:
+            self._outbox.record("wrong", text=verdict.now.text)
+
+    def finish(self, rank: Rank) -> None:
+        """Tell a rank that the job is over."""
+        self._job.members[rank].left = True
+        self._outbox.send_to(rank, m.Finished(rank, self._job.term))
+
+    def advance(self, now: float, *, incident: bool) -> None:
+        """See whether it is over; while an ``incident`` is open the job is not."""
+        if not incident:
+            self._maybe_finished(now)
+        self._maybe_stop(now)
+
+    def deadlines(self) -> Iterator[float]:
+        """When ``advance`` may have something to do."""
+        if self.finished_at is not None:
+            yield self.finished_at + self._timeouts.linger_s
+        if not self._job.live:
+            yield self._quiet_since + self._timeouts.abandoned_s
+
+    def _maybe_finished(self, now: float) -> None:
+        """The job is over when every rank has left its loop; nobody waits for one that has never said hello."""
+        if not self._job.training or self._job.ended:
+            return
+        if len(self._job.done) < len(self._job.members):
+            return
+        self.finished_at, self._job.ended = now, True
+        self._verdict.finished()
+        for rank in self._job.members:
+            self.finish(rank)
+        self._outbox.record("finished", version=max(mb.version for mb in self._job.members.values()))
+
+    def _maybe_stop(self, now: float) -> None:
+        if self.stopped:
+            return
+        if self.finished_at is not None and (not self._job.live or now >= self.finished_at + self._timeouts.linger_s):
+            self._stop("the job is over")
+        elif not self._job.live and now >= self._quiet_since + self._timeouts.abandoned_s:
+            self._stop(f"nobody spoke to this controller for {self._timeouts.abandoned_s:g} s")
+
+    def _stop(self, reason: str) -> None:
+        self.stopped = True
+        self._outbox.record("stopped", reason=reason)
+        self._outbox.add(Stop(reason))

@@ -1,0 +1,94 @@
+"""Chooses who puts rank-local state into a checkpoint: on every host one rank collects the pages of all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from ttp.core.controller.incident import Incident
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.mirrors import Mirrors
+from ttp.core.layout import Rank
+
+PAGES_S = 1.0
+"""How long a commit waits for hosts none of whose ranks has answered yet: what only they have is lost otherwise."""
+STRAGGLERS_MAX = 64
+
+
+class PageCollectors:
+    """Finds a rank that can still read the page of each rank.
+
+    Args:
+        job: the ranks.
+        mirrors: who keeps the pages of lost hosts.
+    """
+
+    def __init__(self, job: Membership, mirrors: Mirrors) -> None:
+        self._job, self._mirrors = job, mirrors
+
+    def collectors(self, incident: Incident, savers: Iterable[Rank]) -> dict[Rank, tuple[Rank, ...]]:
+        """Who collects the pages that nobody has been asked for yet.
+
+        On a host that is whoever writes something new anyway, else somebody who is not busy. After a takeover ranks
+        that have died are not known, nor their hosts: every host is asked for their pages.
+
+        Args:
+            incident: whose checkpoint it is.
+            savers: ranks that get something to write now.
+
+        Returns:
+            Collectors, and the ranks whose pages each of them adds.
+        """
+        collected = {rank for task in incident.tasks for rank in task.order.pages}
+        by_host: dict[str, list[Rank]] = {}
+        for rank, member in sorted(self._job.members.items()):
+            by_host.setdefault(member.hello.host, []).append(rank)
+        unknown = self._unknown()
+        copies: dict[Rank, Rank] | None = None
+        pages: dict[Rank, tuple[Rank, ...]] = {}
+        for ranks in by_host.values():
+            missing = tuple(r for r in ranks if r not in collected)
+            able = [r for r in ranks if incident.able(r)]
+            if missing and able:
+                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
+            elif missing:
+                copies = self._copied_pages(incident) if copies is None else copies
+                self._ask_buddies(incident, missing, copies, pages)
+        return pages
+
+    def lack_a_host(self, incident: Incident) -> bool:
+        """Whether a host has only ranks that have not answered yet; not asked when there are many of them."""
+        if not 0 < len(incident.waiting) <= STRAGGLERS_MAX:
+            return False
+        hosts = {self._job.members[rank].hello.host for rank in incident.waiting}
+        able = {self._job.members[rank].hello.host for rank in incident.answers if incident.able(rank)}
+        return not hosts <= able
+
+    def _unknown(self) -> tuple[Rank, ...]:
+        if self._job.complete or self._job.layout is None:
+            return ()
+        return tuple(Rank(r) for r in range(self._job.layout.world_size) if r not in self._job.members)
+
+    def _copied_pages(self, incident: Incident) -> dict[Rank, Rank]:
+        """Whose page somebody has who keeps a copy of it."""
+        assert incident.plan is not None
+        version = incident.plan.version
+        return {
+            copy.of: rank
+            for rank, answer in incident.answers.items()
+            for copy in answer.kept
+            if copy.version == version and incident.able(rank)
+        }
+
+    def _ask_buddies(
+        self,
+        incident: Incident,
+        ranks: Iterable[Rank],
+        copies: Mapping[Rank, Rank],
+        pages: dict[Rank, tuple[Rank, ...]],
+    ) -> None:
+        """Their host is lost: what was kept elsewhere is all there is."""
+        for rank in ranks:
+            buddy = self._mirrors.keeper(rank)
+            holder = buddy if buddy is not None and incident.able(buddy) else copies.get(rank)
+            if holder is not None:
+                pages[holder] = (*pages.get(holder, ()), rank)

@@ -1,0 +1,62 @@
+"""What a controller consists of, made in the order of who needs whom."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.controller.hangs import HangWatch
+from ttp.core.controller.indirect_probe import IndirectProbe
+from ttp.core.controller.layout_exchange import Layouts
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.mirrors import Mirrors
+from ttp.core.controller.outbox import Outbox
+from ttp.core.controller.program_recovery import MakeRecovery
+from ttp.core.controller.rescue import Rescue
+from ttp.core.controller.restore_agreement import Restoring
+from ttp.core.controller.silence import Silence
+from ttp.core.controller.standby import Standby
+from ttp.core.layout import Rank
+from ttp.core.replication import Buddies
+
+
+class ControllerParts:
+    """The parts; ``ControllerMachine`` and those who share its work tell them what happens.
+
+    Args:
+        timeouts: see ``ControllerTimeouts``.
+        new_id: makes an incident's id from its number.
+        host: where the controller runs, as ranks name their hosts.
+        port: where it listens; 0: that is of no interest.
+        program: leads jobs that save and repair themselves.
+    """
+
+    def __init__(
+        self, timeouts: ControllerTimeouts, new_id: Callable[[int], str], host: str, port: int, program: MakeRecovery
+    ) -> None:
+        self.timeouts = timeouts
+        job = self.job = Membership()
+        outbox = self.outbox = Outbox(job)
+        self.layouts = Layouts(job, outbox)
+        self.mirrors = Mirrors(job, outbox)
+        self.buddies = Buddies(job, outbox)
+        self.rescue = Rescue(job, outbox, timeouts, new_id, self.mirrors, program)
+        self.restoring = Restoring(job, outbox)
+        self.hangs = HangWatch(timeouts.hang_s, timeouts.heartbeat_s)
+        self.silence = Silence(job, outbox, self.rescue, timeouts, host)
+        self.indirect_probe = IndirectProbe(job, outbox, timeouts, host)
+        self.standby = Standby(job, outbox, host, timeouts.standbys, port)
+
+    def forget(self, rank: Rank) -> None:
+        """The process was never part of a whole job: nothing that it said holds for its successor."""
+        self.restoring.forget(rank)
+        self.hangs.forget(rank)
+
+    def forget_incarnation(self) -> None:
+        """All ranks are of another launch, or of another controller, from now on."""
+        self.restoring.reset()
+        self.standby.reset()
+        self.mirrors.reset()
+        self.buddies.reset()
+        self.rescue.program.reset()
+        self.silence.reset()

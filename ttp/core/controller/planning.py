@@ -1,0 +1,182 @@
+"""Decides when to make a plan, and from which answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ttp.core import messages as m
+from ttp.core.controller.events import ControllerTimeouts
+from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.membership import Membership
+from ttp.core.controller.program_recovery import ProgramRecovery
+from ttp.core.decide import NO_DIGESTS, NO_SIZES, Answer, NoPlan, Plan, decide
+from ttp.core.layout import Rank, Shard, Version
+from ttp.core.replication import keepers
+
+AGAIN_S = 0.02
+"""Between two looks whether a plan that fell short can be mended: each costs a millisecond for a thousand ranks."""
+
+ANSWERS = "ranks have not said yet which version they have"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """It is too early for a plan."""
+
+    why: str
+
+
+@dataclass(frozen=True, slots=True)
+class Go:
+    """Act on this."""
+
+    verdict: Plan | NoPlan
+
+
+class Planner:
+    """Turns what the ranks of a frozen job have answered into a plan, once it is time for one.
+
+    Args:
+        job: the ranks.
+        timeouts: of the controller.
+    """
+
+    def __init__(self, job: Membership, timeouts: ControllerTimeouts) -> None:
+        self.program = ProgramRecovery()
+        """Leads jobs that save and repair themselves."""
+        self._job, self._timeouts = job, timeouts
+
+    # ----------------------------------------------------------------------------------------------------------- when
+
+    def should_plan(self, incident: Incident, now: float) -> Wait | Go:
+        """Whether to act on what is known: a plan that is made too early may miss a newer version.
+
+        Where the program itself saves, everybody has to stand where it will stand before they begin.
+        """
+        leads = self.program.leads
+        if self._job.gather_until is not None:
+            return Wait("a controller was lost: ranks with a newer version may still come")
+        if incident.waiting and (leads or not incident.newest_is_known()):
+            return Wait(ANSWERS)
+        if now < incident.look_again_at and not leads:
+            return Wait(incident.waits_for)
+        if now < incident.next_plan_at:
+            incident.look_again_at = incident.next_plan_at
+            return Wait("savers are lost one after the other: they are replaced together")
+        layout = self.program.layout
+        if leads and layout is not None and layout is not incident.layout:
+            incident.use(layout)
+        verdict = self.decide(incident)
+        why = self._program_waits(incident, verdict, now) if leads else self._falls_short(incident, verdict, now)
+        return Wait(why) if why else Go(verdict)
+
+    def _program_waits(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+        """What may change in a moment where the program itself saves; empty: nothing."""
+        short = isinstance(verdict, NoPlan) and not self.program.may_repair
+        if self._job.silent or (short and (self._hopes(incident, now) or self._job.suspects)):
+            return "a rank may come, or come back"
+        return ""
+
+    def _falls_short(self, incident: Incident, verdict: Plan | NoPlan, now: float) -> str:
+        """What may complete a newer version in a moment; empty: nothing."""
+        if isinstance(verdict, Plan) and not verdict.lost:
+            if not self._grows(incident, verdict, now):
+                return ""
+            incident.look_again_at = now + AGAIN_S
+            return "a newer version that a rank has finished may become whole"
+        if self._job.in_doubt:
+            return "a rank of which nothing is heard may come back and complete a version"
+        return "a rank that still runs may complete a version" if self._hopes(incident, now) else ""
+
+    def _grows(self, incident: Incident, plan: Plan, now: float) -> bool:
+        """Whether a newer version that a living rank has finished may become whole in a moment.
+
+        Who stands in the barrier before the update answers the freeze at once, and again from the gate.
+        """
+        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        newest = max((a.version for a in idle), default=plan.version)
+        if incident.snapshot or plan.version >= newest:
+            return False
+        late = any(a.main_thread_blocked and not a.has_gradient and a.version < newest for a in idle)
+        return (late or bool(incident.redoing)) and self._hopes(incident, now)
+
+    def _hopes(self, incident: Incident, now: float) -> bool:
+        """Whether a rank that still runs may reach the gate, with the gradient that is missing, in a moment.
+
+        Or may say what came of an update that it was told to make.
+        """
+        if any(incident.able(rank) for rank in incident.redoing):
+            return True
+        idle = [a for a in incident.answers.values() if a.phase is m.Phase.IDLE]
+        newest = max((a.version for a in idle), default=Version(0))
+        if all(a.version == newest or a.has_gradient for a in idle):
+            return False
+        return incident.waits("hope", self._timeouts.hope_s, now)
+
+    def improves(self, incident: Incident, answer: m.Frozen) -> bool:
+        """Whether a rank that was thought lost has brought back a newer version than the planned one."""
+        plan, clean = incident.plan, answer.final and answer.phase is not m.Phase.TORN
+        if plan is None or not clean or answer.version <= plan.version:
+            return False
+        if incident.stage in (Stage.FREEZING, Stage.PROGRAM):
+            return False
+        verdict = self.decide(incident)
+        return isinstance(verdict, Plan) and verdict.version > plan.version
+
+    # ---------------------------------------------------------------------------------------------------------- what
+
+    def decide(self, incident: Incident) -> Plan | NoPlan:
+        """The plan for what is known now. Redo and undo only where no finished version is whole without."""
+        plain = self._decided(incident, with_offers=False)
+        offers = any(a.has_gradient or a.has_preimage for a in incident.answers.values() if a.final)
+        if not offers or (isinstance(plain, Plan) and plain.version >= self._newest_finished(incident)):
+            return plain
+        full = self._decided(incident, with_offers=True)
+        better = isinstance(full, Plan) and (isinstance(plain, NoPlan) or full.version > plain.version)
+        return full if better else plain
+
+    def _decided(self, incident: Incident, *, with_offers: bool) -> Plan | NoPlan:
+        answers = (self._answer(incident, a, with_offers) for a in incident.answers.values() if a.final)
+        return decide(incident.layout, answers, incident.written(), incident.uncut)
+
+    def _newest_finished(self, incident: Incident) -> Version:
+        """The newest version that any rank, dead or alive, is known to have finished."""
+        answered = (a.version for a in incident.answers.values())
+        return max((*answered, *(mb.version for mb in self._job.members.values())), default=Version(0))
+
+    def _answer(self, incident: Incident, frozen: m.Frozen, with_offers: bool) -> Answer:
+        member, redoing = self._job.members[frozen.rank], frozen.rank in incident.redoing
+        return Answer(
+            rank=frozen.rank,
+            version=frozen.version,
+            torn=frozen.phase is m.Phase.TORN or redoing or self.program.invalid(frozen.rank),
+            has_gradient=frozen.has_gradient and with_offers,
+            has_preimage=frozen.has_preimage and with_offers and not redoing,
+            main_thread_blocked=frozen.main_thread_blocked or bool(member.broken),
+            post_step_done=frozen.post_step_done,
+            host=member.hello.host,
+            incarnation=self._job.incarnation,
+            digests={d.shard: d.digest for d in frozen.digests} if frozen.digests else NO_DIGESTS,
+            bad=bool(frozen.bad),
+            can_save=frozen.rank not in incident.failures,
+            kept=self._kept(incident, frozen),
+            busy=frozen.rank in incident.pending,
+            stripes=member.hello.stripes,
+            sizes={d.shard: d.size for d in frozen.digests} if frozen.digests else NO_SIZES,
+        )
+
+    def _kept(self, incident: Incident, frozen: m.Frozen) -> tuple[tuple[Shard, Version], ...]:
+        if not frozen.kept:
+            return ()
+        if not incident.keepers:
+            incident.keepers = keepers(incident.layout)
+        copies = [copy for copy in frozen.kept if self._still_there(incident, frozen.rank, copy)]
+        return tuple((shard, copy.version) for copy in copies for shard in incident.keepers.get(copy.of, ()))
+
+    def _still_there(self, incident: Incident, witness: Rank, copy: m.KeptCopy) -> bool:
+        """A rank may drop old copies of its own until it is frozen, when others of its host have seen them already."""
+        owner = incident.answers.get(copy.of)
+        if owner is None or not owner.final or copy in owner.kept:
+            return True
+        members = self._job.members
+        return members[copy.of].hello.host != members[witness].hello.host

@@ -1,0 +1,72 @@
+"""What a rank does for others of its job: look at a process or a host, or start a controller that stands by."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.core.rank import actions as act
+from ttp.core.rank import events as ev
+from ttp.launch.standby import own_address, reachable, start_standby
+from ttp.processor.liveness import stacks
+
+log = logging.getLogger("ttp.processor")
+
+STACK_S = 3.0
+"""How long a process that hangs may take to say where its threads are."""
+
+Errand = act.ProbeHost | act.StartStandby | act.TakeStack
+
+
+def aside(name: str, job: Callable[[], None]) -> None:
+    """Do something that may take long on a thread of its own, under that name."""
+    threading.Thread(target=job, name=name, daemon=True).start()
+
+
+class Errands:
+    """Each on a thread of its own, as any of them may hang.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        run_dir: where processes of this host leave files for one another.
+        save_dir: where checkpoints go, for a controller that is started.
+        put: takes what came of an errand.
+    """
+
+    def __init__(
+        self, config: Config, env: RankEnv, run_dir: Path, save_dir: Path, put: Callable[[ev.Event], None]
+    ) -> None:
+        self._config, self._env, self._run_dir, self._save_dir = config, env, run_dir, save_dir
+        self._put = put
+
+    def run(self, errand: Errand) -> None:
+        """Begin an errand."""
+        match errand:
+            case act.ProbeHost(order):
+                aside("ttp-probe", lambda: self._probe(order))
+            case act.StartStandby():
+                aside("ttp-standby", self._start_standby)
+            case act.TakeStack(wanted):
+                aside("ttp-stack", lambda: self._take_stack(wanted))
+
+    def _probe(self, order: m.Probe) -> None:
+        found, text = reachable(order.address, self._config.port or 0)
+        self._put(ev.HostProbed(order.subject, found, text))
+
+    def _take_stack(self, order: m.TakeStack) -> None:
+        text = stacks.take(order.pid, self._run_dir, STACK_S)
+        self._put(ev.StackSeen(order.incident, order.subject, text))
+
+    def _start_standby(self) -> None:
+        try:
+            here = own_address(self._config, self._env.master_addr)
+            address = start_standby(self._config, self._run_dir, here, str(self._save_dir))
+        except Exception as problem:
+            log.warning("no controller can stand by on this host: %s", problem)
+            address = ""
+        self._put(ev.StandbyStarted(address))

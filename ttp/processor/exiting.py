@@ -1,0 +1,50 @@
+"""The end of a process by order, from a thread of the processor: the main thread may hang for half an hour."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+
+log = logging.getLogger("ttp.processor")
+
+EXIT_S = 10.0
+"""How long a last word of the program may take."""
+
+
+def end_process(code: int, text: str, before_exit: Callable[[], None] | None, let_go: Callable[[], None]) -> None:
+    """Leave the process, whatever hangs in it. Does not return.
+
+    Args:
+        code: the exit code.
+        text: who leaves, and why; for the log.
+        before_exit: the program's last word; on a thread of its own, for half of ``EXIT_S`` at most.
+        let_go: closes what others would wait for.
+    """
+    last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
+    last_resort.daemon = True
+    last_resort.start()
+    with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
+        signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
+    log.warning("%s", text)
+    if before_exit is not None:
+        last_word = threading.Thread(target=before_exit, name="ttp-exit", daemon=True)
+        last_word.start()
+        last_word.join(EXIT_S / 2)
+    let_go()
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(0.5)  # the main thread may hold the lock of stdout
+    os._exit(code)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    with contextlib.suppress(Exception):
+        logging.shutdown()

@@ -1,0 +1,120 @@
+"""Whether this rank belongs to the job, and what all ranks of it have agreed to restore."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from ttp.config import Config, RankEnv
+from ttp.core import messages as m
+from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
+
+log = logging.getLogger("ttp.processor")
+
+JOIN_PATIENCE_S = 60.0
+"""How long a rank waits for the controller before it lets the training begin unprotected."""
+
+
+class Joining:
+    """The training thread waits here; the processor's threads tell what the controller says.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        alone: called when a rank that trains already will never be protected: it has to wait for nobody.
+    """
+
+    def __init__(self, config: Config, env: RankEnv, alone: Callable[[], None]) -> None:
+        self.problem: TtpError | None = None
+        """Why this rank can never join; None: it has joined, or may still."""
+        self._env, self._at, self._alone = env, f"{env.master_addr}:{config.port}", alone
+        self._known = threading.Event()
+        self._started = False  # the training thread does not wait for the controller any more
+        self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
+
+    # ---------------------------------------------------------------------------------------- for the training thread
+
+    def wait(self) -> None:
+        """Wait until this rank has joined, or for ``JOIN_PATIENCE_S``: then training begins without protection.
+
+        Raises:
+            ConfigError: the port belongs to something else.
+            RefusedError: the controller does not accept this rank; the text says why.
+        """
+        if not self._known.wait(JOIN_PATIENCE_S):
+            self._started = True
+            log.error(
+                "%s: training begins UNPROTECTED (restore() waits as long again, then refuses); ttp keeps trying",
+                self._unjoined,
+            )
+        if self.problem is not None:
+            raise self.problem
+        self._started = True
+
+    def wait_to_agree(self) -> None:
+        """Wait once more: the other ranks may have a controller, and without it nobody agrees with them.
+
+        Raises:
+            ConfigError: no controller can be reached.
+            RefusedError: the controller does not accept this rank.
+        """
+        if not self._known.wait(JOIN_PATIENCE_S):
+            raise ConfigError(
+                f"{self._unjoined}, twice: restore() cannot agree with the other ranks. Look at MASTER_ADDR, "
+                "TTP_PORT and what is between this host and that one, and at the controller's log there"
+            )
+        if self.problem is not None:
+            raise self.problem
+
+    def decided(self, patience_s: float) -> m.RestoreDecision:
+        """Wait for what all ranks have in common.
+
+        Args:
+            patience_s: how long the other ranks may take (``TTP_RESTORE_S``).
+
+        Raises:
+            ConfigError: what the job has committed has vanished.
+            RestoreError: nothing in common, or the other ranks did not ask in time.
+        """
+        try:
+            decision = self._decision.get(timeout=patience_s)
+        except queue.Empty:
+            raise RestoreError(
+                f"restore() waited {patience_s:g} s (TTP_RESTORE_S) for the other ranks: "
+                "every rank must call ttp.restore()"
+            ) from None
+        if decision.error:
+            raise ConfigError(decision.error) if decision.version else RestoreError(decision.error)
+        return decision
+
+    # --------------------------------------------------------------------------------------------- for other threads
+
+    def pending(self) -> bool:
+        """Whether this rank has not been told yet if it belongs to the job."""
+        return not self._known.is_set()
+
+    def joined(self) -> None:
+        """The controller has accepted this rank."""
+        self._known.set()
+
+    def refused(self, text: str) -> None:
+        """The controller does not accept this rank."""
+        self.failed(RefusedError(f"the controller at {self._at} refused this rank: {text}"))
+
+    def failed(self, problem: TtpError) -> None:
+        """No other attempt will mend it. A rank that trains without protection by now goes on."""
+        self.problem = problem
+        if self._started:
+            log.error("rank %s trains UNPROTECTED, and for good: %s", self._env.rank, problem)
+            self._alone()
+        self._known.set()
+
+    def decide(self, decision: m.RestoreDecision) -> None:
+        """The controller says what all ranks restore."""
+        self._decision.put(decision)
+
+    @property
+    def _unjoined(self) -> str:
+        return f"no controller at {self._at} for {JOIN_PATIENCE_S:g} s"
