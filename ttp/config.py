@@ -20,6 +20,7 @@ from ttp.launch.token_file import secret_in
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
 RELAY_MODES = ("auto", "on", "off")
+CONTINUITY_MODES = ("off", "warm")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
@@ -158,6 +159,26 @@ def _relay_mode(text: str) -> str:
     return text
 
 
+def continuity_mode(text: str) -> str:
+    """A value of ``TTP_CONTINUITY``.
+
+    Raises:
+        ValueError: it is none; the text names those there are.
+    """
+    if text not in CONTINUITY_MODES:
+        raise ValueError(
+            f"one of {', '.join(CONTINUITY_MODES)} is wanted (keep, survivors that stay, is not there yet)"
+        )
+    return text
+
+
+def _modules(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, (word.strip() for word in text.split(","))))
+    if not all(word.isidentifier() for name in found for word in name.split(".")):
+        raise ValueError("names of modules with commas between them are wanted")
+    return found
+
+
 def _digest_mode(text: str) -> str:
     if text not in DIGEST_MODES:
         raise ValueError(f"one of {', '.join(DIGEST_MODES)} is wanted")
@@ -279,6 +300,12 @@ class Config:
 
     relay: str = _setting("TTP_RELAY", _relay_mode, "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
+
+    continuity: str = _setting("TTP_CONTINUITY", continuity_mode, "warm")
+    """How a job goes on after a failure: off (new interpreters), or warm (workers are forked, their imports done)."""
+
+    warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
+    """Modules and packages that are not imported ahead for warm restarts."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
