@@ -30,6 +30,7 @@ class Pickled:
 def facts() -> dict[str, Any]:
     main: Any = sys.modules["__main__"]
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
+    out: Any = sys.stdout
     descriptors = list(Path("/proc/self/fd").iterdir())
     return {
         "argv": sys.argv,
@@ -53,7 +54,7 @@ def facts() -> dict[str, Any]:
         "policy": os.sched_getscheduler(0),
         "outputs": [str(Path(f"/proc/self/fd/{number}").readlink()) for number in (1, 2)],
         "descriptors": len(descriptors),
-        "stdout": [sys.stdout.line_buffering, sys.stdout.write_through, sys.stdout.encoding, sys.stdout.errors],
+        "stdout": [out.line_buffering, out.write_through, out.encoding, out.errors],
         "threads": [thread.name for thread in threading.enumerate()],
         "start": multiprocessing.get_start_method(),
         "module": Pickled.__module__,

@@ -236,15 +236,32 @@ class WarmStarter:
 
     def _note(self, state: str) -> None:
         """For ``ttp status``."""
-        known = {"state": state}
+        known: dict[str, Any] = {"state": state}
         if self._ready is not None:
-            known |= {"modules": self._ready.modules, "bytes": self._ready.size, "seconds": self._ready.seconds}
+            known |= {
+                "modules": self._ready.modules,
+                "bytes": self._ready.size,
+                "seconds": round(self._ready.seconds, 3),
+            }
         try:
             draft = self._run_dir / f".{STATUS_FILE}"
             draft.write_text(json.dumps(known))
             draft.replace(self._run_dir / STATUS_FILE)
         except OSError as problem:
             logger.debug("%s cannot be written: %s", STATUS_FILE, problem)
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """What the launcher of this host has noted; None: nothing.
+
+    Returns:
+        ``state`` (``preparing``, ``ready``, or why restarts are cold); once ready ``modules``, ``bytes``, ``seconds``.
+    """
+    try:
+        found = json.loads((run_dir / STATUS_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
 
 
 def _adopt(on: bool) -> None:
