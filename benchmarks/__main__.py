@@ -3,49 +3,46 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import platform
 import sys
-from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import (
-    barrier,
-    buddy,
-    controller_load,
-    core,
-    detect,
-    gpu,
-    layouts,
-    rescue,
-    restoring,
-    save,
-    steady,
-    zero,
-)
 from benchmarks.result import Result
 
-GROUPS: dict[str, Callable[[bool], Iterable[Result]]] = {
-    "core": core.run,
-    "steady": steady.run,
-    "buddy": buddy.run,
-    "barrier": barrier.run,
-    "layouts": layouts.run,
-    "zero": zero.run,
-    "save": save.run,
-    "restore": restoring.run,
-    "detect": detect.run,
-    "rescue": rescue.run,
-    "controller": controller_load.run,
-    "gpu": gpu.run,
+GROUPS = {
+    "core": "core",
+    "steady": "steady",
+    "buddy": "buddy",
+    "barrier": "barrier",
+    "layouts": "layouts",
+    "zero": "zero",
+    "save": "save",
+    "restore": "restoring",
+    "detect": "detect",
+    "rescue": "rescue",
+    "controller": "controller_load",
+    "gpu": "gpu",
 }
-NEEDS = {"gpu": gpu.needs}
-"""Groups that not every machine can measure: why it cannot, or nothing."""
+"""Each with its module here, which is imported for its turn: most of them import torch."""
+
+
+def group(name: str) -> Any:
+    """The module of a group: ``run(quick)`` gives its results, and ``needs()``, where there is one, why it cannot."""
+    return importlib.import_module(f"benchmarks.{GROUPS[name]}")
+
+
+def lacking(name: str) -> str:
+    """Why a group cannot be measured on this machine; empty where it can."""
+    needs = getattr(group(name), "needs", lambda: "")
+    return str(needs())
 
 
 def main() -> int:
@@ -60,22 +57,22 @@ def main() -> int:
     unknown = set(args.names) - set(GROUPS)
     if unknown:
         parser.error(f"no benchmark is called {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
-    lacking = {name: reason for name, needs in NEEDS.items() if (reason := needs())}
-    for name in set(args.names) & set(lacking):
-        parser.error(f"{name} cannot be measured here: {lacking[name]}")
+    left_out = {name: reason for name in args.names or GROUPS if (reason := lacking(name))}
+    for name, reason in left_out.items() if args.names else ():
+        parser.error(f"{name} cannot be measured here: {reason}")
     console = Console(file=os.fdopen(os.dup(1), "w", buffering=1))  # a line at a time, into a file too
-    results: list[Result] = []
-    for name in args.names or [name for name in GROUPS if name not in lacking]:
+    results: list[tuple[str, Result]] = []
+    for name in args.names or [name for name in GROUPS if name not in left_out]:
         with console.status(f"measuring {name} ..."):
-            for result in GROUPS[name](args.quick):
-                results.append(result)
+            for result in group(name).run(args.quick):
+                results.append((name, result))
                 console.log(f"{result.what}: {result.shown}")
-    for name, reason in () if args.names else lacking.items():
+    for name, reason in left_out.items():
         console.print(f"left out: {name}, {reason}")
     console.print(machine())
-    console.print(as_table(results))
+    console.print(as_table([result for _, result in results]))
     if args.json:
-        rows = [r.as_dict() for r in results]
+        rows = [{"group": name} | result.as_dict() for name, result in results]
         args.json.write_text(json.dumps({"machine": machine(), "results": rows}, indent=1) + "\n")
     return 0
 

@@ -16,19 +16,15 @@ BUDGET_US = 50.0
 
 def run(quick: bool) -> Iterator[Result]:
     """Blocks of meetings; the time of one is that of the block over their number."""
-    yield from _measure("one", "one host", BUDGET_US, *((2, 1, 20) if quick else (RANKS, 15, 5000)))
-    yield from _measure("many", "a host each, gloo on loopback", None, *((2, 1, 20) if quick else (RANKS, 5, 200)))
-
-
-def _measure(where: str, title: str, budget: float | None, world: int, blocks: int, meetings: int) -> list[Result]:
+    world, *numbers = (2, 1, 20, 1, 20) if quick else (RANKS, 15, 5000, 5, 200)
     with scratch() as directory:
-        arguments = [where, str(blocks), str(meetings), str(directory / "pages")]
+        arguments = [str(directory / "pages"), *map(str, numbers)]
         said = train("benchmarks.barrier_rank", arguments, world, free_port(), directory)
         ranks = [json.loads(line) for line in said]
-    how = f"{blocks} blocks of {meetings} meetings, {world} ranks"
-    took = statistics.median(ranks[0]["us"])
-    cpu = statistics.median(us for rank in ranks for us in rank["cpu_us"])
-    return [
-        Result(f"barrier, {title}", took, "us", budget, how),
-        Result(f"barrier, {title}: CPU of a rank", cpu, "us", None, how),
-    ]
+    for place, (title, budget) in enumerate((("one host", BUDGET_US), ("a host each, gloo on loopback", None))):
+        found = [rank[place] for rank in ranks]
+        how = f"{len(found[0]['us'])} blocks of {numbers[2 * place + 1]} meetings, {world} ranks"
+        took = statistics.median(found[0]["us"])
+        cpu = statistics.median(us for rank in found for us in rank["cpu_us"])
+        yield Result(f"barrier, {title}", took, "us", budget, how)
+        yield Result(f"barrier, {title}: CPU of a rank", cpu, "us", None, how)

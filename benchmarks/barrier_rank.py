@@ -1,7 +1,7 @@
 """A rank that does nothing but meet the others before updates that it does not make. Started by ``benchmarks.barrier``.
 
-Arguments: "one" host or "many", blocks, meetings in each, a directory for signs of life. Prints JSON: microseconds of
-a meeting and of this process's CPU for it, in every block.
+Arguments: a directory for signs of life, and for ranks of one host and then of many: blocks, meetings in each. Prints
+JSON, a pair: microseconds of a meeting and of this process's CPU for it, in every block.
 """
 
 from __future__ import annotations
@@ -33,11 +33,18 @@ class Processor:
         raise RuntimeError(text)
 
 
-def main(where: str, blocks: int, meetings: int, pages: Path) -> None:
+def main(pages: Path, one_host: tuple[int, int], many_hosts: tuple[int, int]) -> None:
     """Measure, and print what was found."""
-    page_dir = pages if where == "one" else None
     pages.mkdir(mode=0o700, exist_ok=True)
     sentinel = Sentinel(pages, dist.get_rank(), f"{dist.get_rank()}", 0)
+    found = [measure(pages, *one_host), measure(None, *many_hosts)]
+    print(json.dumps(found), flush=True)
+    dist.barrier()
+    sentinel.close()
+
+
+def measure(page_dir: Path | None, blocks: int, meetings: int) -> dict[str, list[float]]:
+    """Blocks of meetings, after one that is not counted."""
     barrier = UpdateBarrier(dist.get_world_size(), (), Processor(page_dir))
     took, cpu = [], []
     for _ in range(blocks + 1):
@@ -47,14 +54,13 @@ def main(where: str, blocks: int, meetings: int, pages: Path) -> None:
             barrier.wait()
         took.append((time.perf_counter_ns() - begin) / meetings / 1e3)
         cpu.append((time.process_time_ns() - spent) / meetings / 1e3)
-    print(json.dumps({"us": took[1:], "cpu_us": cpu[1:]}), flush=True)
-    dist.barrier()
-    sentinel.close()
+    return {"us": took[1:], "cpu_us": cpu[1:]}
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), Path(sys.argv[4]))
+    numbers = [int(argument) for argument in sys.argv[2:]]
+    main(Path(sys.argv[1]), (numbers[0], numbers[1]), (numbers[2], numbers[3]))
     dist.barrier()
     dist.destroy_process_group()

@@ -18,8 +18,8 @@ LAYOUTS = {
     "replicated": "ReplicatedOptimizer, 2 copies",
 }
 QUICK = ("hsdp-preimage",)
-"""Four processes are started for each."""
-RANKS = 4
+"""A process is started for every rank of each."""
+RANKS, RANKS_QUICK = 4, 2
 STEP_MS = 50.0
 """Shorter steps are made as long as that by a pause in which no rank needs the processor, as behind a device."""
 BUDGET, BUDGET_DDP = 1.01, 1.005
@@ -27,18 +27,18 @@ BUDGET, BUDGET_DDP = 1.01, 1.005
 
 def run(quick: bool) -> Iterator[Result]:
     """Each layout in a job of its own, with a real controller."""
-    blocks, steps = (1, 3) if quick else (10, 25)
+    blocks, steps, ranks = (1, 3, RANKS_QUICK) if quick else (10, 25, RANKS)
     for layout in QUICK if quick else LAYOUTS:
-        yield _measure(layout, LAYOUTS[layout], blocks, steps)
+        yield _measure(layout, LAYOUTS[layout], blocks, steps, ranks)
 
 
-def _measure(layout: str, title: str, blocks: int, steps: int) -> Result:
+def _measure(layout: str, title: str, blocks: int, steps: int, ranks: int) -> Result:
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
             arguments = [layout, str(blocks), str(steps), str(STEP_MS)]
-            found = json.loads(train("benchmarks.layout_rank", arguments, RANKS, port, directory)[0])
+            found = json.loads(train("benchmarks.layout_rank", arguments, ranks, port, directory)[0])
     ratios = [on / off for on, off in zip(found["on"], found["off"], strict=True)]
-    how = f"{blocks} blocks of {steps} steps by turns, {RANKS} ranks; off: {statistics.median(found['off']):.2f} ms"
+    how = f"{blocks} blocks of {steps} steps by turns, {ranks} ranks; off: {statistics.median(found['off']):.2f} ms"
     budget = BUDGET_DDP if layout == "ddp" else BUDGET
     return Result(f"step time, ttp on / off, {title}", statistics.median(ratios), "x", budget, how)

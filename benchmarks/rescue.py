@@ -16,7 +16,7 @@ from benchmarks.world import controller, ranks, scratch, wait_for
 from ttp.wire.v1 import controller_pb2 as pb
 from ttp.wire.v1.controller_pb2_grpc import ControllerStub
 
-WORLD = 3
+WORLD, WORLD_QUICK = 3, 2
 Times = dict[str, float]
 
 
@@ -24,7 +24,11 @@ def run(quick: bool) -> list[Result]:
     """Sizes of state with a small rank, then resident sizes with a small state."""
     results: list[Result] = []
     for state_mb in (1,) if quick else (1, 50, 500):
-        results += describe(f"{state_mb} MB of state", repeated(state_mb, 0, 1 if quick else 5), state_mb)
+        results += describe(
+            f"{state_mb} MB of state",
+            repeated(state_mb, 0, 1 if quick else 5, WORLD_QUICK if quick else WORLD),
+            state_mb,
+        )
     for resident_gib in () if quick else (2, 8):
         times = repeated(1, resident_gib, 3)
         label = f"kill -9 -> incident open, rank of {resident_gib} GiB"
@@ -49,9 +53,9 @@ def describe(label: str, times: Times, state_mb: float) -> list[Result]:
     ]
 
 
-def repeated(state_mb: float, resident_gib: float, times: int) -> Times:
+def repeated(state_mb: float, resident_gib: float, times: int, world: int = WORLD) -> Times:
     """Medians over several jobs."""
-    runs = [once(state_mb, resident_gib) for _ in range(times)]
+    runs = [once(state_mb, resident_gib, world) for _ in range(times)]
     return {key: statistics.median(r[key] for r in runs) for key in runs[0]}
 
 

@@ -16,24 +16,24 @@ KINDS = {
     "replicated:4": "ReplicatedOptimizer, 4 copies",
 }
 QUICK = "replicated:2"
-RANKS = 4
+RANKS, RANKS_QUICK = 4, 2
 
 
 def run(quick: bool) -> list[Result]:
     """Each optimizer in a job of its own, in which plain DDP with AdamW takes turns with it."""
-    blocks, steps, width = (1, 3, 256) if quick else (15, 10, 1024)
+    blocks, steps, width, ranks = (1, 3, 256, RANKS_QUICK) if quick else (15, 10, 1024, RANKS)
     kinds = {QUICK: KINDS[QUICK]} if quick else KINDS
-    return [result for kind, title in kinds.items() for result in _measure(kind, title, blocks, steps, width)]
+    return [result for kind, title in kinds.items() for result in _measure(kind, title, blocks, steps, width, ranks)]
 
 
-def _measure(kind: str, title: str, blocks: int, steps: int, width: int) -> list[Result]:
+def _measure(kind: str, title: str, blocks: int, steps: int, width: int, world: int) -> list[Result]:
     with scratch() as directory:
         (directory / "run").mkdir()
         with controller(directory / "run") as (port, _, _):
             arguments = [kind, str(blocks), str(steps), str(width)]
-            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, RANKS, port, directory)]
+            ranks = [json.loads(said) for said in train("benchmarks.zero_rank", arguments, world, port, directory)]
     most, weights = (max(rank[key] for rank in ranks) for key in ("state", "weights"))
-    shown = f"{blocks} blocks of {steps} steps by turns, {RANKS} ranks, {weights / 2**20:.0f} MiB of weights"
+    shown = f"{blocks} blocks of {steps} steps by turns, {world} ranks, {weights / 2**20:.0f} MiB of weights"
     bare = statistics.median(ranks[0]["plain"])
     return [
         Result(

@@ -16,8 +16,9 @@ from types import MappingProxyType
 from typing import Any
 
 from ttp.core import messages as m
-from ttp.core.controller.membership import Membership
+from ttp.core.controller.events import ControllerTimeouts
 from ttp.core.layout import Layout
+from ttp.core.rank.machine import RankTimeouts
 
 GONE = 0
 """The number of no machine."""
@@ -25,35 +26,42 @@ GONE = 0
 SILENT = {"patience", "timeouts", "_patience", "_timeouts", "_new_id", "_record", "_attempts", "program"}
 """Constants, and what has no influence in the worlds that are explored."""
 
+CONSTANT = {Layout, m.Hello, ControllerTimeouts, RankTimeouts}
+"""What never changes: one object is enough for all states."""
+
 
 class Machines:
     """All machines of one exploration."""
 
     def __init__(self) -> None:
         self._dumps: list[bytes] = [b""]
-        self._numbers: dict[int, int] = {}
+        self._canon = Canon()
+        self._numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Any, float], tuple[list[Any], int]] = {}
         self._answers: dict[tuple[int, Callable[[Any], Any]], Any] = {}
+        self._look = functools.lru_cache(maxsize=512)(self._load)
+        self._constants: list[object] = []
+        self._places: dict[int, int] = {}
 
     def number(self, machine: object) -> int:
         """The number of a machine; it may be changed afterwards."""
-        key = hash(canonical(machine))
+        key = self._canon(machine)
         number = self._numbers.get(key)
         if number is None:
             number = self._numbers[key] = len(self._dumps)
-            self._dumps.append(dump(machine))
+            self._dumps.append(self._dump(machine))
         return number
 
-    def load(self, number: int) -> Any:
-        """A machine of its own."""
-        return load(self._dumps[number])
+    def look(self, number: int) -> Any:
+        """A machine to read in: it is not to be changed."""
+        return self._look(number)
 
     def step(self, number: int, event: Any, now: float) -> tuple[list[Any], int]:
         """What the machine does on an event, and what it is then."""
         key = (number, event, now)
         known = self._steps.get(key)
         if known is None:
-            machine = self.load(number)
+            machine = self._load(number)
             actions = machine.on_event(event, now)
             known = self._steps[key] = (actions, self.number(machine))
         return known
@@ -62,40 +70,40 @@ class Machines:
         """Something that a machine knows."""
         key = (number, question)
         if key not in self._answers:
-            self._answers[key] = question(self.load(number))
+            self._answers[key] = question(self.look(number))
         return self._answers[key]
 
+    def _load(self, number: int) -> Any:
+        """A machine of its own."""
+        return _Unpickler(self._dumps[number], self._constants).load()
 
-# -------------------------------------------------------------------------------------------------- dump and load
+    def _dump(self, machine: object) -> bytes:
+        buffer = io.BytesIO()
+        _Pickler(buffer, self._constant).dump(machine)
+        return buffer.getvalue()
 
-_SHARED: dict[tuple[str, str], object] = {}
-"""Layouts and hellos never change: one object of each is enough for all states."""
+    def _constant(self, obj: object) -> int | None:
+        if type(obj) not in CONSTANT:
+            return None
+        if id(obj) not in self._places:
+            self._places[id(obj)] = len(self._constants)
+            self._constants.append(obj)
+        return self._places[id(obj)]
 
 
 class _Pickler(pickle.Pickler):
-    def persistent_id(self, obj: object) -> tuple[str, str] | None:
-        if not isinstance(obj, (Layout, m.Hello)):
-            return None
-        key = (type(obj).__name__, repr(obj))
-        _SHARED.setdefault(key, obj)
-        return key
+    def __init__(self, buffer: io.BytesIO, place: Callable[[object], int | None]) -> None:
+        super().__init__(buffer, pickle.HIGHEST_PROTOCOL)
+        self.persistent_id = place  # type: ignore[method-assign] # an attribute saves a call for every object
 
 
 class _Unpickler(pickle.Unpickler):
-    def persistent_load(self, pid: tuple[str, str]) -> object:
-        return _SHARED[pid]
+    def __init__(self, dumped: bytes, constants: list[object]) -> None:
+        super().__init__(io.BytesIO(dumped))
+        self._constants = constants
 
-
-def dump(machine: object) -> bytes:
-    """All that a machine knows."""
-    buffer = io.BytesIO()
-    _Pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(machine)
-    return buffer.getvalue()
-
-
-def load(dumped: bytes) -> Any:
-    """The machine again."""
-    return _Unpickler(io.BytesIO(dumped)).load()
+    def persistent_load(self, pid: Any) -> object:
+        return self._constants[pid]
 
 
 @functools.cache
@@ -103,32 +111,58 @@ def _words(value: object) -> str:
     return repr(value)
 
 
-def canonical(value: Any, met: set[int] | None = None) -> Any:  # noqa: PLR0911 - one line for each kind of value
-    """What a machine knows, without the order in which it came to know it.
+class Canon:
+    """What machines know, as a number: the same for two that know the same, in whatever order they came to know it.
 
-    Args:
-        value: the machine, or something in it.
-        met: parts of the machine that were looked at already: several parts know each other.
+    Every object gets a number of its own by what it consists of, so that one which several others share (all parts of a
+    controller share the membership) is looked at once.
     """
-    met = set() if met is None else met
-    if isinstance(value, (str, int, float, bool, bytes, type(None))):
-        return value
-    if isinstance(value, Layout):
-        return value.digest
-    if isinstance(value, (m.Hello, enum.Enum)):
-        return _words(value)
-    if isinstance(value, (set, frozenset)):
-        return tuple(sorted(repr(canonical(v, met)) for v in value))
-    if isinstance(value, (dict, MappingProxyType)):
-        return tuple(sorted((repr(canonical(k, met)), canonical(v, met)) for k, v in value.items()))
-    if isinstance(value, (list, tuple, deque)):
-        return tuple(canonical(v, met) for v in value)
-    if isinstance(value, Membership) or hasattr(value, "__dict__"):
-        if id(value) in met:
-            return type(value).__name__
-        met.add(id(value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return (type(value).__name__, *(canonical(getattr(value, f.name), met) for f in fields(value)))
-    if hasattr(value, "__dict__"):
-        return (type(value).__name__, *(canonical(v, met) for k, v in sorted(vars(value).items()) if k not in SILENT))
-    return repr(value)
+
+    def __init__(self) -> None:
+        self._numbers: dict[Any, tuple[str, int]] = {}
+        self._kinds: dict[type, Callable[[Any], Any]] = {}
+        self._seen: dict[int, Any] = {}
+
+    def __call__(self, machine: object) -> Any:
+        """The number of a whole machine, which does not change meanwhile."""
+        self._seen = {}
+        return self._of(machine)
+
+    def _of(self, value: Any) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        of = self._kinds.get(kind)
+        if of is None:
+            of = self._kinds[kind] = self._kind(value)
+        return of(value)
+
+    def _kind(self, value: Any) -> Callable[[Any], Any]:  # noqa: PLR0911 - one line for each kind of value
+        if isinstance(value, _PLAIN):
+            return lambda v: v
+        if isinstance(value, Layout):
+            return lambda v: v.digest
+        if isinstance(value, (m.Hello, enum.Enum)):
+            return _words
+        if isinstance(value, (set, frozenset)):
+            return lambda v: tuple(sorted(map(repr, map(self._of, v))))
+        if isinstance(value, (dict, MappingProxyType)):
+            return lambda v: tuple(sorted((repr(self._of(k)), self._of(each)) for k, each in v.items()))
+        if isinstance(value, (list, tuple, deque)):
+            return lambda v: tuple(map(self._of, v))
+        if is_dataclass(value) and not isinstance(value, type):
+            return functools.partial(self._object, names=tuple(f.name for f in fields(value)))
+        if hasattr(value, "__dict__"):
+            return lambda v: self._object(v, tuple(sorted(vars(v).keys() - SILENT)))
+        return repr
+
+    def _object(self, value: Any, names: tuple[str, ...]) -> Any:
+        number = self._seen.get(id(value))
+        if number is None:
+            self._seen[id(value)] = ("within", type(value).__name__)  # for a part of it that knows it
+            known = (type(value).__name__, names, *(self._of(getattr(value, name)) for name in names))
+            number = self._seen[id(value)] = self._numbers.setdefault(known, ("object", len(self._numbers)))
+        return number
+
+
+_PLAIN = (str, int, float, bool, bytes, type(None))

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.core.machines import GONE, Machines
 from tests.core.oracle import best
@@ -71,8 +71,7 @@ class Broken(AssertionError):  # noqa: N818 - it is what it says
     """An invariant does not hold; the text ends with how it came to that."""
 
 
-@dataclass(frozen=True, slots=True)
-class Gate:
+class Gate(NamedTuple):
     """Of one rank: one update can follow, if it has left the barrier."""
 
     version: Version = BASE
@@ -87,8 +86,7 @@ class Gate:
         return m.Phase.UPDATING if self.updating else m.Phase.IDLE
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     controllers: tuple[int, ...]  # numbers of machines
     ranks: tuple[int, ...]
     exits: tuple[int | None, ...]
@@ -294,26 +292,26 @@ class Model:
         index = next(i for i, (s, _) in enumerate(state.up[r]) if s == stream)
         said = state.up[r][index]
         left = (*state.up[r][:index], *state.up[r][index + 1 :])
-        yield f"report of {r} arrives", self._arrive(replace(state, up=_put(state.up, r, left)), said, path)
+        yield f"report of {r} arrives", self._arrive(state._replace(up=_put(state.up, r, left)), said, path)
         if state.repeats and said[1] != END and not isinstance(said[1], m.Hello):
-            again = replace(state, repeats=state.repeats - 1, up=_put(state.up, r, (*left, said)))
+            again = state._replace(repeats=state.repeats - 1, up=_put(state.up, r, (*left, said)))
             yield f"report of {r} arrives, and will again", self._arrive(again, said, path)
 
     def _orders(self, state: State, r: int) -> Iterator[tuple[str, State]]:
         order, left = state.down[r][0], state.down[r][1:]
-        yield f"order for {r} arrives", self._obey(replace(state, down=_put(state.down, r, left)), r, order)
+        yield f"order for {r} arrives", self._obey(state._replace(down=_put(state.down, r, left)), r, order)
         if state.repeats and not isinstance(order, (m.Welcome, m.Refused)):
-            again = replace(state, repeats=state.repeats - 1, down=_put(state.down, r, (*left, order)))
+            again = state._replace(repeats=state.repeats - 1, down=_put(state.down, r, (*left, order)))
             yield f"order for {r} arrives, and will again", self._obey(again, r, order)
 
     def _faults(self, state: State, r: int) -> Iterator[tuple[str, State]]:
         if state.kills:
-            fewer = replace(state, kills=state.kills - 1)
+            fewer = state._replace(kills=state.kills - 1)
             yield f"{r} is killed", self._gone(fewer, r, None, keep=True)
             if state.up[r]:
                 yield f"{r} is killed and unheard", self._gone(fewer, r, None, keep=False)
         if state.breaks and state.streams[r]:
-            fewer = replace(state, breaks=state.breaks - 1)
+            fewer = state._replace(breaks=state.breaks - 1)
             yield f"the stream of {r} breaks", self._break(fewer, r, keep=True)
             if state.up[r]:
                 yield f"the stream of {r} breaks and loses", self._break(fewer, r, keep=False)
@@ -325,8 +323,7 @@ class Model:
         stream = state.streams[r]
         said = tuple(s for s in state.up[r] if keep or s[0] != stream)
         end = ((stream, END),) if stream else ()
-        return replace(
-            state,
+        return state._replace(
             streams=_put(state.streams, r, 0),
             up=_put(state.up, r, (*said, *end)),
             down=_put(state.down, r, ()),
@@ -337,23 +334,23 @@ class Model:
         if not state.controllers[place]:
             return self._processor(state, r, ev.StreamDown("nobody answers"))
         opened = state.opened + 1
-        state = replace(state, opened=opened, streams=_put(state.streams, r, 2 * opened + place))
+        state = state._replace(opened=opened, streams=_put(state.streams, r, 2 * opened + place))
         return self._processor(state, r, ev.StreamUp())
 
     def _take_over(self, state: State) -> State:
         fresh = self.machines.number(self._fresh(state.opened, state.now, ""))
-        return self._forgotten(replace(state, controllers=(fresh, state.controllers[1])), 0)
+        return self._forgotten(state._replace(controllers=(fresh, state.controllers[1])), 0)
 
     def _rival_dies(self, state: State) -> State:
-        return self._forgotten(replace(state, controllers=(state.controllers[0], GONE)), 1)
+        return self._forgotten(state._replace(controllers=(state.controllers[0], GONE)), 1)
 
     def _forgotten(self, state: State, place: int) -> State:
         """What was on its way to a controller that died reaches nobody."""
-        state = replace(state, takeovers=state.takeovers - 1)
+        state = state._replace(takeovers=state.takeovers - 1)
         for r in range(self.world):
             if state.ranks[r] and state.streams[r] and state.streams[r] % 2 == place:
                 state = self._break(state, r, keep=False)
-        return replace(state, up=tuple(tuple(s for s in said if s[0] % 2 != place) for said in state.up))
+        return state._replace(up=tuple(tuple(s for s in said if s[0] % 2 != place) for said in state.up))
 
     def _arrive(self, state: State, said: tuple[int, Any], path: Any) -> State:
         stream, report = said
@@ -383,7 +380,7 @@ class Model:
         if not state.jobs[r]:
             return
         order = state.jobs[r][0]
-        state = replace(state, jobs=_put(state.jobs, r, state.jobs[r][1:]))
+        state = state._replace(jobs=_put(state.jobs, r, state.jobs[r][1:]))
         if isinstance(order, m.Save):
             version = order.version if order.order.how is How.UNDO else state.gates[r].version
             files = frozenset((f"{order.draft}/{s}_{order.generation}", s, version) for s in order.order.shards)
@@ -394,16 +391,16 @@ class Model:
                 raise Broken(f"I4: a file is written twice {_story(path)}")
             cut = "uneven" if r == self.uneven else ""
             pieces = tuple(m.Piece(f, 1, f"{v}", "shard", s, Rank(r), cut=cut) for f, s, v in sorted(files))
-            state = replace(state, durable=state.durable | files)
+            state = state._replace(durable=state.durable | files)
             done = ev.PiecesWritten(order.incident, order.generation, pieces)
             yield f"{r} has saved", self._processor(state, r, done)
         elif isinstance(order, ev.CommitDone):
             yield f"{r} is done with the commit", self._processor(state, r, order)
         else:
             self._check_commit(state, order, path)
-            state = replace(state, committed=(*state.committed, order.version))
+            state = state._replace(committed=(*state.committed, order.version))
             committed = ev.CommitDone(order.incident, order.generation, "path", 1)
-            yield f"{r} has renamed", replace(state, jobs=_put(state.jobs, r, (committed, *state.jobs[r])))
+            yield f"{r} has renamed", state._replace(jobs=_put(state.jobs, r, (committed, *state.jobs[r])))
 
     def _time(self, state: State, path: Any) -> Iterator[tuple[str, State]]:
         machines = [*enumerate(state.controllers, -2), *enumerate(state.ranks)]  # controllers are -2 and -1
@@ -411,7 +408,7 @@ class Model:
         known = {who: due for who, due in dues.items() if due is not None and due < 1e5}
         if known:
             who = min(known, key=lambda w: (known[w], w))
-            state = replace(state, now=max(state.now, known[who]))
+            state = state._replace(now=max(state.now, known[who]))
             name = f"time passes to {state.now}"
             if who < 0:
                 yield name, self._controller(state, who + 2, Tick(), path)
@@ -423,7 +420,7 @@ class Model:
 
     def _controller(self, state: State, place: int, event: Any, path: Any) -> State:
         actions, number = self.machines.step(state.controllers[place], event, state.now)
-        state = replace(state, controllers=_put(state.controllers, place, number))
+        state = state._replace(controllers=_put(state.controllers, place, number))
         down = list(state.down)
         for action in actions:
             if isinstance(action, Send) and action.connection in state.streams:
@@ -431,10 +428,10 @@ class Model:
                 down[r] = (*down[r], action.order)
             elif isinstance(action, Record) and action.kind in ("plan", "nothing_new", "released"):
                 self._check_decision(state, place, action, path)
-        state = replace(state, down=tuple(down))
+        state = state._replace(down=tuple(down))
         while self.eager and any(state.down):
             r = next(r for r in range(self.world) if state.down[r])
-            state = self._obey(replace(state, down=_put(state.down, r, state.down[r][1:])), r, state.down[r][0])
+            state = self._obey(state._replace(down=_put(state.down, r, state.down[r][1:])), r, state.down[r][0])
         return state
 
     def _processor(self, state: State, r: int, event: ev.Event) -> State:
@@ -446,7 +443,7 @@ class Model:
                 state = self._perform(state, r, action, inbox)
         if state.exits[r] is not None:
             return state
-        return replace(state, ranks=_put(state.ranks, r, number))
+        return state._replace(ranks=_put(state.ranks, r, number))
 
     def _perform(  # noqa: PLR0911 - one line for each action
         self, state: State, r: int, action: act.Action, inbox: deque[ev.Event]
@@ -455,7 +452,7 @@ class Model:
             case act.Send(report):
                 if isinstance(report, m.Frozen) and report.final:
                     state = self._at_gate(state, r, acked=True)
-                return replace(state, up=_put(state.up, r, (*state.up[r], (state.streams[r], report))))
+                return state._replace(up=_put(state.up, r, (*state.up[r], (state.streams[r], report))))
             case act.CloseGate():
                 state = self._at_gate(state, r, closed=True)
                 inbox.append(self._seen(state, r))
@@ -468,9 +465,9 @@ class Model:
                     return state
                 return self._at_gate(state, r, admitted=True)
             case act.StartSave(order) | act.StartCommit(order):
-                return replace(state, jobs=_put(state.jobs, r, (*state.jobs[r], order)))
+                return state._replace(jobs=_put(state.jobs, r, (*state.jobs[r], order)))
             case act.CancelSave():
-                return replace(state, jobs=_put(state.jobs, r, ()))
+                return state._replace(jobs=_put(state.jobs, r, ()))
             case act.Exit(code) | act.Rejected(code):
                 return self._gone(state, r, code if isinstance(code, int) else 70, keep=True)
             case _:
@@ -478,7 +475,7 @@ class Model:
 
     @staticmethod
     def _at_gate(state: State, r: int, **changes: Any) -> State:
-        return replace(state, gates=_put(state.gates, r, replace(state.gates[r], **changes)))
+        return state._replace(gates=_put(state.gates, r, state.gates[r]._replace(**changes)))
 
     def _quiet(self, state: State, r: int) -> State:
         return self._processor(state, r, self._seen(state, r))
@@ -492,8 +489,7 @@ class Model:
         )
 
     def _gone(self, state: State, r: int, code: int | None, *, keep: bool) -> State:
-        return replace(
-            self._cut(state, r, keep=keep),
+        return self._cut(state, r, keep=keep)._replace(
             ranks=_put(state.ranks, r, GONE),
             exits=_put(state.exits, r, -9 if code is None else code),
             jobs=_put(state.jobs, r, ()),
@@ -502,7 +498,7 @@ class Model:
     # ------------------------------------------------------------------------------------------------------- invariants
 
     def _check_decision(self, state: State, place: int, record: Record, path: Any) -> None:
-        machine: ControllerMachine = self.machines.load(state.controllers[place])
+        machine: ControllerMachine = self.machines.look(state.controllers[place])
         incident = machine.incident or machine.last_incident
         if incident is None:
             return

@@ -1,7 +1,7 @@
-"""Small models and checkpoints for the tests of this directory. Also a program: one rank of a job that loads one.
+"""Small models and checkpoints for the tests of this directory. Also a program that loads one in jobs of several sizes.
 
-As a program: ``checkpoints.py CHECKPOINT STORE RANK WORLD_SIZE NO_DIST``; it loads with stock torch only and prints a
-digest of what it got.
+As a program: ``checkpoints.py CHECKPOINT STORE``; it loads with stock torch only. Every rank prints its world's size,
+whether it asked the others, and a digest of what it got.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -110,33 +111,47 @@ def write_checkpoint(path: Path, model: nn.Module, optimizer: torch.optim.Optimi
     )
 
 
+JOBS = [(1, True), (2, False), (2, True)]
+"""World size, and whether ranks load without asking each other."""
+
+
 def main() -> None:
+    """All jobs, one after the other; their ranks are forked, since most of a small one is the import of torch."""
+    import torch._dynamo
+    import torch.distributed.checkpoint.state_dict
+
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    for world, no_dist in JOBS:
+        ranks = [os.fork() or _load(world, no_dist, rank) for rank in range(world)]
+        for pid in ranks:
+            assert os.waitpid(pid, 0)[1] == 0
+
+
+def _load(world: int, no_dist: bool, rank: int) -> NoReturn:
     import torch.distributed as dist
     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
     from torch.distributed.checkpoint.state_dict_loader import load
 
-    warnings.simplefilter("ignore")
-    path, store, rank, world, no_dist = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5] == "1"
-    torch.set_num_threads(1)
-    torch.manual_seed(100 + rank)
-    model: nn.Module = Net()
-    if world > 1:
-        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-        model = nn.parallel.DistributedDataParallel(model)
-    optimizer = adamw(model)
-    model_state, optimizer_state = get_state_dict(model, optimizer)
-    state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
-    load(state, checkpoint_id=path, no_dist=no_dist)
-    set_state_dict(
-        model,
-        optimizer,
-        model_state_dict=state["model"],
-        optim_state_dict=state["optim"],
-    )
-    assert not any(name.startswith(("ttp.adapters", "ttp.store")) for name in sys.modules), "this is to be stock torch"
-    print(json.dumps(digest(model.state_dict(), optimizer)), flush=True)
-    if world > 1:
-        dist.barrier()
+    try:
+        torch.manual_seed(100 + rank)
+        model: nn.Module = Net()
+        if world > 1:
+            store = f"file://{sys.argv[2]}-{world}-{no_dist}"
+            dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
+            model = nn.parallel.DistributedDataParallel(model)
+        optimizer = adamw(model)
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        state: dict[str, Any] = {"model": model_state, "optim": optimizer_state}
+        load(state, checkpoint_id=sys.argv[1], no_dist=no_dist)
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        assert not any(name.startswith(("ttp.adapters", "ttp.store")) for name in sys.modules), "not stock torch"
+        print(json.dumps([world, no_dist, digest(model.state_dict(), optimizer)]), flush=True)
+        if world > 1:
+            dist.barrier()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
     os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
 
 

@@ -122,18 +122,16 @@ def run(directory: Path, case: str, capture: Holder | StateInspector) -> dict[st
     }
 
 
-def main(directory: Path, rank: int, cases: list[str]) -> None:
+def main() -> None:
+    """A rank; its arguments: directory, rank, cases."""
+    directory, rank, cases = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
     seen = {}
     for case in cases:
         (directory / case).mkdir(exist_ok=True)
         dist.barrier()
         seen[case] = run(directory / case, case, Holder(directory / case) if rank == 0 else StateInspector())
-    sys.stdout.write(json.dumps(seen))
+    sys.stdout.write(json.dumps(seen) + "\n")
     sys.stdout.flush()
     dist.barrier()
     os._exit(0)  # gloo sometimes aborts when the interpreter ends
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:])

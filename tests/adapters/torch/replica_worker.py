@@ -197,7 +197,9 @@ def death(directory: Path, rank: int) -> dict[str, Any]:
     return {**seen, "raised": raised, "redone": redone}
 
 
-def main(directory: Path, rank: int, hosts: str) -> None:
+def main() -> None:
+    """A rank; its arguments: directory, rank, whether on "one host"."""
+    directory, rank, hosts = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
     if hosts == "one host":
         Alive.show(directory / "pages", rank)
     torch.set_num_threads(1)
@@ -205,7 +207,3 @@ def main(directory: Path, rank: int, hosts: str) -> None:
     for case in (digests, barrier, no_barrier, admitted, death):
         print(json.dumps(case(directory, rank)), flush=True)
     os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3])

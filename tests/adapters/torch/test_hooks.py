@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,13 +11,11 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.hooked import Job  # noqa: E402
+from tests.adapters.torch.told import run_ranks  # noqa: E402
 from ttp.adapters.torch.loop import hooks  # noqa: E402
 from ttp.adapters.torch.loop.hooks import EVALUATING, Calls, attach, gradient_triggers  # noqa: E402
 from ttp.core.messages import Phase  # noqa: E402
 from ttp.errors import UsageError  # noqa: E402
-
-ROOT = Path(__file__).parents[3]
-
 
 UPDATE = [(1, "again"), "begin", (1, "final"), "after", "end"]
 
@@ -359,26 +352,8 @@ CASES = ["plain", "unused", "static", "accumulate", "nosync"]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks saw, case by case: rank 0 stops in its captures, rank 1 looks whether it is held up by that."""
-    worker = Path(__file__).with_name("order_worker.py")
-    directory = tmp_path_factory.mktemp("order")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(worker), str(directory), str(rank), *CASES],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=120) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], [errors for _, errors in outputs]
-    return [json.loads(output) for output, _ in outputs]
+    said = run_ranks("tests.adapters.torch.order_worker", tmp_path_factory.mktemp("order"), *CASES)
+    return [seen for (seen,) in said]
 
 
 @pytest.mark.parametrize("case", CASES)

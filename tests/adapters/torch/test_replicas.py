@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,12 +11,12 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
+from tests.adapters.torch.told import run_ranks  # noqa: E402
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier  # noqa: E402
 from ttp.core.layout import Layout, Rank, Shard  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("replica_worker.py")
+WORKER = "tests.adapters.torch.replica_worker"
 
 pytestmark = pytest.mark.xdist_group("replicas")  # they share one run
 
@@ -28,25 +24,7 @@ pytestmark = pytest.mark.xdist_group("replicas")  # they share one run
 @pytest.fixture(scope="module", params=["one host", "two hosts"])
 def told(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> list[list[dict[str, Any]]]:
     """What each rank said, case by case."""
-    directory = tmp_path_factory.mktemp("replicas")
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(directory), str(rank), request.param],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(2)
-    ]
-    try:
-        outputs = [process.communicate(timeout=200) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    assert [process.returncode for process in ranks] == [0, 0], [errors for _, errors in outputs]
-    return [[json.loads(line) for line in output.splitlines()] for output, _ in outputs]
+    return run_ranks(WORKER, tmp_path_factory.mktemp("replicas"), request.param)
 
 
 def test_replicas_look_alike_after_many_updates(told: list[list[dict[str, Any]]]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,8 +15,7 @@ from ttp.adapters.torch.sharding.partition import ShardPlacement, assign  # noqa
 from ttp.adapters.torch.sharding.replicated_optimizer import ReplicatedOptimizer, _crowded  # noqa: E402
 from ttp.errors import ConfigError  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("zero_worlds.py")
+WORKER = "tests.adapters.torch.zero_worlds"
 
 pytestmark = pytest.mark.xdist_group("zero")  # they share one run
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 
@@ -12,8 +11,7 @@ torch = pytest.importorskip("torch")
 from tests.adapters.torch.told import Told, run_worker  # noqa: E402 - torch decides whether these run
 from ttp.adapters.torch.sharding.zero_sharding import partitions  # noqa: E402
 
-ROOT = Path(__file__).parents[3]
-WORKER = Path(__file__).with_name("zero_saves.py")
+WORKER = "tests.adapters.torch.zero_saves"
 
 pytestmark = pytest.mark.xdist_group("zero")  # they share one run
 

@@ -1,15 +1,15 @@
-"""What the ranks of several worlds have to say, from one run of a worker that plays them all."""
+"""What ranks have to say that are forked from a process with torch in it: several worlds of one worker, or one."""
 
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+from tests.e2e.forked import Forked
+
+TIMEOUT_S = 280
 
 
 class Told:
@@ -28,19 +28,37 @@ class Told:
         return [json.loads(file.read_text()) for file in files]
 
 
-def run_worker(worker: Path, directory: Path) -> Told:
-    """Run it to its end.
+def run_worker(module: str, directory: Path) -> Told:
+    """Run a worker that plays all ranks to its end.
 
     Raises:
         AssertionError: it failed; what it said is in the text.
     """
-    done = subprocess.run(
-        [sys.executable, str(worker), str(directory)],
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-6000:]
+    _run(module, directory, [(directory,)])
     return Told(directory)
+
+
+def run_ranks(module: str, directory: Path, *arguments: object, world: int = 2) -> list[list[Any]]:
+    """Run the ranks of a job to their end, given the directory, their number and ``arguments``: what each said in JSON.
+
+    Raises:
+        AssertionError: one failed; what they said is in the text.
+    """
+    return [
+        [json.loads(line) for line in said.splitlines()]
+        for said in _run(module, directory, [(directory, rank, *arguments) for rank in range(world)])
+    ]
+
+
+def _run(module: str, directory: Path, arguments: Sequence[Sequence[object]]) -> list[str]:
+    processes = [
+        Forked(module, {"OMP_NUM_THREADS": "1"}, directory / f"said{number}.out", given)
+        for number, given in enumerate(arguments)
+    ]
+    try:
+        ends = [process.wait(TIMEOUT_S) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert not any(ends), (ends, [process.err[-6000:] for process in processes])
+    return [process.out for process in processes]

@@ -377,6 +377,8 @@ def _forked(directory: Path, size: int, cases: Mapping[str, Case], rank: int) ->
     os._exit(0)  # gloo sometimes aborts in the destructors of an interpreter that ends
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """With the directory for what is found as its argument."""
+    directory = Path(sys.argv[1])
     torch.set_num_threads(1)
-    run(Path(sys.argv[1]), WORLDS)
+    run(directory, WORLDS)
