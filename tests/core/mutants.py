@@ -479,6 +479,7 @@ SUITES: dict[str, list[str]] = {
         "test_witnesses.py",
         "test_processor_machine.py",
         "test_rank_rescue.py",
+        "test_hang_lives.py",
         "test_hangs.py",
         "test_model_counts.py",
         "../processor/test_gate.py",
