@@ -115,24 +115,50 @@ def order_of(world: World, rank: int = 1) -> Commit:
 def check_reader(world: World, occupied: bool) -> None:
     """Somebody restores now: the newest whole one is the new or the old, and the old is still there."""
     found, _ = find_whole(world.save_dir)
-    newest = world.save_dir / found[0].name
     was = (12, "another") if occupied else (8, "first")
-    assert world.holds(newest, 12, "first") or world.holds(newest, *was), newest
-    directories = [entry.path for entry in scan(world.save_dir) if entry.whole]
-    assert any(world.holds(path, *was) for path in directories), "the old one is gone"
-    for candidate in found:
-        path = world.save_dir / candidate.name
-        assert any(world.holds(path, candidate.version, incident) for incident in ("first", "another")), path
+    held = {
+        entry.path: [
+            (entry.version, incident)
+            for incident in ("first", "another")
+            if entry.version is not None and world.holds(entry.path, entry.version, incident)
+        ]
+        for entry in scan(world.save_dir)
+        if entry.whole
+    }
+    assert held[world.save_dir / found[0].name][0] in ((12, "first"), was)
+    assert [was] in held.values(), "the old one is gone"
+    assert all(held[world.save_dir / candidate.name] for candidate in found), held
+
+
+@pytest.fixture
+def at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decided by the time in a manifest; without it disks can be compared."""
+    monkeypatch.setattr("ttp.store.commit.time.time", lambda: 1.7e9)
+
+
+@pytest.fixture(scope="module")
+def looked_at() -> set[object]:
+    """Disks that a cut has left and that were checked; the order of calls leaves the same one in many ways."""
+    return set()
+
+
+def fingerprint(directory: Path) -> frozenset[tuple[str, bytes, int]]:
+    """Names, contents, and how many names a file has."""
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
+    return frozenset(
+        (name, path.read_bytes() if path.is_file() else b"", path.stat().st_nlink) for name, path in found.items()
+    )
 
 
 @pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+@pytest.mark.usefixtures("at_one_time")
 @pytest.mark.parametrize(
     ("moment", "loss"),  # before a call is after the one before it: once is enough
     [(Moment.BEFORE, Loss.NOTHING), *itertools.product((Moment.DURING, Moment.AFTER), Loss)],
     ids=lambda value: value.name,
 )
 def test_the_plug_is_pulled_at_each_call(
-    world: World, occupied: bool, lacks: tuple[str, ...], loss: Loss, moment: Moment
+    world: World, looked_at: set[object], occupied: bool, lacks: tuple[str, ...], loss: Loss, moment: Moment
 ) -> None:
     prepare(world, occupied)
     unbroken = PluggedDisk(lacks=lacks)
@@ -150,12 +176,16 @@ def test_the_plug_is_pulled_at_each_call(
         else:
             done = True
         disk.lose(loss)
-        check_reader(world, occupied)
         assert done == (call == "end")
+        left = (occupied, lacks, done, fingerprint(world.save_dir))
+        if left in looked_at:
+            continue
+        check_reader(world, occupied)
         if done:
             assert world.holds(path, 12, "first"), "success was declared too early"
         else:
             check_retry(world, occupied, lacks, at)
+        looked_at.add(left)  # not before: a second try of a test that failed looks again
 
 
 def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -> None:
