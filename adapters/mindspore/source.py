@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +18,9 @@ from ttp.core.messages import Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_writer import TensorToWrite, number, write_entries
 from ttp.mindspore_files.group_info import NAME, encode_group_info
-from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
-from ttp.processor.local_state.pages import PageWriter
-from ttp.processor.source import Cancelled, StateSource
+from ttp.processor.local_state.local_piece import write_local_piece
+from ttp.processor.paged_source import PagedSource
+from ttp.processor.source import Cancelled
 from ttp.store.durable import sync_directory
 from ttp.store.encoding import encode
 from ttp.store.piece_file import piece_file, write_piece
@@ -35,9 +34,6 @@ SHARD_KIND = "shard"
 JOB_KIND = "job"
 GROUP_KIND = "group_info"
 
-SETTLE_S = 2.0
-"""How long a save waits for the end of the step after the update. Who has not come there by then hangs."""
-_POLL_S = 0.002
 
 SCALES = ("scale_sense", "loss_scale")
 """What MindSpore's step cells call a dynamic loss scale."""
@@ -46,7 +42,7 @@ SaveFunction = Callable[[Any, dict[str, Any]], Any]
 """``ckpt_save_fn(cb_params, append_dict)`` of ``TrainFaultTolerance``."""
 
 
-class MindSporeSource(StateSource):
+class MindSporeSource(PagedSource):
     """See ``StateSource``. Made by ``MindSporeAdapter``.
 
     Args:
@@ -56,14 +52,11 @@ class MindSporeSource(StateSource):
     """
 
     framework = "mindspore"
-    counts_bytes = True
 
     def __init__(self, memory: Memory, capture: LocalCapture, replicated: Sequence[str]) -> None:
+        super().__init__(capture)
         self._memory, self._capture, self._replicated = memory, capture, tuple(replicated)
-        self._processor: Processor | None = None
         self._inspector: Inspector | None = None
-        self._page_dir: Path | None = None
-        self._incarnation = 0
         self.in_step = False
         """Whether the last update's step has not come to its end yet."""
         self.preimage: Any = None
@@ -107,10 +100,6 @@ class MindSporeSource(StateSource):
         size = sum(h.memory.nbytes for h in held)
         return tuple(ShardDigest(shard, digest, size) for shard in shards), bad
 
-    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
-        """See ``StateSource``."""
-        self._capture.on_written = changed
-
     def post_step_done(self) -> bool:
         """Whether the step of the last update has come to its end."""
         return not self.in_step
@@ -127,7 +116,7 @@ class MindSporeSource(StateSource):
         """See ``StateSource``."""
         undo = order.how is How.UNDO
         if not undo:
-            self._wait_post_step(cancelled)
+            self.wait_post_step(cancelled)
         local = self._local(version)
         if self.save_fn is not None:
             return self._by_the_program(self.save_fn, order, version, local.position)
@@ -137,7 +126,7 @@ class MindSporeSource(StateSource):
             pieces.append(self._write_group(draft, shard, order.rank))
         if order.pages:
             file = f"rank_local_{order.rank}_{generation}.msgpack"
-            pieces.append(write_local_piece(draft, file, self._pages(order.pages, version), order.rank))
+            pieces.append(write_local_piece(draft, file, self.read_pages(order.pages, version), order.rank))
         if order.job_state:
             job = _job_state(version, local.position)
             pieces.append(write_piece(draft, f"job_{generation}.msgpack", job, JOB_KIND, order.rank))
@@ -149,29 +138,7 @@ class MindSporeSource(StateSource):
         """See ``StateSource``."""
         return "" if self.save_fn is None else "written by the program's ckpt_save_fn"
 
-    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
-        """Open the page of this rank."""
-        self._page_dir, self._incarnation = page_dir, incarnation
-        self._capture.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
-
-    def close(self) -> None:
-        """See ``StateSource``."""
-        self._capture.close(unlink=True)
-
     # ----------------------------------------------------------------------------------------------------- details
-
-    def _wait_post_step(self, cancelled: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + SETTLE_S
-        while not self.post_step_done() and time.monotonic() < deadline:
-            if cancelled():
-                raise Cancelled
-            self._wrote(1)  # it is not the storage that is waited for
-            time.sleep(_POLL_S)
-
-    def _pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
-        if self._page_dir is None:
-            return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
-        return collect(self._page_dir, ranks, version, self._incarnation)
 
     def _local(self, version: Version) -> LocalState:
         """What this rank had when the version was finished.
@@ -181,7 +148,7 @@ class MindSporeSource(StateSource):
         """
         assert self._processor is not None
         rank = Rank(self._processor.env.rank)
-        pages = self._pages((rank,), version)
+        pages = self.read_pages((rank,), version)
         if rank not in pages.data:
             raise CheckpointError(
                 f"rank {rank} does not know where in the data version {version} was finished: "
@@ -206,7 +173,7 @@ class MindSporeSource(StateSource):
         directory = (draft / file).parent
         directory.mkdir(exist_ok=True)
         entries = [*self._entries(version, local, undo), *self._numbers(rank, version, local)]
-        with piece_file(draft / file, self._wrote) as target:
+        with piece_file(draft / file, self.wrote) as target:
             write_entries(target, entries, cancelled)
             size, digest = target.sync_and_close()
         sync_directory(directory)
@@ -257,11 +224,6 @@ class MindSporeSource(StateSource):
             found = append_dict(order.rank, version, position) | {"loss_scale": self.loss_scale}
             save(self.cb_params, {name: value for name, value in found.items() if name not in self._memory.held})
         return []
-
-    def _wrote(self, count: int) -> None:
-        """The storage goes on: it may be slow, but it does not hang."""
-        assert self._processor is not None
-        self._processor.written += count
 
 
 def append_dict(rank: int, version: int, position: Position) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -39,9 +38,8 @@ from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.messages import Commit, Phase, Piece, SaverOrder, ShardDigest
 from ttp.errors import CheckpointError
-from ttp.processor.local_state.local_piece import Pages, collect, write_local_piece
-from ttp.processor.local_state.pages import PageWriter
-from ttp.processor.source import Cancelled, MovedError
+from ttp.processor.local_state.local_piece import Pages, write_local_piece
+from ttp.processor.source import MovedError
 from ttp.store.durable import sync_directory
 from ttp.store.piece_file import all_or_nothing, write_piece
 
@@ -49,10 +47,6 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.torch")
-
-SETTLE_S = 2.0
-"""How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
-_POLL_S = 0.002
 
 
 class TorchSource(Standing):
@@ -68,7 +62,6 @@ class TorchSource(Standing):
     """
 
     framework = "torch"
-    counts_bytes = True
     writes_parts = True
 
     def __init__(
@@ -90,8 +83,6 @@ class TorchSource(Standing):
         self.exchanges = False  # the optimizer's step() goes on when the update is finished
         self.post_step: PostStepState | None = None
         self.buckets: LayoutWatch | None = None
-        self._page_dir: Path | None = None
-        self._incarnation = 0
 
     def connect(self, processor: Processor, attachment: Attachment, sharding: Sharding) -> None:
         """The hooks are attached. Memory is set aside and kernels are loaded now: at the failure it is too late."""
@@ -108,15 +99,6 @@ class TorchSource(Standing):
         Where an exchange stands between it and them, which may hang, it is enough to know what will follow.
         """
         return self.post_step is None or self.post_step.done() or (self.exchanges and self.post_step.foreseen())
-
-    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
-        """Open the page of this rank."""
-        self._page_dir, self._incarnation = page_dir, incarnation
-        self._capture.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
-
-    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
-        """See ``StateSource``."""
-        self._capture.on_written = changed
 
     def inspect(self, version: Version) -> tuple[tuple[ShardDigest, ...], tuple[str, ...]]:
         """See ``StateSource``."""
@@ -149,10 +131,10 @@ class TorchSource(Standing):
         """See ``StateSource``."""
         image = self._image(order.how, version)
         if image is None:
-            self._wait_post_step(cancelled)
+            self.wait_post_step(cancelled)
         if order.shards:
             self._check_stands(version, image)
-        pages = self._pages(order, version)
+        pages = self.read_pages(order.pages or (order.rank,), version)
         job = self._job_state(version)
         state = self._state(pages, job, image, order.shards) if order.shards else {}
         with all_or_nothing(draft) as pieces:
@@ -179,7 +161,7 @@ class TorchSource(Standing):
             self._attachment()
         if self.buckets is not None:
             self.buckets.close()
-        self._capture.close(unlink=True)
+        super().close()
 
     # ----------------------------------------------------------------------------------------------------- details
 
@@ -226,21 +208,6 @@ class TorchSource(Standing):
         if not stands:
             raise MovedError(f"the state is not that of version {version} any more: {found}")
 
-    def _wait_post_step(self, cancelled: Callable[[], bool]) -> None:
-        """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through."""
-        deadline = time.monotonic() + SETTLE_S
-        while not self.post_step_done() and time.monotonic() < deadline:
-            if cancelled():
-                raise Cancelled
-            self._wrote(1)  # it is not the storage that is waited for
-            time.sleep(_POLL_S)
-
-    def _pages(self, order: SaverOrder, version: Version) -> Pages:
-        """The pages asked for; without such an order this rank's own, for the buffers."""
-        if self._page_dir is None:
-            return Pages({}, (), dict.fromkeys(order.pages, "this host has no rank-local pages"))
-        return collect(self._page_dir, order.pages or (order.rank,), version, self._incarnation)
-
     def _job_state(self, version: Version) -> JobState:
         assert self.post_step is not None
         job = self.post_step.job_state(version)
@@ -277,7 +244,7 @@ class TorchSource(Standing):
             writer=order.rank,
             to_host=self._to_host,
             cancelled=cancelled,
-            progress=self._wrote,
+            progress=self.wrote,
             **cut,
         )
 
@@ -295,11 +262,6 @@ class TorchSource(Standing):
         assert self.sharding is not None
         everything = replicated(self._names, self._optimizer)
         return [leaves_of(self.sharding, shard, everything, self._names) for shard in shards]
-
-    def _wrote(self, count: int) -> None:
-        """The storage goes on: it may be slow, but it does not hang."""
-        assert self._processor is not None
-        self._processor.written += count
 
     def _state(self, pages: Pages, job: JobState, image: Image | None, shards: Sequence[Shard]) -> dict[str, Any]:
         """References to the live tensors, or to those of ``image``; buffers as they were when the version was finished.

@@ -63,30 +63,35 @@ def test_a_watcher_that_lags_is_let_go() -> None:
     assert watch.queue.qsize() == driving.WATCH_MAX + 1
 
 
-@pytest.fixture
-def driver(tmp_path: Path) -> Iterator[Driver]:
+class DriverWithLoop(Driver):
     """On an event loop that turns only when a test says so."""
+
+    loop: asyncio.AbstractEventLoop
+
+
+@pytest.fixture
+def driver(tmp_path: Path) -> Iterator[DriverWithLoop]:
     journal = Journal(tmp_path)
     loop = asyncio.new_event_loop()
 
-    async def make() -> Driver:
-        return Driver(ce.ControllerTimeouts(abandoned_s=1000), journal)
+    async def make() -> DriverWithLoop:
+        return DriverWithLoop(ce.ControllerTimeouts(abandoned_s=1000), journal)
 
     running = loop.run_until_complete(make())
-    running.loop = loop  # type: ignore[attr-defined]
+    running.loop = loop
     yield running
     loop.close()
     journal.close(5)
 
 
-def feed(driver: Driver, event: ce.Event) -> None:
+def feed(driver: DriverWithLoop, event: ce.Event) -> None:
     async def do() -> None:
         driver.feed(event)
 
-    driver.loop.run_until_complete(do())  # type: ignore[attr-defined]
+    driver.loop.run_until_complete(do())
 
 
-def test_history_is_bounded_in_number_and_bytes(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_history_is_bounded_in_number_and_bytes(driver: DriverWithLoop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(driving, "HISTORY_MAX", 5)
     monkeypatch.setattr(driving, "HISTORY_BYTES_MAX", 2000)
     for number in range(8):
@@ -97,7 +102,7 @@ def test_history_is_bounded_in_number_and_bytes(driver: Driver, monkeypatch: pyt
 
 
 def test_after_a_tick_that_fails_there_is_another(
-    driver: Driver, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    driver: DriverWithLoop, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(driving, "RETRY_S", 0.0)
     ticks: list[ce.Event] = []
@@ -114,7 +119,7 @@ def test_after_a_tick_that_fails_there_is_another(
             await asyncio.sleep(0)
 
     with caplog.at_level(logging.ERROR):
-        driver.loop.run_until_complete(asyncio.wait_for(run(), 20))  # type: ignore[attr-defined]
+        driver.loop.run_until_complete(asyncio.wait_for(run(), 20))
     assert "could not be done" in caplog.text
 
 

@@ -96,7 +96,9 @@ def full_disk() -> Iterator[Path]:
         yield place
 
 
-def test_a_line_that_did_not_fit_is_written_when_there_is_room(tmp_path: Path, full_disk: Path) -> None:
+def test_a_line_that_did_not_fit_is_written_when_there_is_room(
+    tmp_path: Path, full_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The part of it that did fit does not spoil the next one."""
     teller = Teller(tmp_path)
     teller.save_dir = full_disk / "checkpoints"
@@ -107,7 +109,7 @@ def test_a_line_that_did_not_fit_is_written_when_there_is_room(tmp_path: Path, f
         tell_run_dir(incident)
         refused.set()
 
-    teller.journal._refused = refuse  # type: ignore[method-assign]
+    monkeypatch.setattr(teller.journal, "_refused", refuse)
     teller.tell("opened", detail="x" * 3800)
     teller.tell("evidence")
     teller.journal._writers[teller.save_dir].end()

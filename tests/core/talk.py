@@ -189,3 +189,39 @@ def line(actions: Sequence[Action]) -> str:
             case Stop():
                 parts.append("stop")
     return " ".join(parts)
+
+
+LOST = "[opened] Freeze:1,2 [evidence]"
+"""Rank 0 of three is lost."""
+
+
+def frozen_at_7(talk: Talk, *ranks: int) -> str:
+    """The final answers of these ranks, at version 7; the line of the last one."""
+    lines = [talk.frozen(r, 7) for r in ranks]
+    return lines[-1]
+
+
+class Wide(Talk):
+    """Two ranks on each host: h0, h1, ...; the controller runs on h0."""
+
+    def __init__(self, layout: Layout | None = None, **patience: Any) -> None:
+        super().__init__(layout or grid(1, 6), formed=False)
+        self.machine = ControllerMachine(replace(PATIENCE, **patience), lambda n: f"i{n}", 0.0, host="h0")
+        self.lines = [self.hello(r) for r in range(self.layout.world_size)]
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return super().hello(rank, **{"host": f"h{rank // 2}", "address": f"10.0.0.{rank // 2}", **more})
+
+    def beat(self, rank: int, version: int = 0, **more: Any) -> None:
+        self.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE, **more))
+
+    def frozen_all(self, version: int = 7, **more: Any) -> str:
+        said = ""
+        for rank in sorted(self.machine.job.live):
+            said = self.frozen(rank, version, **more)
+        return said
+
+
+def page(rank: int, incarnation: int = 1) -> m.Mirror:
+    """What a dead rank has left, as its launcher hands it over."""
+    return m.Mirror(Rank(rank), Version(7), True, incarnation, b"page")

@@ -76,7 +76,7 @@ def test_three_replicas_two_kills() -> None:
 
 @pytest.mark.parametrize(
     "hanging",
-    [frozenset({0, 1, 2, 3}), frozenset({0, 1}), pytest.param(frozenset({0}), marks=pytest.mark.slow)],
+    [frozenset({0, 1, 2, 3}), frozenset({0, 1}), frozenset({0})],
     ids=str,
 )
 def test_two_shards_of_two_replicas(hanging: frozenset[int]) -> None:
@@ -158,7 +158,7 @@ def test_updates_made_on_request_every_barrier(hanging: frozenset[int]) -> None:
 
 @pytest.mark.parametrize(
     "hanging",
-    [frozenset({0, 1}), *(pytest.param(frozenset(h), marks=pytest.mark.slow) for h in ({0}, {0, 2}))],
+    [frozenset({0, 1}), frozenset({0}), pytest.param(frozenset({0, 2}), marks=pytest.mark.slow)],
     ids=str,
 )
 def test_updates_unmade(hanging: frozenset[int]) -> None:

@@ -28,6 +28,11 @@ Trouble = dict[tuple[Kind, int], str]
 """What a rank does instead of a round: ``fail``, ``die``, ``hang``, or what its handler returns; or after it: ``again``
 (it loses memory), ``raise``."""
 
+FOUR = [[([0, 1, 2, 3], 2)]]
+"""Two pieces: one on 0 and 2, the other on 1 and 3."""
+CURE = ["stop", "clean", "repair", "rollback", "resume"]
+"""The calls of a repair that succeeds."""
+
 
 @dataclass
 class FakeRank:

@@ -8,24 +8,18 @@ from typing import Any
 import pytest
 
 from tests.core.talk import PATIENCE
-from tests.mindio.handler_world import HandlerWorld, Kind, Trouble
-from ttp.core import messages as m
+from tests.mindio.handler_world import CURE, FOUR, HandlerWorld, Kind, Trouble
 from ttp.core.layout import Rank, Version
 from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.mindio.protocol import messages as rm
-from ttp.mindio.protocol.manager_messages import CallKind, ManagerLeft, NoticeKind
 from ttp.mindio.protocol.rounds import RESPITE_S
-
-FOUR = [[([0, 1, 2, 3], 2)]]
-"""Two pieces: one on 0 and 2, the other on 1 and 3."""
-CURE = ["stop", "clean", "repair", "rollback", "resume"]
 
 
 def lists(world: HandlerWorld) -> dict[int, list[tuple[int, tuple[int, ...]]]]:
     return {r: [(t.type, tuple(map(int, t.ranks))) for t in a.lists] for r, a in world.acted(Kind.SAVE).items()}
 
 
-# ---------------------------------------------------------------------------------------------------------------- dump
+# ----------------------------------------------------------------------------------------------------------------- dump
 
 
 def test_a_death_is_a_dump() -> None:
@@ -156,7 +150,7 @@ def test_a_death_during_a_checkpoint_on_demand_is_a_death() -> None:
     assert world.kinds() == ["save", "save", "rename"] and world.released == {EXIT_SAVED}
 
 
-# ---------------------------------------------------------------------------------------------------------------- cure
+# ----------------------------------------------------------------------------------------------------------------- cure
 
 
 def test_lost_memory_comes_from_the_next_copy() -> None:
@@ -238,7 +232,8 @@ def test_a_new_controller_does_not_thaw_ranks_that_were_stopped() -> None:
     assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
 
 
-# ------------------------------------------------------------------------------------------------- every failure point
+# -------------------------------------------------------------------------------------------------- every failure point
+
 
 TROUBLES = [
     (kind, rank, what)
@@ -323,137 +318,3 @@ def test_an_act_is_told_again_to_a_rank_that_comes_back() -> None:
     assert world.machine.stage == "mending"
     told = world.back(2, framework=rm.HANDLERS, incident=world.id)
     assert "Freeze:2" in told
-
-
-# ------------------------------------------------------------------------------------------------------------- manager
-
-
-def heard(world: HandlerWorld) -> list[tuple[str, int, str]]:
-    return [(call.kind.value, call.code, call.strategy or ",".join(call.strategies)) for call in world.calls]
-
-
-def test_the_hand_shake() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.ails(1)
-    assert world.kinds() == [] and heard(world) == [("fault_ranks", 0, "")]
-    world.say(NoticeKind.STOP_TRAIN, {1: 0})
-    world.say(NoticeKind.STOP_TRAIN, {1: 0})  # the original would end the job here
-    assert world.kinds() == ["stop", "clean"]
-    world.say(NoticeKind.GLOBAL_RANK, {1: 0})
-    world.say(NoticeKind.STRATEGY, strategy="upgrade")
-    world.say(NoticeKind.STRATEGY, strategy="retry")
-    assert world.kinds() == CURE and world.machine.stage == "training"
-    assert heard(world)[1:] == [
-        ("stop_complete", 0, ""), ("fault_ranks", 0, ""), ("strategies", 0, "exit,dump,retry"),
-        ("result", 406, "upgrade"),
-    ]  # fmt: skip
-    world.report(0, m.Heartbeat(Rank(0), Version(8), m.Phase.IDLE))
-    world._take()
-    assert heard(world)[-1] == ("result", 0, "retry")
-
-
-@pytest.mark.parametrize("until", [None, NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK])
-def test_a_manager_that_says_nothing_more_is_not_waited_for_long(until: NoticeKind | None) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend(30)
-    world.kill(1)
-    world.after(1.1)
-    world.pump(world._take())
-    for kind in () if until is None else (NoticeKind.STOP_TRAIN, until):
-        world.say(kind, {1: 1})
-    began = world.now
-    world.settle()
-    assert world.now - began <= 30 + PATIENCE.exit_s and world.named == [7] and world.released == {EXIT_SAVED}
-
-
-def test_what_cannot_be_cured_can_be_dumped_and_what_cannot_be_dumped_only_be_left() -> None:
-    world = HandlerWorld(FOUR, {(Kind.SAVE, 3): "fail"})
-    world.attend()
-    world.kill(1)
-    world.after(1.1)
-    world.pump(world._take())
-    for kind in (NoticeKind.STOP_TRAIN, NoticeKind.GLOBAL_RANK):
-        world.say(kind, {1: 1})
-    assert heard(world)[-1] == ("strategies", 0, "exit,dump")
-    world.say(NoticeKind.STRATEGY, strategy="retry")
-    assert heard(world)[-1] == ("result", 406, "retry")
-    world.say(NoticeKind.STRATEGY, strategy="dump")
-    assert heard(world)[-1] == ("result", 499, "dump")
-    world.say(NoticeKind.STRATEGY, strategy="exit")
-    world.settle()
-    assert world.released == {EXIT_NOT_SAVED}
-
-
-def test_the_manager_knows_of_a_fault_first() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.STOP_TRAIN, {2: 2})
-    assert world.kinds() == ["stop", "clean"]
-    for notice in (NoticeKind.GLOBAL_RANK, NoticeKind.STRATEGY):
-        world.say(notice, {2: 2}, strategy="retry")
-    assert world.kinds() == ["stop", "clean", "rollback", "resume"] and world.machine.stage == "training"
-
-
-# --------------------------------------------------------------------------------------------------------------- pause
-
-
-def test_a_pause_is_at_the_end_of_the_step_that_the_furthest_is_in() -> None:
-    world = HandlerWorld(FOUR)
-    world.ranks[2].version = 8
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    assert world.kinds() == ["hold", "pause", "sync"]
-    assert {act.version for act in world.acted(Kind.PAUSE).values()} == {9}
-    assert heard(world) == [("stop_complete", 0, "")]
-    world.say(NoticeKind.STRATEGY, strategy="continue")
-    assert world.kinds()[3:] == ["continue"] and heard(world)[1:] == [("result", 0, "continue")]
-    assert world.machine.stage == "training"
-
-
-def test_a_pause_that_not_all_can_make_is_none() -> None:
-    world = HandlerWorld(FOUR, {(Kind.PAUSE, 1): "fail"})
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    assert world.kinds() == ["hold", "pause", "continue"]
-    assert heard(world) == [("stop_complete", 1, ""), ("result", 0, "continue")]
-
-
-def test_a_death_in_a_pause_is_a_death() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    world.kill(0)
-    world.settle()
-    assert world.named == [7] and world.released == {EXIT_SAVED}
-
-
-def test_a_checkpoint_in_a_pause_leaves_the_pause_as_it_is() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    world.ask_for_save()
-    world.settle()
-    assert "continue" not in world.kinds()
-    world.say(NoticeKind.STRATEGY, strategy="continue")
-    assert world.kinds()[-1] == "continue"
-
-
-@pytest.mark.parametrize(("strategy", "named"), [("dump", [7]), ("exit", [])])
-def test_a_paused_job_can_be_ended(strategy: str, named: list[int]) -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    world.say(NoticeKind.STRATEGY, strategy=strategy)
-    world.settle()
-    assert world.named == named and world.released == {EXIT_SAVED if named else EXIT_NOT_SAVED}
-
-
-def test_without_a_manager_nobody_is_left_standing() -> None:
-    world = HandlerWorld(FOUR)
-    world.attend()
-    world.say(NoticeKind.PAUSE_TRAIN)
-    world.event(ManagerLeft())
-    world.pump(world._take())
-    assert world.kinds()[-1] == "continue"
-    assert CallKind.RESULT not in {call.kind for call in world.calls}

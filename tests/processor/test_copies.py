@@ -1,4 +1,4 @@
-"""Second copies in the memory of a host: made beside the training, sent, taken, verified, brought back."""
+"""Second copies of shards that only one rank has: made beside the training, and saved from."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.processor.fake_source import FakeSource
-from tests.wire.certificates import Authority
+from tests.processor.copying_rank import LAYOUT, ME, OTHER, PATIENCE_S, Source
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.decide import How
@@ -25,266 +24,11 @@ from ttp.core.replication import NOBODY
 from ttp.errors import CheckpointError
 from ttp.processor.copies import copier
 from ttp.processor.copies.copier import Copying
-from ttp.processor.copies.store import INDEX, Copy, CopyStore, NoRoomError, bring
-from ttp.processor.copies.transfer import Receiver, Sender, SendError
+from ttp.processor.copies.transfer import Receiver
 from ttp.processor.local_state.pages import PageWriter
 from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled
-from ttp.store.digest import digest_bytes
 from ttp.testing.scenario import grid
-from ttp.wire import tls
-from ttp.wire.v1 import buddy_pb2 as pb
-
-LAYOUT = grid(2, 1)
-ME, OTHER = Rank(0), Rank(1)
-PATIENCE_S = 30.0
-
-
-class Source(FakeSource):
-    """Writes a shard, a page and a job state; stops half-way where it is told to."""
-
-    def __init__(self) -> None:
-        self.calls: list[m.SaverOrder] = []
-        self.started = threading.Event()
-        self.go_on = threading.Event()
-        self.go_on.set()
-        self.problem: OSError | None = None
-        self.deaf = False
-
-    def write_pieces(
-        self, *, order: m.SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
-    ) -> list[m.Piece]:
-        self.calls.append(order)
-        self.started.set()
-        assert self.go_on.wait(PATIENCE_S)
-        if cancelled() and not self.deaf:
-            raise Cancelled
-        if self.problem is not None:
-            raise self.problem
-        wanted = [("shard", str(s)) for s in order.shards]
-        wanted += [("rank_local", "")] * bool(order.pages) + [("job", "")] * order.job_state
-        return [piece(draft, f"{kind}_{order.rank}_{generation}.bin", kind, shard, version) for kind, shard in wanted]
-
-
-def piece(draft: Path, file: str, kind: str, shard: str, version: int) -> m.Piece:
-    data = f"{kind} {shard} of version {version} ".encode() * 100
-    (draft / file).write_bytes(data)
-    return m.Piece(file, len(data), digest_bytes(data), kind, shard, ME, "a table")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> CopyStore:
-    return CopyStore(tmp_path / "here", 3)
-
-
-def kept(store: CopyStore, rank: Rank = ME, version: int = 10) -> Copy:
-    draft = store.begin(rank, Version(version))
-    pieces = [piece(draft, "a.bin", "shard", "s0", version), piece(draft, "b.bin", "job", "", version)]
-    return store.finish(draft, rank, Version(version), pieces)
-
-
-def held(store: CopyStore) -> list[tuple[int, int]]:
-    return [(copy.of, copy.version) for copy in store.held()]
-
-
-def never() -> None:
-    pass
-
-
-# ---------------------------------------------------------------------------------------------------------------- store
-
-
-def test_a_copy_is_there_when_it_is_whole(store: CopyStore) -> None:
-    draft = store.begin(ME, Version(10))
-    made = piece(draft, "a.bin", "shard", "s0", 10)
-    assert held(store) == []
-    copy = store.finish(draft, ME, Version(10), [made])
-    assert held(store) == [(0, 10)]
-    assert store.read(ME, Version(10)) == copy
-    assert copy.pieces == (made,)
-    kept(store, OTHER, 10)
-    kept(store, OTHER, 20)
-    store.drop(ME, Version(10))
-    store.drop_others(OTHER, {20, 30})
-    assert held(store) == [(1, 20)]
-    assert len(list(copy.path.parent.iterdir())) == 1
-
-
-def test_a_copy_that_lacks_something_is_none(store: CopyStore) -> None:
-    draft = store.begin(ME, Version(10))
-    made = piece(draft, "a.bin", "shard", "s0", 10)
-    (draft / "a.bin").write_bytes(b"short")
-    with pytest.raises(CheckpointError, match=r"lacks bytes of a\.bin"):
-        store.finish(draft, ME, Version(10), [made])
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        store.read(ME, Version(10))
-    whole = kept(store)
-    whole.path.rename(whole.path.with_name("0-20"))
-    with pytest.raises(CheckpointError, match="something else"):
-        store.read(ME, Version(20))
-    (whole.path.with_name("0-20") / INDEX).write_bytes(b"\xc1 no index")
-    with pytest.raises(CheckpointError, match="cannot be read"):
-        store.read(ME, Version(20))
-
-
-def test_copies_of_an_older_launch_go(tmp_path: Path) -> None:
-    kept(CopyStore(tmp_path, 3))
-    newer = CopyStore(tmp_path, 4)
-    assert held(newer) == []
-    assert [path.name for path in (tmp_path / "copies").iterdir()] == ["4"]
-
-
-def test_a_piece_is_verified_when_it_is_brought(store: CopyStore, tmp_path: Path) -> None:
-    copy = kept(store)
-    counted: list[int] = []
-    bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
-    assert (tmp_path / "out").read_bytes() == (copy.path / "a.bin").read_bytes()
-    assert sum(counted) >= copy.pieces[0].size
-    data = bytearray((copy.path / "a.bin").read_bytes())
-    data[7] ^= 1
-    (copy.path / "a.bin").write_bytes(data)
-    with pytest.raises(CheckpointError, match="damaged"):
-        bring(copy, copy.pieces[0], tmp_path / "out", never, counted.append)
-    assert not (tmp_path / "out").exists()
-
-
-def test_too_little_memory_says_what_to_change(store: CopyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    stat = SimpleNamespace(f_bavail=200, f_frsize=1 << 20, f_blocks=1000)
-    monkeypatch.setattr(os, "statvfs", lambda _: stat)
-    store.check_room(100 << 20)
-    with pytest.raises(NoRoomError, match=r"200 MiB of the 1,000 MiB .* four times the state"):
-        store.check_room(101 << 20)
-
-
-# ----------------------------------------------------------------------------------------------------------------- wire
-
-
-@pytest.fixture
-def receiver(tmp_path: Path) -> Iterator[Receiver]:
-    made = Receiver(Config(bind="127.0.0.1", token="secret"), "job")
-    made.store = CopyStore(tmp_path / "there", 3)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def sender(receiver: Receiver) -> Iterator[Sender]:
-    made = Sender(f"127.0.0.1:{receiver.port}", "secret", "job")
-    yield made
-    made.close()
-
-
-def send(sender: Sender, copy: Copy, version: int = 10, incarnation: int = 3, keep: tuple[int, ...] = ()) -> None:
-    sender.send(copy, ME, Version(version), incarnation, keep=[Version(v) for v in keep], cancelled=never)
-
-
-def test_a_copy_arrives(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
-    assert receiver.store is not None
-    for version, keep in ((10, ()), (20, (10,)), (30, (20,))):
-        send(sender, kept(store, version=version), version, keep=keep)
-    assert held(receiver.store) == [(0, 20), (0, 30)], "10 was not to be kept any longer"
-    here, there = store.read(ME, Version(30)), receiver.store.read(ME, Version(30))
-    assert here.pieces == there.pieces
-    assert all((here.path / p.file).read_bytes() == (there.path / p.file).read_bytes() for p in here.pieces)
-
-
-def test_what_is_not_right_is_refused(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
-    copy = kept(store)
-    with pytest.raises(SendError, match="another launch"):
-        send(sender, copy, incarnation=2)
-    with pytest.raises(SendError, match="something else"):
-        send(sender, copy, version=20)
-    stranger = Sender(sender.address, "another secret", "job")
-    with pytest.raises(SendError, match="token"):
-        send(stranger, copy)
-    stranger.close()
-    receiver.rank = ME
-    with pytest.raises(SendError, match="its own copies"):
-        send(sender, copy)
-    receiver.rank = OTHER
-    receiver.frozen = True
-    with pytest.raises(SendError, match="frozen"):
-        send(sender, copy)
-    receiver.frozen = False
-    data = bytearray((copy.path / "a.bin").read_bytes())
-    data[7] ^= 1
-    (copy.path / "a.bin").write_bytes(data)
-    with pytest.raises(SendError, match=r"'a.bin' is not what its index says"):
-        send(sender, copy)
-    assert receiver.store is not None
-    assert held(receiver.store) == []
-    assert list(receiver.store.begin(ME, Version(1)).parent.iterdir()) == [receiver.store.begin(ME, Version(1))]
-
-
-def test_copies_travel_encrypted_from_who_is_not_revoked(
-    tmp_path: Path, store: CopyStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The thief has no list of what was revoked."""
-    authority = Authority(tmp_path / "authority")
-    own, stolen = authority.sign(), authority.sign(file="stolen")
-    for name, value in {**own, "TTP_TLS_CRL": str(authority.revoke("stolen"))}.items():
-        monkeypatch.setenv(name, value)
-    receiver = Receiver(Config(bind="127.0.0.1", token="secret"), "job")
-    receiver.store = CopyStore(tmp_path / "there", 3)
-    address = f"127.0.0.1:{receiver.port}"
-    sender = Sender(address, "secret", "job")
-    monkeypatch.delenv("TTP_TLS_CRL")
-    for name, value in stolen.items():
-        monkeypatch.setenv(name, value)
-    thief = Sender(address, "secret", "job")
-    try:
-        assert tls.speaks_tls("127.0.0.1", receiver.port)
-        with pytest.raises(SendError, match="certificate revoked"):
-            send(thief, kept(store))
-        assert held(receiver.store) == []
-        send(sender, kept(store))
-        assert held(receiver.store) == [(0, 10)]
-    finally:
-        thief.close()
-        sender.close()
-        receiver.close()
-
-
-def test_a_copy_that_is_given_up_leaves_nothing(sender: Sender, receiver: Receiver, store: CopyStore) -> None:
-    def cancelled() -> None:
-        raise Cancelled
-
-    with pytest.raises(Cancelled):
-        sender.send(kept(store), ME, Version(10), 3, keep=[], cancelled=cancelled)
-    send(sender, kept(store, version=20), 20)
-    assert receiver.store is not None
-    assert held(receiver.store) == [(0, 20)]
-
-
-@pytest.mark.parametrize(
-    "parts",
-    [
-        [],
-        [pb.StoreRequest(data=b"x")],
-        [pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job")), pb.StoreRequest(data=b"")],
-        [
-            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
-            pb.StoreRequest(file=pb.StoreFile(name="../a")),
-        ],
-        [
-            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
-            pb.StoreRequest(file=pb.StoreFile(name="a")),
-            pb.StoreRequest(data=b"four"),
-        ],
-        [
-            pb.StoreRequest(begin=pb.StoreBegin(of=0, version=1, incarnation=3, run_id="job", size=3)),
-            pb.StoreRequest(file=pb.StoreFile(name="a")),
-            pb.StoreRequest(file=pb.StoreFile(name="a")),
-        ],
-    ],
-    ids=["nothing", "no beginning", "no file", "elsewhere", "too much", "twice"],
-)
-def test_nonsense_is_refused(receiver: Receiver, parts: list[pb.StoreRequest]) -> None:
-    with pytest.raises(CheckpointError):
-        receiver._take(iter(parts))
-    assert receiver.store is not None
-    assert held(receiver.store) == []
-
 
 # -------------------------------------------------------------------------------------------------------------- copying
 

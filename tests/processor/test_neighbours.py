@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -20,6 +21,13 @@ from ttp.processor.liveness.sentinel_reader import REASON
 LONG_S = 20.0
 ME, INCARNATION = 1, 7
 Start = Callable[..., Owner]
+
+
+@pytest.fixture
+def tmp_path() -> Iterator[Path]:
+    """In memory, as the sentinels of a job are: where a disk is behind it, the end of a process may wait for that."""
+    with tempfile.TemporaryDirectory(prefix="ttp-test-", dir="/dev/shm") as directory:
+        yield Path(directory)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ controllers at a time (``sim_roads``); ranks that die at any point, raise, stand
 collectives that some ranks leave and others do not when one dies (``sim_collectives``); controllers that die between
 two actions of one event and are replaced; savers and committers that fail or take for ever; updates that are made or
 unmade on request, with a barrier where that is needed; snapshots. What is not: threads, disks (``tests/store`` pulls
-that plug), several jobs on one port (``tests/core/test_controller_machine.py``).
+that plug), several jobs on one port (``tests/core/test_admission.py``).
 
 Every event costs constant time, so worlds of 10^5 ranks can be played.
 """

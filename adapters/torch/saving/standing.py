@@ -20,10 +20,10 @@ from ttp.adapters.torch.saving.preimage import PreImage
 from ttp.adapters.torch.saving.state import tensors_in
 from ttp.core.layout import Version
 from ttp.core.messages import Phase
-from ttp.processor.source import StateSource
+from ttp.processor.paged_source import PagedSource
 
 if TYPE_CHECKING:
-    from ttp.processor.processor import Processor
+    pass
 
 INSIDE_S = 5.0
 """How long a device may stand in the middle of an update, where nothing hangs unless the optimizer exchanges, before
@@ -33,7 +33,7 @@ COPIES_S = 1.0
 """How long the copies of what an update changes may take on a device, if they are not queued behind a hang."""
 
 
-class Standing(StateSource):
+class Standing(PagedSource):
     """The part of ``TorchSource`` that looks at fences, images and the gate; see ``StateSource``.
 
     Args:
@@ -43,6 +43,7 @@ class Standing(StateSource):
     """
 
     def __init__(self, optimizer: Optimizer, capture: LocalCapture, devices: Sequence[torch.device]) -> None:
+        super().__init__(capture)
         self._optimizer, self._capture = optimizer, capture
         self._devices = devices
         self.runtimes: Sequence[Runtime] = runtimes_on(devices)
@@ -54,7 +55,6 @@ class Standing(StateSource):
         self.between: BetweenSteps | None = None
         self.stream_barrier: StreamBarrier | None = None
         self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
-        self._processor: Processor | None = None
         self._attachment: Attachment | None = None
 
     @property

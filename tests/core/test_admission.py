@@ -1,0 +1,175 @@
+"""Who is let into a job, as transcripts: what ranks say, and what the controller answers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.core.talk import Talk, hello
+from ttp.core import messages as m
+from ttp.core.controller.events import ConnectionId, Received, StreamEnded
+from ttp.core.layout import Layout, Rank, Shard, Version
+from ttp.testing.scenario import grid
+
+
+def test_a_job_forms() -> None:
+    talk = Talk(formed=False)
+    assert talk.hello(1) == "[incarnation] Welcome:1 [joined]"
+    assert talk.hello(0) == "Welcome:0 [joined]"
+    assert talk.machine.stage == "forming"
+    assert talk.hello(2) == "Welcome:2 [joined] [formed]"
+    assert talk.machine.stage == "training"
+    assert talk.hello(2) == "Welcome:2 [joined]"  # the welcome was lost
+
+
+other = grid(1, 4)
+wrong: list[tuple[dict[str, Any], str, str]] = [
+    ({"protocol_major": 9}, "protocol", f"rank 1 speaks 9.{m.PROTOCOL_MINOR}"),
+    ({"rank": Rank(7)}, "malformed", "rank 7 is not in a world of 3"),
+    ({"world_size": 4}, "malformed", "layout and digest do not belong together"),
+    ({"run_id": "b"}, "other_job", "two jobs share TTP_PORT"),
+    ({"nonce": "b"}, "rank_taken", "rank 1 is already held by pid 101 on h"),
+    ({"incarnation": -1}, "fenced", "which was given up"),
+]
+
+
+@pytest.mark.parametrize(("change", "code", "text"), wrong, ids=[w[1] + str(i) for i, w in enumerate(wrong)])
+def test_who_does_not_belong_is_refused_in_words(change: dict[str, Any], code: str, text: str) -> None:
+    talk = Talk()
+    stranger = replace(hello(1, talk.layout), **change)
+    assert talk.event(Received(ConnectionId(50), stranger)) == f"Refused({code}):{stranger.rank} [refused]"
+    assert text in talk.orders(m.Refused)[0].text
+    assert talk.facts("refused")["code"] == code
+    assert talk.machine.incident is None
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (other, "rank 2 has WORLD_SIZE=4, the others have 3"),
+        (
+            Layout(3, {Shard("w"): (Rank(0), Rank(1)), Shard("v"): (Rank(2),)}),
+            "rank 2 announces another layout than the others: 2 shards (v: 2, w: 0-1) against 1 shards (s0: 0-2): "
+            "shards 'v', 'w' only there; shard 's0' only here. Every rank must wrap the same model in the same way",
+        ),
+    ],
+)
+def test_ranks_that_disagree_are_refused(layout: Layout, text: str) -> None:
+    talk = Talk(formed=False)
+    talk.hello(0)
+    talk.hello(1)
+    talk.machine.job.learn(layout)
+    assert talk.report(2, hello(2, layout)) == "Refused(mismatch):2 [refused]"
+    assert text in talk.orders(m.Refused)[0].text
+
+
+def beat(talk: Talk, rank: int, version: int) -> str:
+    return talk.report(rank, m.Heartbeat(Rank(rank), Version(version), m.Phase.IDLE))
+
+
+def three_of_four() -> Talk:
+    """Rank 3 could not join, and trains without protection."""
+    talk = Talk(grid(1, 4), formed=False)
+    for rank in range(3):
+        talk.hello(rank)
+    return talk
+
+
+def test_an_update_proves_that_every_rank_exists() -> None:
+    talk = three_of_four()
+    assert beat(talk, 0, 7) == "", "the first change may be a restore"
+    assert talk.ask() == "answer: not saved"
+    assert beat(talk, 0, 8) == "[formed]"
+    assert talk.facts("formed")["unprotected_ranks"] == "3"
+    assert talk.machine.stage == "training"
+    assert beat(talk, 1, 9) == ""
+    assert talk.lost(1).startswith("[opened] Freeze:0,2 [evidence]")
+    talk.frozen(0, 9)
+    assert "[plan] Save" in talk.frozen(2, 9)
+
+
+def test_a_job_with_a_rank_that_never_joined_is_saved_on_request_and_ends() -> None:
+    talk = three_of_four()
+    for version in (1, 2):
+        beat(talk, 0, version)
+    assert talk.ask() == "[opened] Freeze:0,1,2 [evidence]"
+    for rank in range(3):
+        talk.frozen(rank, 2)
+    talk.saved(0)
+    assert "Thaw:0,1,2" in talk.committed(0)
+    said = [talk.goodbye(rank) for rank in range(3)]
+    assert said[-1] == "[done] Finished:0,1,2 [finished]"
+
+
+def test_a_rank_that_joins_late_is_protected_from_then_on() -> None:
+    talk = three_of_four()
+    for version in (1, 2):
+        beat(talk, 0, version)
+    assert talk.hello(3, version=Version(2)) == "Welcome:3 [joined] [formed]"
+    assert talk.lost(3).startswith("[opened] Freeze:0,1,2 [evidence]")
+
+
+def test_a_rank_that_dies_before_the_job_is_formed_is_replaced() -> None:
+    talk = Talk(formed=False)
+    talk.hello(0)
+    talk.hello(1)
+    assert talk.lost(0) == "[gone]"
+    assert talk.hello(0, nonce="again", launch=1) == "Welcome:0 [joined]"
+    assert (
+        talk.hello(1, nonce="again", launch=1) == "Refused(fenced):1 Welcome:1 [joined]"
+    )  # its death is not known yet
+    assert talk.hello(2, nonce="again", launch=1) == "Welcome:2 [joined] [formed]"
+    assert talk.machine.job.incarnation == 1
+
+
+def test_a_launch_that_came_to_nothing_is_followed_by_the_next_incarnation() -> None:
+    """Everybody has gone before the job was whole, and may have trained elsewhere: pages of theirs are of the past."""
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" not in talk.hello(2), "somebody who has not been there goes on forming it"
+    talk.lost(2)
+    assert "[incarnation]" not in talk.hello(1, incarnation=1, resume=True), "and so does who was there"
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank)
+        talk.lost(rank)
+    assert "[incarnation]" in talk.hello(1, nonce="b", launch=1)
+    assert talk.machine.job.incarnation == 2
+
+
+def test_a_new_launch_opens_the_next_incarnation() -> None:
+    talk = Talk()
+    assert "Refused(fenced):0,1,2 [incarnation] Welcome:1" in talk.hello(1, nonce="b", launch=1)
+    assert talk.machine.job.incarnation == 2
+    assert talk.back(0, incarnation=1) == "Refused(fenced):0 [refused]"
+
+
+def test_a_restarted_job_waits_while_the_last_one_is_saved() -> None:
+    talk = Talk()
+    talk.lost(0)
+    assert talk.hello(0, nonce="b", launch=1) == "Refused(busy):0 [refused]"
+    for rank in (1, 2):
+        talk.frozen(rank, 7)
+    talk.saved(1)
+    talk.committed(1)
+    assert "Release(75):1,2" in talk.after(1)
+    assert "[incarnation] Welcome:0" in talk.hello(0, nonce="b", launch=1)
+
+
+def test_incarnations_go_on_when_the_controller_that_counted_is_gone() -> None:
+    talk = Talk(formed=False)
+    talk.hello(0, launch=4)
+    assert talk.machine.job.incarnation == 5
+
+
+def test_a_hello_that_comes_late_on_an_old_stream_changes_nothing() -> None:
+    talk = Talk()
+    talk.back(1)
+    late = hello(1, talk.layout, incarnation=1, resume=True)
+    assert talk.event(Received(ConnectionId(2), late)) == ""
+    assert talk.event(StreamEnded(ConnectionId(2))) == ""
+    assert talk.machine.job.live == {0, 1, 2}

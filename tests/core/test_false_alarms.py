@@ -1,0 +1,244 @@
+"""What is no fault, or is none after all: streams that come back, and checkpoints on request."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from tests.core.talk import Talk, frozen_at_7
+from ttp.core import messages as m
+from ttp.core.decide import How
+from ttp.core.layout import Rank
+from ttp.testing.scenario import grid
+
+# --------------------------------------------------------------------------------------------------------- false alarms
+
+
+def test_a_flap_within_the_grace_is_thawed() -> None:
+    talk = Talk()
+    talk.lost(0)
+    assert talk.back(0) == "Welcome:0 [reconnected] [retracted] Freeze:0"
+    talk.now += 0.5
+    assert talk.frozen(0, 7) == "[answer]"
+    frozen_at_7(talk, 1, 2)
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed]"
+    assert talk.machine.stage == "training"
+
+
+def test_a_flap_that_leaves_no_common_version_is_thawed_too() -> None:
+    talk = Talk(grid(2, 1))
+    talk.lost(0)
+    talk.back(0)
+    talk.frozen(0, 8)
+    assert talk.frozen(1, 7) == "[answer] [waits]"
+    assert talk.after(1.9) == ""  # rank 1 may still come to the gate with the gradient of 8
+    assert talk.after(0.1) == "Thaw:0,1 [thawed]"
+
+
+def test_a_lost_rank_that_comes_back_too_late_is_fenced() -> None:
+    talk = Talk()
+    talk.lost(0)
+    frozen_at_7(talk, 1, 2)
+    talk.after(1)
+    assert talk.back(0) == "Refused(fenced):0 [refused]"
+    assert "rank 0 was given up (its stream did not come back within 1 s)" in talk.orders(m.Refused)[0].text
+
+
+def test_a_newer_version_that_comes_back_within_the_grace_is_saved() -> None:
+    talk = Talk()
+    talk.fault(2)
+    talk.lost(0)
+    talk.frozen(1, 7)
+    assert talk.frozen(2, 7) == "[answer] [plan] Save:1"
+    talk.back(0)
+    assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
+
+
+def test_a_device_that_was_only_slow_is_saved_at_its_newer_version() -> None:
+    """It seemed to hang; while it is saved it goes on. The save that fails of it counts nobody out."""
+    talk = Talk()
+    talk.lost(2)
+    talk.frozen(0, 7)
+    assert "Save:0" in talk.frozen(1, 7)
+    assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
+    assert talk.save_failed(0, 0, may_pass=True) == ""
+    assert "Commit" in talk.saved(0, 1)
+
+
+def test_devices_that_were_only_slow_may_go_on_one_after_the_other() -> None:
+    """Between the two no version is whole: the first one is not counted out for that."""
+    talk = Talk(grid(2, 2))
+    for rank in (2, 3):
+        talk.lost(rank)
+    talk.after(1)
+    talk.frozen(0, 7)
+    assert "Save:0,1" in talk.frozen(1, 7)
+    assert talk.frozen(0, 8) == "[answer]"
+    talk.save_failed(0, 0, may_pass=True)
+    talk.frozen(1, 8)
+    talk.save_failed(1, 0, may_pass=True)
+    for _ in range(100):
+        if "Save:0,1" in talk.after(0.1):
+            break
+    assert talk.orders(m.Save)[0].version == 8
+
+
+def test_an_answer_that_was_outrun_by_a_newer_one_changes_nothing() -> None:
+    """The version that rank 0 was told to make is not taken back by what it said before."""
+    talk = Talk(grid(1, 3))
+    talk.lost(2)
+    talk.frozen(1, 8)
+    assert "Save:1" in talk.frozen(0, 7, has_gradient=True)
+    assert "[plan] Save:0" in talk.save_failed(1)
+    assert talk.frozen(0, 8) == "[answer]"
+    assert talk.frozen(0, 7, has_gradient=True) == ""
+    talk.lost(1)
+    assert talk.saved(0, 1) == "[saved] [commit] Commit:0"
+
+
+def test_who_has_a_pre_image_may_go_back_and_so_may_who_turns_out_to_be_torn() -> None:
+    for preimage, later in ((True, m.Phase.IDLE), (False, m.Phase.TORN)):
+        talk = Talk(grid(1, 3))
+        talk.lost(2)
+        talk.frozen(0, 8, has_preimage=preimage)
+        assert talk.frozen(0, 7, later) == "[answer]"
+
+
+def test_a_saver_whose_gate_was_open_meanwhile_is_asked_again() -> None:
+    talk = Talk(grid(1, 1))
+    talk.ask()
+    assert talk.frozen(0, 7) == "[answer] [plan] Save:0"
+    talk.lost(0)  # a snapshot is thawed by the processor itself
+    assert talk.back(0, incident="") == "Welcome:0 [reconnected] [retracted] Freeze:0"
+    assert talk.saved(0) == ""
+    assert talk.frozen(0, 8) == "[answer] [plan] Save:0"
+    assert talk.orders(m.Save)[0].generation == 1
+
+
+def test_nor_is_it_trusted_when_its_new_stream_is_faster_than_the_end_of_the_old_one() -> None:
+    talk = Talk(grid(1, 1))
+    talk.ask()
+    assert talk.frozen(0, 7) == "[answer] [plan] Save:0"
+    assert talk.back(0, incident="") == "Welcome:0 [reconnected] Freeze:0 [replan]"
+    assert talk.saved(0) == ""
+    assert talk.frozen(0, 7) == "[answer] [plan] Save:0"
+    assert talk.orders(m.Save)[0].generation == 1  # what it wrote before may be half a file
+
+
+def test_who_stayed_frozen_goes_on_saving_on_its_new_stream() -> None:
+    talk = Talk(grid(1, 1))
+    talk.ask()
+    talk.frozen(0, 7)
+    assert talk.back(0, incident="i1") == "Welcome:0 [reconnected] Freeze:0 Save:0"
+    talk.frozen(0, 7)
+    assert talk.saved(0) == "[saved] [commit] Commit:0"
+
+
+def test_an_exception_is_no_false_alarm_even_if_its_stream_comes_back() -> None:
+    talk = Talk()
+    talk.fault(0)
+    talk.lost(0)
+    talk.back(0, broken="exception of 0", incident="i1")
+    talk.frozen(0, 7)
+    frozen_at_7(talk, 1, 2)
+    talk.saved(1)
+    assert talk.committed(1) == "[committed] [released] Release(75):0,1,2"
+
+
+@pytest.mark.parametrize("kind", [m.FaultKind.COLLECTIVE, m.FaultKind.EXCEPTION])
+def test_a_rank_that_raises_and_dies_is_one_fault(kind: m.FaultKind) -> None:
+    talk = Talk()
+    assert talk.fault(0, kind) == "[opened] Freeze:0,1,2 [evidence]"
+    assert talk.lost(0) == "[evidence]"
+    frozen_at_7(talk, 1, 2)
+    talk.saved(1)
+    talk.committed(1)
+    assert talk.after(1) == "[released] Release(75):1,2"
+
+
+def test_the_launcher_ends_the_doubt_about_a_lost_rank() -> None:
+    talk = Talk()
+    talk.lost(0)
+    frozen_at_7(talk, 1, 2)
+    talk.saved(1)
+    talk.committed(1)
+    assert talk.accuse(0, m.FaultKind.EXITED, pid=100) == "[evidence] [released] Release(75):1,2"
+
+
+def test_who_is_called_dead_and_is_not_is_told() -> None:
+    talk = Talk()
+    assert talk.accuse(0, m.FaultKind.EXITED).startswith("Refused(fenced):0 [opened] Freeze:1,2 [evidence]")
+
+
+def test_an_accusation_of_an_earlier_process_is_ignored() -> None:
+    talk = Talk()
+    assert talk.accuse(0, m.FaultKind.EXITED, pid=99) == ""
+    assert talk.accuse(0, m.FaultKind.OUTSIDE, pid=100) == "[opened] Freeze:0,1,2 [evidence]"
+
+
+def test_evidence_about_an_earlier_process_is_ignored() -> None:
+    talk = Talk()
+    witness = m.Fault(Rank(1), Rank(0), m.FaultKind.LOST, "owner died", nonce="older")
+    assert talk.report(1, witness) == ""
+    assert talk.report(1, replace(witness, nonce="n0")) == "[opened] Freeze:0,1,2 [evidence]"
+
+
+# ------------------------------------------------------------------------------------------------------------ snapshots
+
+
+def test_a_checkpoint_on_request() -> None:
+    talk = Talk()
+    assert talk.ask() == "[opened] Freeze:0,1,2 [evidence]"
+    assert all(order.snapshot for order in talk.orders(m.Freeze))
+    frozen_at_7(talk, 0, 1, 2)
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+    assert talk.ask(2) == "[opened] Freeze:0,1,2 [evidence]"
+    assert frozen_at_7(talk, 0, 1, 2) == "[answer] [nothing_new] Thaw:0,1,2 [thawed] answer: saved"
+
+
+def test_a_checkpoint_on_request_between_two_steps_of_one_version() -> None:
+    talk = Talk()
+    talk.ask()
+    for rank in (0, 1, 2):
+        said = talk.frozen(rank, 7, m.Phase.TORN, has_preimage=True)
+    assert said == "[answer] [plan] Save:0"
+    assert [order.order.how for order in talk.orders(m.Save)] == [How.UNDO]
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+
+
+def test_a_request_before_the_job_trains_is_answered_at_once() -> None:
+    assert Talk(formed=False).ask() == "answer: not saved"
+
+
+def test_a_snapshot_that_fails_hurts_nobody() -> None:
+    talk = Talk()
+    talk.ask()
+    frozen_at_7(talk, 0, 1, 2)
+    talk.save_failed(0)
+    talk.save_failed(1, generation=1)
+    assert talk.save_failed(2, generation=2) == "[save_failed] [replan] Thaw:0,1,2 [thawed] answer: not saved"
+
+
+def test_a_rank_that_is_slow_to_answer_a_snapshot_is_not_broken() -> None:
+    talk = Talk()
+    talk.ask()
+    talk.frozen(0, 7)
+    talk.frozen(1, 7)
+    assert talk.after(5) == "[evidence] [plan] Save:0"
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
+
+
+def test_a_fault_during_a_snapshot_makes_it_a_rescue() -> None:
+    talk = Talk()
+    talk.ask()
+    assert talk.lost(2) == "Freeze:0,1 [evidence]"
+    assert not any(order.snapshot for order in talk.orders(m.Freeze))
+    frozen_at_7(talk, 0, 1)
+    talk.saved(0)
+    talk.committed(0)
+    assert talk.after(1) == "[released] answer: saved Release(75):0,1"

@@ -1,0 +1,203 @@
+"""Whole lives of jobs, in virtual time and against an oracle: who is found to hang, and when."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ttp.core.controller.hangs import FACTOR, HangWatch, Suspicion
+from ttp.core.layout import Rank, Version
+from ttp.core.messages import Phase
+
+IDLE, UPDATING, DONE = Phase.IDLE, Phase.UPDATING, Phase.DONE
+
+
+# ---------------------------------------------------------------------------------------------------- against an oracle
+
+
+@dataclass(frozen=True)
+class Beat:
+    """One word of a rank."""
+
+    now: float
+    rank: int
+    place: tuple[int, bool, int]
+    activity: str
+
+
+@dataclass
+class Oracle:
+    """The module's docstring, computed from the whole story every time."""
+
+    floor_s: float
+    beats: list[Beat] = field(default_factory=list)
+
+    def story(self) -> tuple[list[tuple[float, float]], float, float | None]:
+        """Waits with the time of their end, when the clock started last, and since when is learnt."""
+        waits: list[tuple[float, float]] = []
+        clock, heard = 0.0, 0.0
+        for index, beat in enumerate(self.beats):
+            if beat.now - heard > 3.0:
+                clock = beat.now
+            heard = beat.now
+            mine = [b for b in self.beats[:index] if b.rank == beat.rank]
+            if mine and mine[-1].activity and not beat.activity:
+                clock = beat.now
+            if mine and mine[-1].place != beat.place:
+                if self.learning(index - 1) is not None and not self.pausing(index):
+                    waits.append((beat.now, beat.now - clock))
+                clock = beat.now
+        return waits, clock, self.learning(len(self.beats) - 1)
+
+    def fronts(self, last: int) -> list[tuple[float, int]]:
+        """When the newest version became what."""
+        found: list[tuple[float, int]] = []
+        for beat in self.beats[: last + 1]:
+            if not found or beat.place[0] > found[-1][1]:
+                found.append((beat.now, beat.place[0]))
+        return found
+
+    def learning(self, last: int) -> float | None:
+        """Since when waits are learnt."""
+        fronts = self.fronts(last)
+        return next((now for now, v in fronts[2:] if v >= fronts[1][1] + 3), None)
+
+    def pausing(self, last: int) -> set[int]:
+        """Who was doing something else after this beat."""
+        latest = {beat.rank: beat.activity for beat in self.beats[: last + 1]}
+        return {rank for rank, activity in latest.items() if activity}
+
+    def patience(self) -> float | None:
+        waits, _, since = self.story()
+        fronts = self.fronts(len(self.beats) - 1)
+        if since is None or fronts[-1][1] < fronts[1][1] + 10 or self.beats[-1].now - since < 3.0:
+            return None
+        return max(self.floor_s, 3.0 * max((wait for _, wait in waits), default=0.0), 4.0)
+
+    def hangs(self, now: float, live: set[Rank]) -> tuple[int, ...] | None:
+        """Who is named; None: nothing is raised."""
+        patience = self.patience()
+        latest = {beat.rank: beat for beat in self.beats if beat.rank in live}
+        silent = {rank for rank, beat in latest.items() if now - beat.now > 3.0}
+        if patience is None or now < self.story()[1] + patience or silent == set(latest):
+            return None
+        if any(beat.activity for rank, beat in latest.items() if rank not in silent):
+            return None
+        if silent:
+            return tuple(sorted(silent))
+        last = min(beat.place for beat in latest.values())
+        behind = {rank for rank, beat in latest.items() if beat.place == last}
+        return tuple(sorted(behind)) if 2 * len(behind) <= len(latest) else ()
+
+
+def a_life(random: Random) -> Iterator[tuple[HangWatch, Oracle, set[Rank], float]]:
+    """A job that starts well and then does anything, one beat after the other."""
+    world, floor_s, now = random.randint(1, 4), random.choice([0.5, 6.0]), 0.0
+    watch, oracle = HangWatch(floor_s), Oracle(floor_s)
+    watch.reset(now)
+    live = {Rank(r) for r in range(world)}
+    places = dict.fromkeys(live, (0, False, 0))
+    wild = random.choice([0.02, 0.1, 0.5])
+    for number in range(random.randint(20, 70)):
+        now += random.choice([0.0, 0.3, 1.0, 2.5, 20.0]) if random.random() < wild else 1.0 / world
+        rank = Rank(number % world if random.random() > wild else random.randrange(world))
+        version, updating, mark = places[rank]
+        if number < 16 * world:
+            places[rank] = (version + 1, False, 0)
+        elif random.random() < wild:
+            places[rank] = (version + random.choice([0, 0, 1]), random.random() < 0.3, mark + random.choice([0, 1]))
+        activity = "evaluation" if random.random() < wild / 4 else ""
+        version, updating, mark = places[rank]
+        watch.observed(rank, Version(version), mark, UPDATING if updating else IDLE, activity, now)
+        oracle.beats.append(Beat(now, rank, places[rank], activity))
+        yield watch, oracle, live, now
+
+
+@given(seed=st.integers(0, 2**32))
+@settings(max_examples=50)
+def test_as_the_oracle_says(seed: int) -> None:
+    random = Random(seed)
+    for watch, oracle, live, now in a_life(random):
+        assert watch.patience_s == pytest.approx(oracle.patience())
+        later = now + random.choice([0.0, 2.0, 3.5, 20.0])
+        found = copy.deepcopy(watch).check(later, live)
+        assert (None if found is None else found.subjects) == oracle.hangs(later, live)
+
+
+# ------------------------------------------------------------------------------------------------- jobs in virtual time
+
+
+@dataclass
+class Training:
+    """A synchronous job: nobody is more than one version ahead, marks are passed at drawn times."""
+
+    random: Random
+    world: int
+    step_s: float
+
+    def places(self, versions: int, hung: int | None, mark: int) -> dict[int, list[tuple[float, tuple[int, int]]]]:
+        """When every rank reaches which (version, mark). ``hung`` gets no further than ``mark`` of the last version."""
+        found: dict[int, list[tuple[float, tuple[int, int]]]] = {rank: [(0.0, (0, 0))] for rank in range(self.world)}
+        now = 1.0
+        for version in range(versions):
+            ends = []
+            for rank, story in found.items():
+                last = version == versions - 1
+                marks = [m for m in (1, 2, 3) if not (last and (m > mark if rank == hung else m > 2))]
+                times = sorted(now + self.step_s * self.random.uniform(0.05, 1.0) for _ in marks)
+                story += [(at, (version, m)) for at, m in zip(times, marks, strict=True)]
+                ends.append(max(times, default=now))
+            now = max(ends) + self.step_s * 0.01
+            if version < versions - 1:
+                for story in found.values():
+                    story.append((now, (version + 1, 0)))
+        return found
+
+
+def watched(training: Training, hung: int | None, stopped: bool, floor_s: float) -> tuple[list[Suspicion], float]:
+    """What is raised in a job that ends, or hangs, after 60 versions; and how long it took since the last move."""
+    story = training.places(60, hung, mark=training.random.choice([0, 1]))
+    end = max(at for moves in story.values() for at, _ in moves)
+    until = end + (3 * max(floor_s, 3 * training.step_s) + 20.0 if hung is not None else 0.0)
+    beats = []
+    for rank, moves in story.items():
+        at, silent_from = training.random.uniform(0, 1), moves[-1][0] if stopped and rank == hung else until
+        while at < min(until, silent_from):
+            beats.append((at, rank, max((t, place) for t, place in moves if t <= at)[1]))
+            at += training.random.uniform(0.95, 1.05)
+    watch, found, raised_at = HangWatch(floor_s), [], end
+    for at, rank, (version, mark) in sorted(beats):
+        suspicion = watch.check(at, {Rank(r) for r in range(training.world)})
+        if suspicion is not None:
+            found.append(suspicion)
+            raised_at = at
+        watch.observed(Rank(rank), Version(version), mark, IDLE, "", at)
+    return found, raised_at - end
+
+
+@given(seed=st.integers(0, 2**32), world=st.integers(1, 6), step_s=st.sampled_from([0.01, 0.3, 2.0, 30.0]))
+@settings(max_examples=25)
+def test_a_healthy_job_is_left_alone(seed: int, world: int, step_s: float) -> None:
+    found, _ = watched(Training(Random(seed), world, step_s), None, stopped=False, floor_s=5.0)
+    assert found == []
+
+
+@given(
+    seed=st.integers(0, 2**32),
+    world=st.integers(2, 6),
+    step_s=st.sampled_from([0.1, 2.0, 30.0]),
+    stopped=st.booleans(),
+)
+@settings(max_examples=25)
+def test_a_hang_is_found_and_the_culprit_named(seed: int, world: int, step_s: float, stopped: bool) -> None:
+    random = Random(seed)
+    hung = random.randrange(world)
+    found, after_s = watched(Training(random, world, step_s), hung, stopped, floor_s=5.0)
+    assert [suspicion.subjects for suspicion in found] == [(hung,)]
+    assert after_s <= max(5.0, FACTOR * (step_s + 2.0)) + 2.0, "soon"

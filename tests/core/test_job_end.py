@@ -1,0 +1,63 @@
+"""The end of a job and of its controller."""
+
+from __future__ import annotations
+
+from tests.core.talk import LOST, Talk, frozen_at_7
+from ttp.core import messages as m
+from ttp.testing.scenario import grid
+
+
+def test_the_job_is_over_when_every_rank_has_left_its_loop() -> None:
+    talk = Talk()
+    assert talk.goodbye(0) == "[done]"
+    assert talk.goodbye(2) == "[done]"
+    assert talk.goodbye(1) == "[done] Finished:0,1,2 [finished]"
+    assert talk.lost(0) == ""
+    assert talk.back(1, phase=m.Phase.DONE) == "Welcome:1 [reconnected] Finished:1"  # it did not hear
+    assert talk.after(2) == "[stopped] stop"
+
+
+def test_the_controller_ends_with_the_last_stream() -> None:
+    talk = Talk(grid(1, 1))
+    talk.goodbye(0)
+    assert talk.lost(0) == "[stopped] stop"
+
+
+def test_a_rank_that_is_done_and_dies_while_others_finish_is_a_fault() -> None:
+    talk = Talk()
+    talk.goodbye(0)
+    assert talk.lost(0) == LOST
+    frozen_at_7(talk, 1, 2)
+    talk.saved(1)
+    talk.committed(1)
+    assert talk.after(1) == "[released] Release(75):1,2"
+
+
+def test_a_rank_that_is_done_can_save() -> None:
+    talk = Talk()
+    talk.goodbye(0, version=8)
+    talk.lost(1)
+    talk.frozen(0, 8, m.Phase.DONE)
+    assert talk.frozen(2, 7) == "[answer] [plan] Save:0"
+
+
+def test_who_leaves_on_purpose_is_no_fault() -> None:
+    talk = Talk()
+    assert talk.goodbye(0, m.GoodbyeReason.LEFT) == "[left]"
+    assert talk.lost(0) == ""
+
+
+def test_nobody_speaks_to_the_controller_any_more() -> None:
+    talk = Talk(formed=False)
+    assert talk.machine.deadline() == 120
+    assert talk.after(119) == ""
+    assert talk.after(1) == "[stopped] stop"
+    assert talk.machine.deadline() is None
+
+
+def test_all_ranks_die_at_once() -> None:
+    talk = Talk()
+    for rank in range(3):
+        talk.lost(rank)
+    assert talk.after(1) == "[released] [closed]"
+    assert talk.after(120) == "[stopped] stop"

@@ -1,0 +1,132 @@
+"""Pages of ranks that another host keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.talk import Wide, page
+from ttp.core import messages as m
+from ttp.core.controller.events import Accused
+from ttp.core.layout import Rank, Version
+from ttp.testing.scenario import grid
+
+
+class Mirrored(Wide):
+    """Four ranks on two hosts, with TTP_MIRROR."""
+
+    def __init__(self) -> None:
+        super().__init__(grid(1, 4))
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return super().hello(rank, **{"pages_at": f"10.0.0.{rank // 2}:{rank}", **more})
+
+
+def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_lost() -> None:
+    talk = Mirrored()
+    assert "MirrorTo:0,1,2,3" in talk.lines[-1]
+    assert all("MirrorTo" not in said for said in talk.lines[:-1]), "not before all are there"
+    talk.accuse(2, m.FaultKind.EXITED)
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen_all()
+    pages = {order.rank: order.order.pages for order in talk.orders(m.Save)}
+    assert pages == {0: (0, 1, 2), 1: (3,)}
+    talk.saved(0)
+    talk.saved(1)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
+    """And the rank itself is told again, by whatever controller it has."""
+    talk = Mirrored()
+    talk.back(1, pages_at="10.0.0.0:99")
+    assert talk.orders(m.MirrorTo) == [
+        m.MirrorTo(Rank(1), 1, Rank(3), "10.0.0.1:3"),
+        m.MirrorTo(Rank(3), 1, Rank(1), "10.0.0.0:99"),
+    ]
+
+
+def test_on_one_host_and_without_the_switch_nobody_is_told() -> None:
+    assert not any("MirrorTo" in said for said in Wide(grid(1, 4)).lines)
+    assert not any("MirrorTo" in said for said in Mirrored().lines[:1])
+    alone = Wide(grid(1, 2))
+    assert not any("MirrorTo" in alone.hello(rank, pages_at="h:1") for rank in range(2))
+
+
+def test_what_a_dead_rank_has_left_on_its_host_goes_to_one_that_lives() -> None:
+    """The launcher of that host hands it over with the news."""
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    said = talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
+    assert said.endswith("Keep:0,0")
+    assert talk.orders(m.Keep)[1] == m.Keep(Rank(0), 1, Rank(3), Version(7), True, 1, b"page")
+    talk.frozen_all()
+    assert {order.rank: order.order.pages for order in talk.orders(m.Save)} == {0: (0, 1, 2, 3)}
+    talk.saved(0)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_it_comes_before_the_commit_though_after_the_plan() -> None:
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    talk.lost(3)
+    talk.frozen_all()
+    talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
+    talk.saved(0)
+    (late,) = talk.orders(m.Save)
+    assert late.order.pages == (2, 3)
+    talk.saved(late.rank, late.generation)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+@pytest.mark.parametrize("wrong", [page(1), page(2, incarnation=9), page(99)], ids=["lives", "incarnation", "nobody"])
+def test_nobody_else_is_inherited_from(wrong: m.Mirror) -> None:
+    talk = Wide(grid(1, 4))
+    assert "Keep" not in talk.event(Accused((Rank(2),), m.FaultKind.EXITED, "seen", (102,), (wrong,)))
+
+
+def test_what_a_launcher_hands_over_goes_to_who_has_the_earlier_pages() -> None:
+    talk = Mirrored()
+    assert talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(3),))).endswith("Keep:1")
+
+
+def planned_before_all_have_answered() -> Wide:
+    """Rank 5 is dead, rank 4 of the same host has not answered; the newest version is known and saved meanwhile."""
+    talk = Wide(grid(1, 6))
+    talk.accuse(5, m.FaultKind.EXITED)
+    talk.frozen(0, 7)
+    assert "[plan] Save:" in talk.frozen(1, 8)
+    saves = talk.orders(m.Save)
+    for rank in (2, 3):
+        talk.frozen(rank, 8)
+    while saves:
+        order = saves.pop()
+        talk.saved(order.rank, order.generation)
+        saves += talk.orders(m.Save)
+    return talk
+
+
+def test_pages_of_a_host_that_answers_late_are_collected_before_the_commit() -> None:
+    talk = planned_before_all_have_answered()
+    assert talk.machine.incident is not None and talk.machine.incident.stage.value == "saving"
+    talk.frozen(4, 8)
+    (late,) = talk.orders(m.Save)
+    assert (late.rank, late.order.pages) == (4, (4, 5))
+    talk.saved(4, late.generation)
+    assert talk.orders(m.Commit)[0].missing_pages == ()
+
+
+def test_a_commit_does_not_wait_for_long() -> None:
+    talk = planned_before_all_have_answered()
+    assert "Commit" in talk.after(1.0)
+    assert talk.orders(m.Commit)[0].missing_pages == (4, 5)
+
+
+def test_without_mirror_pages_of_a_lost_host_are_missing() -> None:
+    talk = Wide(grid(1, 4))
+    talk.accuse(2, m.FaultKind.EXITED)
+    talk.accuse(3, m.FaultKind.EXITED)
+    talk.frozen_all()
+    talk.saved(0)
+    assert talk.orders(m.Commit)[0].missing_pages == (2, 3)

@@ -1,0 +1,196 @@
+"""The storage refuses: another directory, or once more after a while."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from tests.core.talk import Talk, Wide, line
+from ttp.core import messages as m
+
+
+def fallback_world(**patience: Any) -> Wide:
+    talk = Wide(**patience)
+    for rank, member in talk.machine.job.members.items():
+        member.hello = replace(member.hello, fallback_dir="/spare")
+        del rank
+    return talk
+
+
+def nobody_can_write(talk: Wide) -> tuple[list[m.Save], str]:
+    """Whoever is asked fails. Returns the orders before the last answer and what was said to that."""
+    ordered: list[m.Save] = []
+    for _ in range(6):
+        pending = talk.incident.pending
+        rank = min(pending)
+        said = talk.save_failed(rank, pending[rank].generation)
+        if "fallback" in said or "Release" in said:
+            return ordered, said
+        ordered += talk.orders(m.Save)
+    raise AssertionError("six ranks have failed, and it goes on")
+
+
+def test_when_nobody_can_write_everything_goes_to_the_fallback() -> None:
+    talk = fallback_world()
+    talk.fault(5)
+    talk.frozen_all()
+    before, said = nobody_can_write(talk)
+    assert before
+    assert {order.directory for order in before} == {""}
+    assert "[fallback] [plan] Save" in said
+    orders = talk.orders(m.Save)
+    assert orders[0].directory == "/spare"
+    for order in orders:
+        talk.saved(order.rank, order.generation)
+    commit = talk.orders(m.Commit)[0]
+    assert commit.directory == "/spare"
+    assert talk.committed(commit.rank, commit.generation).startswith("[committed] [released] Release(75)")
+
+
+def test_the_fallback_is_tried_once() -> None:
+    talk = fallback_world()
+    talk.fault(5)
+    talk.frozen_all()
+    nobody_can_write(talk)
+    _, said = nobody_can_write(talk)
+    assert "Release(70)" in said
+    assert "disk full" in talk.orders(m.Release)[0].text
+
+
+def test_without_a_fallback_it_is_said() -> None:
+    talk = Wide()
+    talk.fault(5)
+    talk.frozen_all()
+    _, said = nobody_can_write(talk)
+    assert "Release(70)" in said
+
+
+def everybody_fails(talk: Talk) -> str:
+    """Until nobody is asked any more."""
+    said = ""
+    while (incident := talk.machine.incident) is not None and incident.pending:
+        rank = min(incident.pending)
+        said = talk.save_failed(rank, incident.pending[rank].generation, may_pass=True)
+    return said
+
+
+def test_storage_that_refuses_everybody_is_asked_again_later() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    waited = []
+    for _ in range(9):
+        assert everybody_fails(talk).endswith("[retry]")
+        waited.append(talk.facts("retry")["after_s"])
+        assert talk.after(waited[-1] - 0.01) == "", "not before"
+        assert "[plan] Save" in talk.after(0.02)
+    assert waited == [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, 10.0, 10.0]
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank, order.generation)
+    commit = talk.incident.committer
+    assert commit is not None
+    said = talk.committed(commit, talk.incident.generation)
+    assert said.startswith("[committed] [released] Release(75)")
+
+
+def test_who_failed_of_something_else_is_not_asked_again() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    first = min(talk.incident.pending)
+    talk.save_failed(first, may_pass=False)
+    assert everybody_fails(talk).endswith("[retry]")
+    while (incident := talk.machine.incident) is not None and incident.retries < 3:
+        talk.after(11)
+        assert first not in {order.rank for order in talk.orders(m.Save) if order.order.shards}
+        everybody_fails(talk)
+    assert talk.machine.incident is not None
+
+
+def test_when_time_is_up_what_refused_is_said() -> None:
+    talk = Wide(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    everybody_fails(talk)
+    assert "Release(70)" in talk.after(61)
+    text = talk.orders(m.Release)[0].text
+    assert "rank 0: disk full" in text and "TTP_OT" in text
+
+
+def test_both_places_are_asked_again_and_what_is_durable_there_counts() -> None:
+    talk = fallback_world(rescue_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    for order in talk.orders(m.Save):
+        talk.saved(order.rank, order.generation)  # all is durable in save_dir, and nobody can rename it
+    refused: list[str] = []
+    for _ in range(40):
+        incident = talk.machine.incident
+        assert incident is not None
+        if incident.pending:
+            refused.append(incident.directory)
+            everybody_fails(talk)
+        elif incident.committer is not None and not incident.retries:
+            talk.commit_failed(incident.committer, incident.generation, may_pass=True)
+        elif incident.committer is not None:
+            break
+        else:
+            talk.after(0.05)
+    assert refused == ["/spare"], "the pieces in save_dir were not written a second time"
+    assert incident is not None and incident.committer is not None and incident.directory == ""
+    assert "Release(75)" in talk.committed(incident.committer, incident.generation)
+
+
+def test_a_checkpoint_on_request_is_not_tried_again() -> None:
+    """The job is healthy and would stand still meanwhile."""
+    talk = Wide()
+    talk.ask()
+    talk.frozen_all()
+    said = everybody_fails(talk)
+    assert "Thaw" in said and "[retry]" not in said
+
+
+def test_storage_that_takes_nothing_has_failed() -> None:
+    talk = Wide(stall_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    (first,) = {order.rank for order in talk.orders(m.Save) if order.order.shards}
+    talk.now += 59
+    for rank in range(6):
+        talk.beat(rank, written=5)
+    assert talk.after(59) == "", "bytes were written: it is slow, it does not hang"
+    said = talk.after(1)
+    assert "[save_failed]" in said
+    assert "[replan] [plan] Save" in said
+    assert "took no byte for 60 s (TTP_STALL_S)" in talk.facts("save_failed")["text"]
+    assert first in talk.incident.failures
+
+
+@pytest.mark.parametrize("stage", ["saving", "committing"])
+def test_storage_that_hangs_is_not_tried_by_one_rank_after_the_other(stage: str) -> None:
+    """Where there is another place."""
+    talk = fallback_world(stall_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    for order in talk.orders(m.Save) if stage == "committing" else ():
+        talk.saved(order.rank)
+    assert talk.machine.stage == stage
+    said = talk.after(60)
+    assert "[fallback] [plan] Save" in said and "[replan]" not in said
+    assert {order.directory for order in talk.orders(m.Save)} == {"/spare"}
+    talk.after(60)
+    assert "[fallback]" not in line(talk.said), "there is no third place"
+    assert {order.directory for order in talk.orders(m.Save)} == {"/spare"}
+
+
+def test_a_commit_that_hangs_is_given_to_another() -> None:
+    talk = Wide(stall_s=60.0)
+    talk.fault(5)
+    talk.frozen_all()
+    for order in talk.orders(m.Save):
+        said = talk.saved(order.rank)
+    assert "Commit:0" in said
+    assert "[commit_failed]" in talk.after(60)
+    assert talk.orders(m.Commit)[0].rank != 0

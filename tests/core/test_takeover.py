@@ -1,0 +1,95 @@
+"""Another controller leads the job, or its next launch: what it is told again."""
+
+from __future__ import annotations
+
+from tests.core.talk import Talk, frozen_at_7
+from ttp.core import messages as m
+from ttp.core.layout import Rank, Version
+
+
+def test_a_takeover_in_the_steady_state_changes_nothing() -> None:
+    talk = Talk(formed=False)
+    for rank in range(3):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    assert (talk.machine.term, talk.machine.job.incarnation, talk.machine.stage) == (2, 2, "training")
+    assert talk.lost(0).startswith("[opened] Freeze:1,2")
+
+
+def test_a_dead_rank_that_never_says_hello_again_is_missed() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7)
+    assert talk.after(4) == ""
+    assert talk.after(1) == "[opened] Freeze:0,1 [evidence]"
+    assert talk.facts("evidence")["text"] == "rank 2 did not come back to the new controller"
+
+
+def test_a_job_that_never_trained_is_still_waited_for() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1)
+    assert talk.after(5) == ""
+    assert talk.after(5) == ""
+    assert talk.hello(2) == "Welcome:2 [joined] [formed]"
+
+
+def test_nothing_is_decided_while_ranks_are_coming_back() -> None:
+    talk = Talk(formed=False)
+    talk.hello(0, incarnation=2, resume=True, term_seen=1, version=7)
+    talk.fault(0, m.FaultKind.COLLECTIVE)
+    assert talk.frozen(0, 7) == "[answer]"
+    talk.hello(1, incarnation=2, resume=True, term_seen=1, version=8)
+    assert talk.frozen(1, 8) == "[answer]"
+    assert talk.after(5) == "[evidence] [plan] Save:0,1"[:0] + talk_plan(talk)
+    assert talk.facts("plan")["version"] == 8
+
+
+def talk_plan(talk: Talk) -> str:
+    assert talk.orders(m.Save)
+    return "[evidence] [plan] Save:1"
+
+
+def test_an_incident_is_taken_over_and_thawed_when_nothing_is_broken() -> None:
+    talk = Talk(formed=False)
+    assert "[opened] Freeze:0" in talk.hello(0, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
+    talk.frozen(0, 7)
+    talk.hello(1, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
+    assert talk.hello(2, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1").endswith(
+        "Thaw:0,1,2 [thawed]"
+    )
+
+
+def test_an_incident_is_taken_over_and_finished_when_somebody_is_broken() -> None:
+    talk = Talk(formed=False)
+    for rank in (0, 1):
+        talk.hello(rank, incarnation=2, resume=True, term_seen=1, version=7, incident="old-1")
+        talk.frozen(rank, 7)
+    assert talk.after(5) == "[evidence] [plan] Save:0"
+    save = talk.orders(m.Save)[0]
+    assert (save.incident, save.term, save.generation) == ("old-1", 2, 1 << 16)  # no file name is used twice
+
+
+def test_a_rank_that_missed_the_thaw_is_thawed() -> None:
+    talk = Talk()
+    talk.ask()
+    frozen_at_7(talk, 0, 1, 2)
+    talk.saved(0)
+    talk.committed(0)
+    assert talk.back(1, incident="i1") == "Welcome:1 [reconnected] Thaw:1"
+
+
+def test_a_rank_that_is_frozen_for_nothing_is_thawed() -> None:
+    talk = Talk()
+    assert talk.report(0, m.Frozen(Rank(0), "gone", Version(7), m.Phase.IDLE, True)) == "Thaw:0"
+
+
+def test_a_rank_that_missed_the_release_is_released() -> None:
+    talk = Talk()
+    talk.fault(0)
+    frozen_at_7(talk, 0, 1, 2)
+    talk.saved(1)
+    talk.committed(1)
+    assert talk.machine.stage == "released"
+    for rank in range(3):
+        talk.lost(rank)
+    assert talk.back(2, incident="i1").endswith("Release(75):2")

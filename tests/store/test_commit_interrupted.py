@@ -1,0 +1,260 @@
+"""A commit that two ranks make, or that a power cut ends anywhere: a checkpoint exists whole, or not at all."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import shutil
+import threading
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ttp.core.layout import Rank
+from ttp.core.messages import Commit
+from ttp.errors import CheckpointError
+from ttp.store import names
+from ttp.store.catalog import find_whole, scan
+from ttp.store.commit import tidy
+from ttp.store.disk import Disk
+from ttp.store.manifest import Manifest
+from ttp.testing.plug import Loss, Moment, PluggedDisk, PowerCut
+
+if TYPE_CHECKING:
+    from tests.store.conftest import World
+
+
+# ------------------------------------------------------------------------------------------------------- two committers
+
+
+def test_two_committers_at_each_point_of_each_other(world: World) -> None:
+    """While one stands before its n-th disk call, another one, of a later generation, does all of its work."""
+    for at in itertools.count():
+        shutil.rmtree(world.save_dir, ignore_errors=True)
+        world.write_draft(12, generation=1)
+        world.write_draft(12, generation=2)
+        disk = Interrupted(at, lambda: world.commit(world.order(12, rank=2, generation=2)))
+        path, size = world.commit(world.order(12, rank=1, generation=1), disk)
+        assert any(world.holds(path, 12, "first", generation) for generation in (1, 2)), at
+        assert size == Manifest.load(path).size
+        assert [p.name for p in world.save_dir.iterdir()] == [path.name], at
+        if not disk.happened:
+            assert at > 20
+            break
+
+
+class Interrupted(PluggedDisk):
+    def __init__(self, at: int, event: Any) -> None:
+        super().__init__()
+        self._at, self._event = at, event
+        self.happened = False
+
+    def _call(self, name: str, do: Any, do_half: Any = None) -> Any:
+        if len(self.calls) == self._at:
+            self.happened = True
+            self._event()
+        return super()._call(name, do, do_half)
+
+
+def test_many_committers_at_once(world: World) -> None:
+    world.write_draft(12)
+    results: list[Path] = []
+    start = threading.Barrier(6)
+
+    def run(rank: int) -> None:
+        start.wait()
+        results.append(world.commit(world.order(12, rank=rank))[0])
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == 6
+    assert world.holds(results[0], 12, "first")
+
+
+# -------------------------------------------------------------------------------------------------------- pull the plug
+
+
+FULL, NO_LINK, NO_EXCHANGE = (), ("link",), ("exchange",)
+CASES = {
+    "free": (False, FULL),
+    "free, no links": (False, NO_LINK),
+    "occupied": (True, FULL),
+    "occupied, no links": (True, NO_LINK),
+    "occupied, no exchange": (True, NO_EXCHANGE),
+    "occupied, neither": (True, (*NO_LINK, *NO_EXCHANGE)),
+}
+READS = ("names", "tree", "size")
+HALVES = ("write", "remove_tree")
+
+
+def prepare(world: World, occupied: bool) -> None:
+    """Old checkpoints, perhaps one that has the name, left-overs to prune, and the draft."""
+    template = world.save_dir.with_name("template")
+    if not template.exists():
+        for version in (4, 6, 8):
+            world.make(version)
+        if occupied:
+            world.make(12, "another")
+        world.write_draft(2, "forgotten")
+        world.write_draft(12)
+        world.save_dir.rename(template)
+    shutil.rmtree(world.save_dir, ignore_errors=True)
+    shutil.copytree(template, world.save_dir)
+
+
+def order_of(world: World, rank: int = 1) -> Commit:
+    return replace(world.order(12, rank=rank), keep=2)
+
+
+def check_reader(world: World, occupied: bool) -> None:
+    """Somebody restores now: the newest whole one is the new or the old, and the old is still there."""
+    found, _ = find_whole(world.save_dir)
+    was = (12, "another") if occupied else (8, "first")
+    held = {
+        entry.path: [
+            (entry.version, incident)
+            for incident in ("first", "another")
+            if entry.version is not None and world.holds(entry.path, entry.version, incident)
+        ]
+        for entry in scan(world.save_dir)
+        if entry.whole
+    }
+    assert held[world.save_dir / found[0].name][0] in ((12, "first"), was)
+    assert [was] in held.values(), "the old one is gone"
+    assert all(held[world.save_dir / candidate.name] for candidate in found), held
+
+
+@pytest.fixture
+def at_one_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is decided by the time in a manifest; without it disks can be compared."""
+    monkeypatch.setattr("ttp.store.commit.time.time", lambda: 1.7e9)
+
+
+@pytest.fixture(scope="module")
+def looked_at() -> set[object]:
+    """Disks that a cut has left and that were checked; the order of calls leaves the same one in many ways."""
+    return set()
+
+
+def fingerprint(directory: Path) -> frozenset[tuple[str, bytes, int]]:
+    """Names, contents, and how many names a file has."""
+    found = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
+    return frozenset(
+        (name, path.read_bytes() if path.is_file() else b"", path.stat().st_nlink) for name, path in found.items()
+    )
+
+
+@pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+@pytest.mark.usefixtures("at_one_time")
+@pytest.mark.parametrize(
+    ("moment", "loss"),  # before a call is after the one before it: once is enough
+    [(Moment.BEFORE, Loss.NOTHING), *itertools.product((Moment.DURING, Moment.AFTER), Loss)],
+    ids=lambda value: value.name,
+)
+def test_the_plug_is_pulled_at_each_call(
+    world: World, looked_at: set[object], occupied: bool, lacks: tuple[str, ...], loss: Loss, moment: Moment
+) -> None:
+    prepare(world, occupied)
+    unbroken = PluggedDisk(lacks=lacks)
+    world.commit(order_of(world), unbroken)
+    assert len(unbroken.calls) > 20
+    for at, call in enumerate([*unbroken.calls, "end"]):
+        if call in READS or (moment is Moment.DURING and call not in (*HALVES, "end")):
+            continue  # nothing to see that AFTER the call before it does not show
+        prepare(world, occupied)
+        disk = PluggedDisk(at, moment, lacks=lacks)
+        try:
+            path, _ = world.commit(order_of(world), disk)
+        except PowerCut:
+            done = False
+        else:
+            done = True
+        disk.lose(loss)
+        assert done == (call == "end")
+        left = (occupied, lacks, done, fingerprint(world.save_dir))
+        if left in looked_at:
+            continue
+        check_reader(world, occupied)
+        if done:
+            assert world.holds(path, 12, "first"), "success was declared too early"
+        else:
+            check_retry(world, occupied, lacks, at)
+        looked_at.add(left)  # not before: a second try of a test that failed looks again
+
+
+def check_retry(world: World, occupied: bool, lacks: tuple[str, ...], at: int) -> None:
+    """Another rank is told to commit after the first one is gone."""
+    try:
+        path, _ = world.commit(order_of(world, rank=3), PluggedDisk(lacks=lacks))
+    except CheckpointError as problem:
+        assert occupied and "link" in lacks and "missing" in str(problem), (
+            at,
+            problem,
+        )  # see commit.py: its pieces are in the new one
+        check_reader(world, occupied)
+        return
+    assert world.holds(path, 12, "first"), at
+    check_reader(world, occupied)
+    tidy(world.save_dir, 2, path.name, verified=False)
+    assert not [entry for entry in scan(world.save_dir) if entry.kind == "draft"], at
+
+
+@pytest.mark.parametrize(("occupied", "lacks"), CASES.values(), ids=CASES.keys())
+def test_the_disk_refuses_at_each_call_and_the_process_lives(
+    world: World, occupied: bool, lacks: tuple[str, ...]
+) -> None:
+    """An error or a success, never something else; and what is called a success is one."""
+    for at in itertools.count():
+        prepare(world, occupied)
+        disk = PluggedDisk(at, problem=OSError(errno.EIO, "Input/output error"), lacks=lacks)
+        try:
+            path, _ = world.commit(order_of(world), disk)
+        except CheckpointError as problem:
+            assert "Input/output error" in str(problem)
+        else:
+            assert world.holds(path, 12, "first"), at
+        check_reader(world, occupied)
+        if len(disk.calls) <= at:
+            break
+        check_retry(world, occupied, lacks, at)
+
+
+def test_every_call_of_the_disk_can_be_hit() -> None:
+    methods = {name for name in vars(Disk) if not name.startswith("_")}
+    assert methods <= set(vars(PluggedDisk))
+
+
+def test_the_real_disk_syncs_everything_it_renames(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[Path] = []
+    monkeypatch.setattr("ttp.store.durable.sync_directory", lambda path: synced.append(Path(path)))
+    world.write_draft(12)
+    path, _ = world.commit(world.order(12))
+    claim = world.save_dir / names.claim_name(world.order(12).draft, 1, Rank(1))
+    assert synced == [claim / "rank_2", claim, world.save_dir]
+    assert path.is_dir()
+
+
+def test_the_manifest_is_readable_by_people_and_stable(world: World) -> None:
+    text = (world.make(12) / "manifest.json").read_text()
+    document = json.loads(text)
+    assert list(document) == sorted(document)
+    assert document["format_version"] == 1
+    assert document["pieces"][0]["contents" if document["pieces"][0]["shard"] else "file"]
+    assert text.count("\n") > 20
+
+
+def test_links_that_run_out_in_the_middle_are_done_without(world: World) -> None:
+    world.write_draft(12)
+    unbroken = PluggedDisk()
+    world.commit(world.order(12), unbroken)
+    third = [at for at, call in enumerate(unbroken.calls) if call == "link"][2]
+    shutil.rmtree(world.save_dir)
+    world.write_draft(12)
+    path, _ = world.commit(world.order(12), PluggedDisk(third, problem=OSError(errno.EMLINK, "Too many links")))
+    assert world.holds(path, 12, "first")

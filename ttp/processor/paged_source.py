@@ -1,0 +1,85 @@
+"""What sources share whose rank-local state is kept in pages of shared memory, and whose steps end after the update."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from ttp.core.layout import Rank, Version
+from ttp.processor.local_state.local_piece import Pages, collect
+from ttp.processor.local_state.pages import PageWriter
+from ttp.processor.source import Cancelled, StateSource
+
+if TYPE_CHECKING:
+    from ttp.processor.processor import Processor
+
+POST_STEP_S = 2.0
+"""How long a save waits for the training thread to do what follows the update. It hangs in a collective when it has."""
+_POLL_S = 0.002
+
+
+class PageCapture(Protocol):
+    """What writes a rank's page after each update."""
+
+    on_written: Callable[[int, bool], None] | None
+
+    def open_page(self, page: PageWriter) -> None:
+        """Write to this page from now on."""
+
+    def close(self, *, unlink: bool) -> None:
+        """Write no more; ``unlink``: remove the page."""
+
+
+class PagedSource(StateSource):
+    """Opens the page of a rank, and reads those of its host.
+
+    Args:
+        capture: of rank-local state.
+    """
+
+    counts_bytes = True
+
+    def __init__(self, capture: PageCapture) -> None:
+        self._pages_of = capture
+        self._processor: Processor | None = None
+        self._page_dir: Path | None = None
+        self._incarnation = 0
+
+    def on_welcome(self, rank: Rank, incarnation: int, page_dir: Path) -> None:
+        """Open the page of this rank."""
+        self._page_dir, self._incarnation = page_dir, incarnation
+        self._pages_of.open_page(PageWriter(page_dir, rank, incarnation=incarnation))
+
+    def watch_pages(self, changed: Callable[[int, bool], None]) -> None:
+        """See ``StateSource``."""
+        self._pages_of.on_written = changed
+
+    def close(self) -> None:
+        """See ``StateSource``."""
+        self._pages_of.close(unlink=True)
+
+    def wait_post_step(self, cancelled: Callable[[], bool]) -> None:
+        """The scheduler's step follows the update by microseconds; a rank frozen in between is soon through.
+
+        Raises:
+            Cancelled: ``cancelled()`` became true.
+        """
+        deadline = time.monotonic() + POST_STEP_S
+        while not self.post_step_done() and time.monotonic() < deadline:
+            if cancelled():
+                raise Cancelled
+            self.wrote(1)  # it is not the storage that is waited for
+            time.sleep(_POLL_S)
+
+    def read_pages(self, ranks: Sequence[Rank], version: Version) -> Pages:
+        """The pages of these ranks, as they were at ``version``."""
+        if self._page_dir is None:
+            return Pages({}, (), dict.fromkeys(ranks, "this host has no rank-local pages"))
+        return collect(self._page_dir, ranks, version, self._incarnation)
+
+    def wrote(self, count: int) -> None:
+        """So many bytes were written: the storage may be slow, but it does not hang."""
+        assert self._processor is not None
+        self._processor.written += count
