@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ttp.launch.warm.rules import Program, program, why_not
-from ttp.processor.import_list import AFTER_UPDATES, FILE, ImportList, _file, library_roots
+from ttp.processor.import_list import AFTER_UPDATES, FILE, ImportList, _file
 
 PYTHON = "/usr/bin/python3"
 
@@ -72,12 +72,11 @@ def test_the_list_is_written_once_after_some_updates(tmp_path: Path) -> None:
 
 
 def test_only_what_is_installed_is_in_it(tmp_path: Path) -> None:
-    roots = library_roots()
-    assert _file("json", sys.modules["json"], roots)
-    assert _file("ttp.launch.warm.rules", sys.modules["ttp.launch.warm.rules"], roots)
-    assert not _file("sys", sys, roots)
-    assert not _file("another", sys.modules["json"], roots), "a module under another name"
+    assert _file("json", sys.modules["json"])
+    assert _file("ttp.launch.warm.rules", sys.modules["ttp.launch.warm.rules"])
+    assert not _file("sys", sys)
+    assert not _file("another", sys.modules["json"]), "a module under another name"
     own = types.ModuleType("own")
     loader = importlib.machinery.SourceFileLoader("own", str(tmp_path / "own.py"))
     own.__spec__ = importlib.machinery.ModuleSpec("own", loader, origin=str(tmp_path / "own.py"))
-    assert not _file("own", own, roots)
+    assert not _file("own", own)

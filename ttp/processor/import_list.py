@@ -6,7 +6,6 @@ import importlib.machinery
 import json
 import logging
 import os
-import site
 import sys
 import sysconfig
 from pathlib import Path
@@ -51,22 +50,23 @@ class ImportList:
             log.debug("what was imported is not written: %r", problem)
 
     def _write(self) -> None:
-        roots = library_roots()
-        found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module, roots))]
+        found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module))]
         draft = self._run_dir / f".{FILE}.{os.getpid()}"
         draft.write_text(json.dumps({"path": sys.path[1:], "modules": found}))
         draft.replace(self._run_dir / FILE)
 
 
-def library_roots() -> tuple[str, ...]:
-    """Folders of what is installed; the user's own files are imported anew by each program."""
-    paths = sysconfig.get_paths()
-    roots = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | set(site.getsitepackages())
-    ours = str(Path(__file__).parents[1])
-    return tuple(sorted(root.rstrip("/") + "/" for root in roots | {ours}))
+def is_library(file: str) -> bool:
+    """Whether a file is of what is installed; the user's own files are imported anew by each program."""
+    return file.startswith(_ROOTS) or any(f"/{folder}/" in file for folder in ("site-packages", "dist-packages"))
 
 
-def _file(name: str, module: Any, roots: tuple[str, ...]) -> str:
+_ROOTS = tuple(
+    f"{root}/" for root in {sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), Path(__file__).parents[1]}
+)
+
+
+def _file(name: str, module: Any) -> str:
     """Where a module was loaded from; empty for those that are not to be imported ahead."""
     spec = getattr(module, "__spec__", None)
     if spec is None or spec.name != name or name == "__main__":
@@ -74,4 +74,4 @@ def _file(name: str, module: Any, roots: tuple[str, ...]) -> str:
     if not isinstance(spec.loader, (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)):
         return ""
     file = spec.origin or ""
-    return file if file.startswith(roots) else ""
+    return file if is_library(file) else ""

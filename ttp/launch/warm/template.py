@@ -115,23 +115,29 @@ class Template:
 
     def _import(self, path: list[str], modules: list[list[str]], skip: tuple[str, ...]) -> int:
         sys.path[1:] = path
-        done = 0
-        for name, file in modules:
-            if name in sys.modules or any(name == left or name.startswith(left + ".") for left in skip):
-                continue
-            before_s = time.process_time()
-            self._reads.now = name
-            try:
-                found = importlib.import_module(name)
-            except Exception:  # one that is only to be had in another order; workers import it themselves
-                continue
-            if (getattr(found, "__file__", None) or file) != file:
-                raise NotTheSameError(f"import {name} gives {found.__file__} here and {file} in the ranks")
-            if len(list(Path("/proc/self/task").iterdir())) > 1:
-                raise NotTheSameError(f"import {name} starts a thread (TTP_WARM_SKIP={name} leaves it out)")
-            done += 1
-            self._pause((time.process_time() - before_s) * (1 / SHARE - 1))
-        return done
+        wanted = [(n, f) for n, f in modules if not any(n == left or n.startswith(left + ".") for left in skip)]
+        again = [(name, file) for name, file in wanted if self._import_one(name, file) is not None]
+        for name, file in again:  # what imports one another goes in one order and not in the other
+            if (problem := self._import_one(name, file)) is not None:
+                raise NotTheSameError(f"import {name} fails: {problem!r} (TTP_WARM_SKIP={name} leaves it out)")
+        return len(wanted)
+
+    def _import_one(self, name: str, file: str) -> Exception | None:
+        """What it raises, if it does."""
+        if name in sys.modules:
+            return None
+        before_s = time.process_time()
+        self._reads.now = name
+        try:
+            found = importlib.import_module(name)
+        except Exception as problem:
+            return problem
+        if (getattr(found, "__file__", None) or file) != file:
+            raise NotTheSameError(f"import {name} gives {found.__file__} here and {file} in the ranks")
+        if len(list(Path("/proc/self/task").iterdir())) > 1:
+            raise NotTheSameError(f"import {name} starts a thread (TTP_WARM_SKIP={name} leaves it out)")
+        self._pause((time.process_time() - before_s) * (1 / SHARE - 1))
+        return None
 
     def _pause(self, seconds: float) -> None:
         """Leave the cores to the ranks; not any more when a restart waits."""
