@@ -20,6 +20,7 @@ from ttp.launch.token_file import secret_in
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
 RELAY_MODES = ("auto", "on", "off")
+CONTINUITY_MODES = ("off", "warm")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
@@ -152,16 +153,20 @@ def _mindio(text: str) -> str:
     return {"on": "1", "off": "", "0": ""}.get(word, word)
 
 
-def _relay_mode(text: str) -> str:
-    if text not in RELAY_MODES:
-        raise ValueError(f"one of {', '.join(RELAY_MODES)} is wanted")
-    return text
+def _one_of(*modes: str) -> Callable[[str], str]:
+    def mode(text: str) -> str:
+        if text not in modes:
+            raise ValueError(f"one of {', '.join(modes)} is wanted")
+        return text
+
+    return mode
 
 
-def _digest_mode(text: str) -> str:
-    if text not in DIGEST_MODES:
-        raise ValueError(f"one of {', '.join(DIGEST_MODES)} is wanted")
-    return text
+def _modules(text: str) -> tuple[str, ...]:
+    found = tuple(filter(None, (word.strip() for word in text.split(","))))
+    if not all(word.isidentifier() for name in found for word in name.split(".")):
+        raise ValueError("names of modules with commas between them are wanted")
+    return found
 
 
 def _setting(env: str, parse: Callable[[str], Any], default: Any) -> Any:
@@ -217,7 +222,7 @@ class Config:
     stall_s: float = _setting("TTP_STALL_S", _seconds, 60.0)
     """A save or commit that writes nothing for so long counts as hanging. A slow disk that goes on is waited for."""
 
-    digest: str = _setting("TTP_DIGEST", _digest_mode, "sample")
+    digest: str = _setting("TTP_DIGEST", _one_of(*DIGEST_MODES), "sample")
     """How much of its state a rank looks at when frozen, to find replicas that differ: sample, all or off."""
 
     stream_barrier: bool = _setting("TTP_STREAM_BARRIER", _switch, False)
@@ -277,8 +282,14 @@ class Config:
     saved_exit_code: int = _setting("TTP_SAVED_EXIT_CODE", saved_exit_code, EXIT_SAVED)
     """Exit code of ``ttp run`` for "saved: start me again", where a launcher takes 75 for permanent."""
 
-    relay: str = _setting("TTP_RELAY", _relay_mode, "auto")
+    relay: str = _setting("TTP_RELAY", _one_of(*RELAY_MODES), "auto")
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
+
+    continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
+    """How a job goes on after a failure: off (new interpreters), or warm (workers are forked, their imports done)."""
+
+    warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
+    """Modules and packages that are not imported ahead for warm restarts."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

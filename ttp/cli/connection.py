@@ -57,12 +57,14 @@ class Where:
         port: its port.
         token: the job's secret; may be empty.
         others: places (``host:port``) of other controllers that may lead the job by now.
+        run_dir: where the job's processes on this host leave word, if it has any here.
     """
 
     address: str
     port: int
     token: str
     others: tuple[str, ...] = ()
+    run_dir: Path | None = None
 
     def __str__(self) -> str:
         return f"{self.address}:{self.port}"
@@ -100,7 +102,7 @@ def find(address: str | None, port: int | None, token: str | None) -> Where:
     secret = token if token is not None else config.token or read_token(run_dir) or ""
     if not secret and ring is None:
         chosen = _on_this_host(config, chosen, found)
-    return Where(chosen, found, secret, ring.places if ring is not None else ())
+    return Where(chosen, found, secret, ring.places if ring is not None else (), run_dir)
 
 
 def _on_this_host(config: Config, address: str, port: int) -> str:

@@ -55,8 +55,9 @@ def status(
 
     JSON keys: stage, run_id, incarnation, term, world_size, framework, save_dir, groups (ranks by shard), ranks (rank,
     host, pid, version, phase, state, silent_s, activity), incidents_total, false_alarms, standbys, copied_version (null
-    without buddy=True), last_incident (null, or id, stage, cause, version, outcome, reason, path, opened_unix_s),
-    controller (address, port, pid, uptime_s, ttp_version).
+    without buddy=True), restarts (of this host: state, which is preparing, ready or why they are cold, modules, bytes,
+    seconds; null where no launcher has said), last_incident (null, or id, stage, cause, version, outcome, reason, path,
+    opened_unix_s), controller (address, port, pid, uptime_s, ttp_version).
     """
     where = find(address, port, token)
     with connected(where) as client:
@@ -67,8 +68,10 @@ def status(
         now = client.status()
     if json:
         print_json(describe(now, client.where))
-    else:
-        screen().print(picture(now, all_ranks))
+        return
+    screen().print(picture(now, all_ranks))
+    if (restarts := _restarts(where)) is not None:
+        screen().print(restarts_line(restarts))
 
 
 def _watch(client: Client, interval_s: float, all_ranks: bool, json: bool) -> None:
@@ -102,7 +105,26 @@ def _shown(answer: pb.GetStatusResponse | UnreachableError, all_ranks: bool) -> 
     return Text(str(answer), "yellow") if isinstance(answer, UnreachableError) else picture(answer, all_ranks)
 
 
+def _restarts(where: Where) -> dict[str, Any] | None:
+    """How workers of this host would be started again; None: no launcher of the job has said so here."""
+    from ttp.launch.warm.starter import read_status
+
+    return None if where.run_dir is None else read_status(where.run_dir)
+
+
 # -------------------------------------------------------------------------------- for people
+
+
+def restarts_line(found: dict[str, Any]) -> Text:
+    """How workers of this host would be started again."""
+    if found["state"] == "ready":
+        facts = (
+            f"{found['modules']} modules imported, {found['bytes'] / 2**20:.0f} MiB, shared with the ranks it starts"
+        )
+        return Text(f"restarts on this host are warm: {facts}")
+    if found["state"] == "preparing":
+        return Text("restarts on this host will be warm: modules are being imported")
+    return Text(f"restarts on this host are cold: {found['state']}")
 
 
 def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableType:
@@ -213,6 +235,7 @@ def describe(now: pb.GetStatusResponse, where: Where) -> dict[str, Any]:
         "false_alarms": now.false_alarms,
         "standbys": list(now.standbys),
         "copied_version": now.copied_version if now.HasField("copied_version") else None,
+        "restarts": _restarts(where),
         "last_incident": _describe_incident(now.last_incident) if now.HasField("last_incident") else None,
         "controller": {
             "address": where.address,

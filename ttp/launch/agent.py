@@ -23,6 +23,7 @@ from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.preparation import EXIT_FAILED, verdict
 from ttp.launch.shared_token import SharedToken
+from ttp.launch.warm.torch_workers import forking
 
 logger = logging.getLogger("ttp.launch")
 
@@ -73,7 +74,8 @@ class TtpAgent(LocalElasticAgent):
         self._host.before_workers(
             worker_group.master_addr, first_node=worker_group.group_rank == 0, world_size=_world_size(worker_group)
         )
-        ids = super()._start_workers(worker_group)
+        with forking(self._host.warm):
+            ids = super()._start_workers(worker_group)
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
 
@@ -83,7 +85,9 @@ class TtpAgent(LocalElasticAgent):
         This must block: were we to say HEALTHY meanwhile, torch would look for nodes that wait to join and restart.
         """
         workers = self._workers()
+        self._fail_open(self._host.warm.look)
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
+            self._fail_open(self._host.warm.hurry)
             self._fail_open(lambda: self._host.hold(workers))
             self._fail_open(lambda: self._host.expect_stop(workers))
         result = super()._monitor_workers(worker_group)

@@ -24,6 +24,7 @@ from ttp.launch.leases import Leases
 from ttp.launch.ring import forget_ring, job_is_busy, places
 from ttp.launch.sentinel_watch import SentinelWatch
 from ttp.launch.token_file import TOKEN_FILE, write_token
+from ttp.launch.warm.starter import WarmStarter
 from ttp.launch.worker_watch import WorkerWatch
 from ttp.processor.liveness.sentinel_reader import REASON
 from ttp.wire.address import target
@@ -62,6 +63,7 @@ class Host:
         self._reporter: FaultReporter | None = None
         self._address = ""
         self._relay: RelayServer | None = None
+        self.warm = WarmStarter(config, run_dir)
         self._leases.sweep()
         forget_ring(run_dir)
 
@@ -176,6 +178,7 @@ class Host:
         Returns:
             The exit code: that of the whole job, if its controller says it within ``ASK_S``.
         """
+        self.warm.close()
         self._watch.close()
         self._sentinels.close()
         if self._reporter is not None:

@@ -20,6 +20,10 @@ from ttp.launch.token_file import TOKEN_FILE, write_token
 
 EXIT_FAILED = 1
 
+CONTINUITY_HELP = (
+    "how the job is started again: warm, workers are forked from a process that has imported what they import "
+    "(default), or off, each is a new interpreter. Like TTP_CONTINUITY"
+)
 SAVED_CODE_HELP = (
     "exit with N instead of 75 when the job is saved and wants to be started again, for launchers that take 1 to 127 "
     "for permanent (default: TTP_SAVED_EXIT_CODE, else 75)"

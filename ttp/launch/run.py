@@ -12,9 +12,10 @@ import traceback
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
-from ttp.config import MINDIO_FORCE, MINDIO_SWITCH, Config
+from ttp.config import CONTINUITY_MODES, MINDIO_FORCE, MINDIO_SWITCH, Config
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, EXIT_TRAINED, ConfigError
 from ttp.launch.preparation import (
+    CONTINUITY_HELP,
     EXIT_FAILED,
     MINDIO_HELP,
     SAVED_CODE_HELP,
@@ -52,6 +53,10 @@ class Launch(Protocol):
         """Whether programs written for mindio_ttp are to run on ttp."""
 
     @property
+    def continuity(self) -> str | None:
+        """How the job goes on after a failure; None: as ``TTP_CONTINUITY`` says."""
+
+    @property
     def saved_exit_code(self) -> int | None:
         """Exit code instead of 75; None: as ``TTP_SAVED_EXIT_CODE`` says."""
 
@@ -67,6 +72,8 @@ def run(argv: list[str]) -> int:
     """
     try:
         launch = _launch(argv)
+        if launch.continuity is not None:
+            os.environ["TTP_CONTINUITY"] = launch.continuity  # of the workers, too
         config = Config.from_env()
         show_log(config)
         if launch.mindio or config.mindio:
@@ -115,6 +122,7 @@ def _parse(argv: list[str]) -> Any:
     parser = get_args_parser()
     parser.prog, parser.epilog = "ttp run", EPILOG
     parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
+    parser.add_argument("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
     parser.add_argument("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
     return parser.parse_args(argv)
 
@@ -146,6 +154,7 @@ class _TorchLaunch:
         self._arguments = _parse(argv)
         self.several_nodes = _several_nodes(self._arguments.nnodes)
         self.mindio: bool = self._arguments.mindio
+        self.continuity: str | None = self._arguments.continuity
         self.saved_exit_code: int | None = self._arguments.saved_exit_code
         self._agent: Any = None
 

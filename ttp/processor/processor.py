@@ -33,6 +33,7 @@ from ttp.processor.copies.transfer import open_receiver
 from ttp.processor.errands import Errands, aside
 from ttp.processor.exiting import end_process
 from ttp.processor.gate.gate import Gate
+from ttp.processor.import_list import ImportList
 from ttp.processor.joining import Joining
 from ttp.processor.link.connecting import ControllerLink
 from ttp.processor.link.greeting import hello, timeouts
@@ -88,6 +89,7 @@ class Processor:
         self.gate.set_version(Version(version))
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
+        self._imports = ImportList(self.run_dir, wanted=config.continuity == "warm" and env.local_rank == 0)
         self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
@@ -293,6 +295,8 @@ class Processor:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # it may go on for hours, for all that is known here
+        if self._imports.due(state.version):
+            self._lease.writer.submit(self._imports.write)
         version, phase = self._inspector.standing(state)
         return ev.Observed(version, phase, self.mark, self.activity, self.written)
 

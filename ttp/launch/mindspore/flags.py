@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ttp.config import CONTINUITY_MODES
 from ttp.core.layout import WORLD_SIZE_MAX
 from ttp.errors import ConfigError
-from ttp.launch.preparation import MINDIO_HELP, SAVED_CODE_HELP, saved_code
+from ttp.launch.preparation import CONTINUITY_HELP, MINDIO_HELP, SAVED_CODE_HELP, saved_code
 from ttp.launch.presence import is_local
 from ttp.launch.rank_table import RankTable, read_rank_table
 
@@ -47,6 +48,7 @@ class Job:
         log_dir: where the output of each worker goes; None: to that of the launcher.
         rank_table: exported for the workers, as msrun does; empty: none.
         mindio: programs written for mindio_ttp are to run on ttp.
+        continuity: how the job goes on after a failure; None: as the settings say.
         saved_exit_code: with what to leave instead of 75; None: as the settings say.
         command: what each process runs.
     """
@@ -62,6 +64,7 @@ class Job:
     log_dir: Path | None
     rank_table: str
     mindio: bool
+    continuity: str | None
     saved_exit_code: int | None
     command: tuple[str, ...]
 
@@ -104,6 +107,7 @@ def parse(argv: list[str], environ: Mapping[str, str] = os.environ) -> Job:
         log_dir=Path(given.log_dir) if given.log_dir else None,
         rank_table=table_path,
         mindio=given.mindio,
+        continuity=given.continuity,
         saved_exit_code=given.saved_exit_code,
         command=_command(given.script, given.script_args),
     )
@@ -127,6 +131,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rank-table-file", "--rank_table_file", default="", metavar="F", help="rank table of an Ascend cluster")
     add("--join", choices=("True", "False"), default="True", help="taken from msrun's users; the job is always joined")
     add("--mindio", action="store_true", help=MINDIO_HELP)
+    add("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
     add("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
     add("script", help="the training script, or python, python3, pytest")
     add("script_args", nargs=argparse.REMAINDER, help="its arguments")

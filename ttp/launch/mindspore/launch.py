@@ -93,7 +93,7 @@ class MindSporeLaunch:
     def __init__(self, argv: list[str]) -> None:
         self._job = parse(argv)
         self.several_nodes, self.mindio = self._job.several_nodes, self._job.mindio
-        self.saved_exit_code = self._job.saved_exit_code
+        self.continuity, self.saved_exit_code = self._job.continuity, self._job.saved_exit_code
 
     def run(self, config: Config) -> int:
         """Launch it, again after failures where there are restarts left, and return the exit code."""
@@ -154,7 +154,7 @@ class _Starts:
     def _start_at(self, address: tuple[str, int], launch: int) -> bool:
         self._excused.clear()
         self._host.before_workers(self._job.master_addr, first_node=self._job.node_rank == 0)
-        processes = Processes(self._job, self._environ, self._log_dir)
+        processes = Processes(self._job, self._environ, self._log_dir, self._host.warm)
         try:
             with self._signals.later():
                 processes.start(address, self._run_id, launch)
@@ -179,6 +179,7 @@ class _Starts:
         while True:
             codes = self._codes_of(processes)
             bad = {rank: code for rank, code in codes.items() if code != EXIT_TRAINED}
+            _fail_open(self._host.warm.hurry if bad else self._host.warm.look)
             if bad or len(codes) == len(processes.workers):
                 return not bad
             lost = processes.scheduler is not None and processes.scheduler.poll() not in (None, 0)

@@ -15,6 +15,7 @@ from ttp.errors import ConfigError
 from ttp.launch.host import GRACE_S
 from ttp.launch.mindspore.environment import scheduler_environ, worker_environ
 from ttp.launch.mindspore.flags import Job
+from ttp.launch.warm.starter import WarmStarter
 
 LOOK_S = 0.05
 TAIL_LINES = 15
@@ -28,11 +29,13 @@ class Processes:
         job: what to launch.
         environ: what all of them have.
         log_dir: where the scheduler's log goes, which workers' too when the job wants that.
+        warm: forks workers where that is the same as to start them.
     """
 
-    def __init__(self, job: Job, environ: Mapping[str, str], log_dir: Path) -> None:
-        self._job, self._environ, self._log_dir = job, dict(environ), log_dir
-        self.workers: dict[int, subprocess.Popen[Any]] = {}
+    def __init__(self, job: Job, environ: Mapping[str, str], log_dir: Path, warm: WarmStarter) -> None:
+        self._job, self._environ, self._log_dir, self._warm = job, dict(environ), log_dir, warm
+        self.workers: dict[int, Any] = {}
+        """By rank: ``Popen``, or what stands for it."""
         self.scheduler: subprocess.Popen[Any] | None = None
 
     def start(self, scheduler: tuple[str, int], run_id: str, launch: int) -> None:
@@ -49,10 +52,12 @@ class Processes:
         job = self._job
         title = f"--- start {launch} of the job, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         if job.node_rank == 0:
-            self.scheduler = self._spawn(scheduler_environ(job, scheduler), self.scheduler_log, title)
+            environ = {**self._environ, **scheduler_environ(job, scheduler)}
+            self.scheduler = self._spawn(environ, self.scheduler_log, title)
         for rank in job.ranks:
             log = None if job.log_dir is None else self._log_dir / f"worker_{rank}.log"
-            self.workers[rank] = self._spawn(worker_environ(job, scheduler, rank, run_id, launch), log, title)
+            environ = {**self._environ, **worker_environ(job, scheduler, rank, run_id, launch)}
+            self.workers[rank] = self._spawn(environ, log, title, self._warm)
 
     @property
     def scheduler_log(self) -> Path:
@@ -98,7 +103,7 @@ class Processes:
         except OSError:
             return ""
 
-    def _spawn(self, environ: Mapping[str, str], log: Path | None, title: str) -> subprocess.Popen[Any]:
+    def _spawn(self, environ: dict[str, str], log: Path | None, title: str, warm: WarmStarter | None = None) -> Any:
         """Each in a process group of its own: signals of a terminal go to the launcher only."""
         try:
             output: IO[bytes] | None = None
@@ -108,9 +113,10 @@ class Processes:
                 output.write(title.encode())
                 output.flush()
             try:
-                return subprocess.Popen(
+                forked = None if warm is None else warm.worker(self._job.command, environ, output, output)
+                return forked or subprocess.Popen(
                     self._job.command,
-                    env={**self._environ, **environ},
+                    env=environ,
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=subprocess.STDOUT if output is not None else None,

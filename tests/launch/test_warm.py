@@ -1,0 +1,156 @@
+"""Warm restarts with real launchers: a forked worker is the same as one that was started; in doubt it is started."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import psutil
+import pytest
+
+from tests.launch.conftest import PATIENCE_S
+
+if TYPE_CHECKING:
+    from tests.launch.conftest import Job
+
+Start = Callable[..., "Job"]
+FLAGS = ["--nproc-per-node", "2", "--max-restarts", "1"]
+HERE = Path(__file__).parent
+
+
+def said(job: Job, rank: int, attempt: int) -> dict[str, Any]:
+    """What a worker has seen of its process."""
+    return dict(json.loads(job.wait_for(f"facts-{rank}-{attempt}")))
+
+
+def template(job: Job) -> psutil.Process:
+    """The process that workers are forked from."""
+    (found,) = (
+        child
+        for child in psutil.Process(job.process.pid).children()
+        if any("warm.template" in word for word in child.cmdline())
+    )
+    return found
+
+
+@pytest.fixture
+def imports(tmp_path: Path, environ: dict[str, str]) -> Callable[..., None]:
+    """Says what the ranks have imported, as ``ttp.processor.import_list`` does; sources are modules made here."""
+
+    def write(*names: str, **sources: str) -> None:
+        site = tmp_path / "site"
+        site.mkdir(exist_ok=True)
+        files = {name: __import__(name).__file__ for name in names}
+        for name, source in sources.items():
+            (site / f"{name}.py").write_text(source)
+            files[name] = str(site / f"{name}.py")
+        place = Path(environ["TTP_RUN_DIR"]) / "imports.json"
+        place.write_text(json.dumps({"path": [*sys.path[1:], str(site)], "modules": sorted(files.items())}))
+
+    return write
+
+
+def restart(job: Job) -> None:
+    (job.out / "go").touch()
+
+
+@pytest.fixture
+def ready(environ: dict[str, str]) -> Callable[[], None]:
+    """Waits until the process to fork from has said what it has to say."""
+
+    def wait() -> None:
+        place, deadline_s = Path(environ["TTP_RUN_DIR"]) / "warm.json", time.monotonic() + PATIENCE_S
+        while not place.exists() or json.loads(place.read_text())["state"] == "preparing":
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+
+    return wait
+
+
+def test_a_forked_worker_sees_what_a_fresh_one_sees(
+    launcher: str, start: Start, imports: Any, ready: Any, environ: dict[str, str], unused_port: int
+) -> None:
+    environ["TTP_PORT"] = str(unused_port)
+    job = start(launcher, FLAGS, "warm_worker.py", "nothing")
+    cold = [said(job, rank, 0) for rank in range(2)]
+    imports("asyncio", "decimal", "random")
+    ready()
+    restart(job)
+    warm = [said(job, rank, 1) for rank in range(2)]
+    assert job.finish() == 0, job.log
+    for before, after in zip(cold, warm, strict=True):
+        assert (before.pop("warm"), after.pop("warm")) == (False, True)
+        assert before.pop("random") != after.pop("random")
+        assert after == before
+        assert after["child"] and after["session"]
+    assert "rank 1 prints in attempt 1" in job.log
+    assert not psutil.pid_exists(job.process.pid) or not psutil.Process(job.process.pid).children()
+
+
+@pytest.mark.parametrize(("end", "code"), [("exit 7", "exitcode  : 7"), ("raise", "exitcode  : 1")])
+def test_it_ends_as_a_fresh_one_ends(end: str, code: str, start: Start, imports: Any, ready: Any) -> None:
+    job = start("ttp-run", FLAGS, "warm_worker.py", end)
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal")
+    ready()
+    restart(job)
+    assert said(job, 1, 1)["warm"]
+    assert job.finish() == 1
+    assert code in job.log
+    if end == "raise":
+        shown = job.log[job.log.index("Traceback (most recent call last)") :].splitlines()
+        assert "warm_worker.py" in shown[1] and shown[1].endswith(", in <module>"), shown[:4]
+
+
+@pytest.mark.parametrize("hurt", [signal.SIGKILL, signal.SIGSTOP])
+def test_without_the_process_to_fork_from_workers_are_started(
+    hurt: int, start: Start, imports: Any, ready: Any
+) -> None:
+    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal")
+    ready()
+    process = template(job)
+    process.send_signal(hurt)
+    restart(job)
+    assert not said(job, 0, 1)["warm"] and not said(job, 1, 1)["warm"]
+    assert job.finish() == 0, job.log
+    assert "restarts are cold" in job.log
+    assert not process.is_running()
+
+
+DOUBTS = {
+    "a thread": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n", "thread"),
+    "a rank": ("import os\nfirst = os.environ.get('RANK') == '0'\n", "RANK differs between workers"),
+}
+
+
+@pytest.mark.parametrize("doubt", DOUBTS)
+def test_modules_that_cannot_be_shared(
+    doubt: str, start: Start, imports: Any, ready: Any, environ: dict[str, str]
+) -> None:
+    source, reason = DOUBTS[doubt]
+    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal", odd=source)
+    ready()
+    restart(job)
+    assert not said(job, 0, 1)["warm"]
+    assert job.finish() == 0, job.log
+    assert reason in job.log
+    assert reason in json.loads((Path(environ["TTP_RUN_DIR"]) / "warm.json").read_text())["state"]
+
+
+def test_off_is_off(start: Start, imports: Any) -> None:
+    job = start("ttp-run", [*FLAGS, "--continuity", "off"], "warm_worker.py", "nothing")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal")
+    assert len(psutil.Process(job.process.pid).children()) == 3, "two ranks and a controller"
+    restart(job)
+    assert not said(job, 0, 1)["warm"]
+    assert job.finish() == 0, job.log

@@ -1,0 +1,278 @@
+"""Keeps the process that workers are forked from, for one launcher; says why where there is none.
+
+Everything here gives up rather than wait or raise: a worker that is not forked is started as always.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import select
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from ttp.config import Config
+from ttp.launch.warm.rules import PER_WORKER, Program, program, why_not
+from ttp.launch.warm.worker import ForkedWorker
+from ttp.processor.import_list import FILE
+
+logger = logging.getLogger("ttp.launch")
+
+CODE = "from ttp.launch.warm.template import main; main({}, {}, {!r}, {!r})"
+PR_SET_CHILD_SUBREAPER = 36
+MESSAGE_BYTES = 1 << 20
+STALL_S = 3.0
+"""How long a restart waits for a process that gets no further. Then workers are started as always."""
+IMPORT_S = 30.0
+"""How long a restart waits for one that does: it imports what each worker would import for itself otherwise."""
+FORK_S = 2.0
+"""How long a worker may take to be forked."""
+STATUS_FILE = "warm.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """What the process has said of itself."""
+
+    modules: int
+    size: int
+    """Resident bytes; workers share them for as long as they do not write to them."""
+    seconds: float
+    read: frozenset[str]
+    read_all: str
+
+
+class WarmStarter:
+    """One for each launcher; call ``look`` now and then while workers run.
+
+    Args:
+        config: whether it is wanted, and what is left out.
+        run_dir: where ranks say what they have imported; logs and status of the process go there.
+    """
+
+    def __init__(self, config: Config, run_dir: Path) -> None:
+        self._skip, self._run_dir = config.warm_skip, run_dir
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._started_with: dict[str, str] = {}
+        self._first: tuple[Program, dict[str, str]] | None = None
+        self._ready: Ready | None = None
+        self._hurried = False
+        self._off = "" if config.continuity == "warm" else "TTP_CONTINUITY=off"
+        for name in (FILE, STATUS_FILE):
+            (run_dir / name).unlink(missing_ok=True)
+        if self._off:
+            self._note(self._off)
+
+    def look(self) -> None:
+        """Start the process once the ranks have said what they import; hear what it says."""
+        if self._off:
+            return
+        if self._process is None:
+            if self._first is not None and (self._run_dir / FILE).exists():
+                self._start(*self._first)
+        elif self._ready is None:
+            self._hear(0.0)
+        elif self._process.poll() is not None:
+            self._give_up(f"the process to fork from has ended with {self._process.returncode}")
+
+    def refuse(self, reason: str) -> None:
+        """Workers are started as always, and why."""
+        if not self._off:
+            self._give_up(reason)
+
+    def hurry(self) -> None:
+        """A restart is near: no regard for the ranks, which are leaving."""
+        if self._socket is not None and self._ready is None and not self._hurried:
+            self._hurried = True
+            self._send(b"{}")
+
+    def worker(
+        self, command: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+    ) -> ForkedWorker | None:
+        """A worker that is forked, or None: it has to be started, and why has been said.
+
+        Args:
+            command: its command line.
+            environ: its whole environment.
+            stdout: where it writes; None: where this process does.
+            stderr: likewise.
+        """
+        if self._off:
+            return None
+        try:
+            return self._worker(command, environ, stdout, stderr)
+        except Exception as problem:
+            self._give_up(repr(problem))
+            return None
+
+    def close(self) -> None:
+        """End the process."""
+        if self._socket is not None:
+            self._socket.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        self._process = self._socket = None
+
+    def _worker(
+        self, command: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+    ) -> ForkedWorker | None:
+        wanted = program(command, sys.executable)
+        if isinstance(wanted, str):
+            self._give_up(wanted)
+            return None
+        if self._process is None:
+            self._first = self._first or (wanted, dict(environ))
+            return None
+        if self._ready is None and not self._wait_ready():
+            return None
+        assert self._ready is not None
+        reason = why_not(self._started_with, environ, self._ready.read, self._ready.read_all)
+        if reason is None and self._first is not None and self._first[0].options != wanted.options:
+            reason = f"workers have other options of Python: {' '.join(wanted.options)}"
+        if reason is not None:
+            self._give_up(reason)
+            return None
+        return self._fork(
+            wanted, command, environ, (stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
+        )
+
+    def _start(self, wanted: Program, environ: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._started_with = {name: value for name, value in environ.items() if name not in PER_WORKER}
+        code = CODE.format(theirs.fileno(), os.getpid(), str(self._run_dir / FILE), ",".join(self._skip))
+        command = [wanted.interpreter, *wanted.options, "-c", code.ljust(4096)]  # room for the workers' command lines
+        try:
+            with (self._run_dir / "warm.log").open("ab") as log, theirs:
+                self._process = subprocess.Popen(
+                    command, env=self._started_with, stdout=log, stderr=log, pass_fds=[theirs.fileno()]
+                )
+        except OSError as problem:
+            ours.close()
+            self._give_up(f"the process to fork from cannot be started: {problem}")
+            return
+        self._socket = ours
+        self._note("preparing")
+
+    def _wait_ready(self) -> bool:
+        """Until it has imported; False: it does not get there, and was given up."""
+        self.hurry()
+        until_s, used, moved_s = time.monotonic() + IMPORT_S, -1, time.monotonic()
+        while self._ready is None and self._process is not None:
+            self._hear(0.05)
+            now_s, spent = time.monotonic(), _ticks(self._process.pid) if self._process is not None else 0
+            if spent > used:
+                used, moved_s = spent, now_s
+            if self._process is not None and (now_s > until_s or now_s - moved_s > STALL_S):
+                self._give_up("the process to fork from gets no further")
+        return self._ready is not None
+
+    def _hear(self, within_s: float) -> None:
+        assert self._socket is not None
+        if not select.select([self._socket], [], [], within_s)[0]:
+            return
+        data = self._socket.recv(MESSAGE_BYTES)
+        said = json.loads(data) if data else {}
+        if said.get("state") != "ready":
+            self._give_up(said.get("reason", "the process to fork from has ended; see warm.log in the run directory"))
+            return
+        self._ready = Ready(said["modules"], said["bytes"], said["seconds"], frozenset(said["read"]), said["read_all"])
+        logger.info(
+            "the next restart is warm: %d modules are imported (%.0f MiB, %.1f s)",
+            self._ready.modules, self._ready.size / 2**20, self._ready.seconds,
+        )  # fmt: skip
+        self._note("ready")
+
+    def _fork(
+        self, wanted: Program, command: Sequence[str], environ: Mapping[str, str], outputs: tuple[int, int]
+    ) -> ForkedWorker | None:
+        order = {
+            "program": {name: getattr(wanted, name) for name in Program.__slots__},
+            "environ": dict(environ),
+            "cwd": str(Path.cwd()),
+            "launcher": os.getpid(),
+        }
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        _adopt(True)
+        try:
+            with ours, theirs:
+                assert self._socket is not None
+                self._socket.settimeout(FORK_S)
+                socket.send_fds(self._socket, [json.dumps(order).encode()], [*outputs, theirs.fileno()])
+                theirs.close()
+                ours.settimeout(FORK_S)
+                said = ours.recv(64)
+                if not said:
+                    self._give_up("a worker could not be forked; see warm.log in the run directory")
+                    return None
+                worker = ForkedWorker(int(said), command)
+                ours.send(b"go")
+                return worker
+        finally:
+            _adopt(False)
+
+    def _send(self, data: bytes) -> None:
+        assert self._socket is not None
+        try:
+            self._socket.send(data, socket.MSG_DONTWAIT)
+        except OSError as problem:
+            self._give_up(f"the process to fork from does not listen: {problem}")
+
+    def _give_up(self, reason: str) -> None:
+        """Start workers as always from now on."""
+        self.close()
+        self._ready, self._off = None, reason
+        logger.warning("restarts are cold: %s", reason)
+        self._note(reason)
+
+    def _note(self, state: str) -> None:
+        """For ``ttp status``."""
+        known: dict[str, Any] = {"state": state}
+        if self._ready is not None:
+            known |= {
+                "modules": self._ready.modules,
+                "bytes": self._ready.size,
+                "seconds": round(self._ready.seconds, 3),
+            }
+        try:
+            draft = self._run_dir / f".{STATUS_FILE}"
+            draft.write_text(json.dumps(known))
+            draft.replace(self._run_dir / STATUS_FILE)
+        except OSError as problem:
+            logger.debug("%s cannot be written: %s", STATUS_FILE, problem)
+
+
+def read_status(run_dir: Path) -> dict[str, Any] | None:
+    """What the launcher of this host has noted; None: nothing.
+
+    Returns:
+        ``state`` (``preparing``, ``ready``, or why restarts are cold); once ready ``modules``, ``bytes``, ``seconds``.
+    """
+    try:
+        found = json.loads((run_dir / STATUS_FILE).read_text())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
+
+
+def _adopt(on: bool) -> None:
+    """Whether orphans below this process become its children: workers do, whose parent ends at once."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+
+
+def _ticks(pid: int) -> int:
+    """Processor time of a process so far; only ever compared with itself."""
+    try:
+        words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return 0
+    return int(words[11]) + int(words[12])

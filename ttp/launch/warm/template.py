@@ -1,0 +1,266 @@
+"""The process that workers are forked from. It has one thread, imports what they import, and waits.
+
+Runs as ``python -c "from ttp.launch.warm.template import main; main(...)"``. The descriptor it is given is one end of a
+pair of sockets that carry one JSON object per message; requests for workers bring descriptors too: stdout, stderr and
+the worker's own socket to the launcher. A worker runs nothing of its program before the launcher has said ``go`` there:
+one that comes too late, because this process was stopped, finds that end closed and ends.
+"""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
+
+from ttp.launch.warm.rules import Program
+
+MESSAGE_BYTES = 1 << 20
+SHARE = 0.25
+"""Of one core, while ranks train and nobody waits for this process."""
+GO_S = 10.0
+"""How long a worker waits for its launcher's word, and to become its child."""
+PR_SET_PDEATHSIG = 1
+PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+
+
+class NotTheSameError(Exception):
+    """What was imported here is not what the ranks have."""
+
+
+class EnvironmentReads:
+    """Notes which variables are asked for while modules are imported."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+        self.read_all = ""
+        self.now = ""
+
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """While the block runs."""
+        kind: Any = os._Environ
+        get, walk = kind.__getitem__, kind.__iter__
+
+        def noting_get(environ: Any, name: Any) -> Any:
+            self.names.add(os.fsdecode(name) if isinstance(name, (str, bytes)) else "")
+            return get(environ, name)
+
+        def noting_walk(environ: Any) -> Any:
+            self.read_all = self.read_all or self.now
+            return walk(environ)
+
+        kind.__getitem__, kind.__iter__ = noting_get, noting_walk
+        try:
+            yield
+        finally:
+            kind.__getitem__, kind.__iter__ = get, walk
+
+
+class Template:
+    """Imports, then forks on request until its launcher is gone.
+
+    Args:
+        launcher: socket to it.
+    """
+
+    def __init__(self, launcher: socket.socket) -> None:
+        self._launcher = launcher
+        self._hurry = False
+        self._path = list(sys.path)
+        self._reads = EnvironmentReads()
+
+    def run(self, imports: str, skip: tuple[str, ...]) -> NoReturn:
+        """Never returns here; in a worker the interpreter goes on to the end of its program and leaves.
+
+        Args:
+            imports: path of what a rank has written, see ``ttp.processor.import_list``.
+            skip: names of modules and packages that are not imported.
+        """
+        began_s = time.monotonic()
+        try:
+            wanted = json.loads(Path(imports).read_text())
+            with self._reads.noted():
+                done = self._import(wanted["path"], wanted["modules"], skip)
+            self._check()
+            sys.path[:] = self._path  # programs change theirs as they go
+        except (NotTheSameError, OSError, ValueError, LookupError) as problem:
+            self._say(state="refused", reason=str(problem))
+            os._exit(0)
+        gc.collect()
+        gc.freeze()  # what is here is shared with all workers for as long as nobody writes to it
+        took_s = time.monotonic() - began_s
+        self._say(state="ready", modules=done, bytes=_resident(), seconds=took_s, read=sorted(self._reads.names),
+                  read_all=self._reads.read_all)  # fmt: skip
+        while True:
+            order, handed = self._receive()
+            if "program" in order:
+                self._fork(order, handed)
+            for descriptor in handed:
+                os.close(descriptor)
+
+    def _import(self, path: list[str], modules: list[list[str]], skip: tuple[str, ...]) -> int:
+        sys.path[1:] = path
+        done = 0
+        for name, file in modules:
+            if name in sys.modules or any(name == left or name.startswith(left + ".") for left in skip):
+                continue
+            before_s = time.process_time()
+            self._reads.now = name
+            try:
+                found = importlib.import_module(name)
+            except Exception:  # one that is only to be had in another order; workers import it themselves
+                continue
+            if (getattr(found, "__file__", None) or file) != file:
+                raise NotTheSameError(f"import {name} gives {found.__file__} here and {file} in the ranks")
+            if len(list(Path("/proc/self/task").iterdir())) > 1:
+                raise NotTheSameError(f"import {name} starts a thread (TTP_WARM_SKIP={name} leaves it out)")
+            done += 1
+            self._pause((time.process_time() - before_s) * (1 / SHARE - 1))
+        return done
+
+    def _pause(self, seconds: float) -> None:
+        """Leave the cores to the ranks; not any more when a restart waits."""
+        if not self._hurry and select.select([self._launcher], [], [], seconds)[0]:
+            self._receive()  # the only thing that can be said now: hurry
+            self._hurry = True
+
+    def _check(self) -> None:
+        torch: Any = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            raise NotTheSameError("the imports have initialised CUDA, which cannot be forked")
+
+    def _say(self, **what: Any) -> None:
+        self._launcher.send(json.dumps(what).encode())
+
+    def _receive(self) -> tuple[dict[str, Any], list[int]]:
+        data, handed, _, _ = socket.recv_fds(self._launcher, MESSAGE_BYTES, 3)
+        if not data:
+            os._exit(0)  # the launcher is gone
+        return json.loads(data), handed
+
+    def _fork(self, order: dict[str, Any], handed: list[int]) -> None:
+        """Twice, so that the worker becomes a child of the launcher, which has its exit code then."""
+        between = os.fork()
+        if between:
+            os.waitpid(between, 0)
+            return
+        try:
+            if os.fork():
+                os._exit(0)
+            self._launcher.close()
+            become(order, *handed)
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+            os._exit(1)
+        _run(Program(**order["program"]))
+
+
+def become(order: dict[str, Any], stdout: int, stderr: int, own: int) -> None:
+    """Be what a fresh worker is before its program begins; returns when the launcher has said so."""
+    os.setsid()
+    with socket.socket(fileno=own) as launcher:
+        os.dup2(stdout, 1)
+        os.dup2(stderr, 2)
+        for descriptor in (stdout, stderr):
+            os.close(descriptor)
+        if os.isatty(1):
+            sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr] # what files have unless told
+        os.chdir(order["cwd"])
+        os.environ.clear()
+        os.environ.update(order["environ"])
+        wanted = Program(**order["program"])
+        command = [wanted.interpreter, *wanted.options, *(["-m"] if wanted.module else []), wanted.name]
+        _call_it([*command, *wanted.arguments])
+        if "numpy.random" in sys.modules:
+            sys.modules["numpy.random"].seed()
+        deadline_s = time.monotonic() + GO_S
+        while os.getppid() != order["launcher"]:
+            if time.monotonic() > deadline_s:
+                os._exit(1)
+            time.sleep(0.0005)
+        launcher.settimeout(GO_S)
+        launcher.send(b"%d" % os.getpid())
+        if launcher.recv(8) != b"go":
+            os._exit(1)
+
+
+def _call_it(command: list[str]) -> None:
+    """What ``ps`` shows: the kernel reads it from where this process' own command line was."""
+    sys.orig_argv[:] = command
+    try:
+        start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+        text = b"\0".join(os.fsencode(word) for word in command) + b"\0"
+        if len(text) <= end - start:
+            ctypes.memset(start, 0, end - start)
+            ctypes.memmove(start, text, len(text))
+            ctypes.CDLL(None).prctl(PR_SET_MM, PR_SET_MM_ARG_END, ctypes.c_ulong(start + len(text)), 0, 0)
+    except (OSError, ValueError):
+        return  # only a name
+
+
+def _run(program: Program) -> NoReturn:
+    """As the interpreter does it with a program of its own: same ``__main__``, same end."""
+    sys.argv = [program.name, *program.arguments]
+    folder = Path.cwd() if program.module else Path(program.name).resolve().parent
+    sys.path[:1] = [] if getattr(sys.flags, "safe_path", False) else [str(folder)]
+    try:
+        if program.module:
+            getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
+        else:
+            _run_script(program.name)
+    except SystemExit:
+        raise
+    except BaseException as problem:
+        _end_by(problem)
+    sys.exit(0)
+
+
+def _run_script(path: str) -> None:
+    main: Any = sys.modules["__main__"]
+    main.__dict__.clear()
+    main.__dict__.update(
+        __name__="__main__", __doc__=None, __package__=None, __loader__=SourceFileLoader("__main__", path),
+        __spec__=None, __annotations__={}, __builtins__=builtins, __file__=path, __cached__=None,
+    )  # fmt: skip
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+
+
+def _end_by(problem: BaseException) -> NoReturn:
+    """Show an exception that nobody caught, below the frames of this file, and leave as the interpreter does."""
+    inner = problem.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        inner = inner.tb_next
+    problem.__traceback__ = inner
+    sys.last_type, sys.last_value, sys.last_traceback = type(problem), problem, inner
+    sys.excepthook(type(problem), problem, inner)
+    if isinstance(problem, KeyboardInterrupt):
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    sys.exit(1)
+
+
+def _resident() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def main(descriptor: int, launcher: int, imports: str, skip: str) -> None:
+    """Run until the launcher (a process id) is gone; for the rest see ``Template.run``."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() == launcher:
+        Template(socket.socket(fileno=descriptor)).run(imports, tuple(filter(None, skip.split(","))))

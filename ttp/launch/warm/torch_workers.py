@@ -1,0 +1,48 @@
+"""Forked workers under torch's elastic agent."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch.distributed.elastic.multiprocessing import api
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+
+from ttp.launch.warm.starter import WarmStarter
+
+logger = logging.getLogger("ttp.launch")
+
+
+@contextmanager
+def forking(warm: WarmStarter) -> Iterator[None]:
+    """Workers that torch starts while the block runs are forked where that is the same."""
+    place: Any = api
+    stock = getattr(place, "get_subprocess_handler", None)
+    if not _known(stock):
+        warm.refuse("this torch starts its workers in another way than ttp knows")
+        yield
+        return
+
+    class Handler(SubprocessHandler):
+        def _popen(self, args: Any, env: Any) -> Any:
+            return warm.worker(list(args), env, self._stdout, self._stderr) or super()._popen(args, env)
+
+    place.get_subprocess_handler = Handler
+    try:
+        yield
+    finally:
+        place.get_subprocess_handler = stock
+
+
+def _known(maker: Any) -> bool:
+    """Whether torch makes its handlers as ``Handler`` above is made, and those their processes."""
+    popen = getattr(SubprocessHandler, "_popen", None)
+    if maker is None or popen is None:
+        return False
+    same = list(inspect.signature(maker).parameters) == list(inspect.signature(SubprocessHandler).parameters)
+    made = set(inspect.unwrap(SubprocessHandler.__init__).__code__.co_names)
+    given = list(inspect.signature(popen).parameters)
+    return same and made >= {"_popen", "_stdout", "_stderr"} and given == ["self", "args", "env"]

@@ -1,0 +1,73 @@
+"""A forked worker, as its launcher sees it: the methods of ``subprocess.Popen`` that launchers use."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Sequence
+
+LOST = 1
+"""Exit code of a worker whose own is not known."""
+
+
+class ForkedWorker:
+    """A child of this process that ``Popen`` did not start.
+
+    Args:
+        pid: of the child.
+        args: its command line.
+    """
+
+    def __init__(self, pid: int, args: Sequence[str]) -> None:
+        self.pid, self.args = pid, list(args)
+        self.returncode: int | None = None
+        self._lock = threading.Lock()
+        self._pidfd = os.pidfd_open(pid)
+
+    def poll(self) -> int | None:
+        """Exit code, negative for a signal; None while it runs."""
+        with self._lock:
+            if self.returncode is None:
+                try:
+                    pid, status = os.waitpid(self.pid, os.WNOHANG)
+                    code = os.waitstatus_to_exitcode(status) if pid == self.pid else None
+                except ChildProcessError:  # somebody else has taken its exit code
+                    code = LOST
+                if code is not None:
+                    self.returncode = code
+                    os.close(self._pidfd)
+            return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Exit code, when it has ended.
+
+        Raises:
+            subprocess.TimeoutExpired: it still runs after ``timeout`` seconds.
+        """
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            left_s = None if deadline_s is None else deadline_s - time.monotonic()
+            if left_s is not None and left_s <= 0:
+                raise subprocess.TimeoutExpired(self.args, timeout or 0.0)
+            with contextlib.suppress(OSError):  # another thread has reaped it and closed the descriptor
+                select.select([self._pidfd], [], [], min(left_s, 1.0) if left_s is not None else 1.0)
+        return code
+
+    def send_signal(self, number: int) -> None:
+        """Nothing happens to one that has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)

@@ -1,0 +1,77 @@
+"""Tells the launcher of this host what its ranks have imported, so that the next ones can be forked."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import json
+import logging
+import os
+import site
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+log = logging.getLogger("ttp.processor")
+
+FILE = "imports.json"
+AFTER_UPDATES = 3
+"""What a loop imports late it has imported by then."""
+
+
+class ImportList:
+    """Writes ``imports.json`` once, when this process has made a few updates.
+
+    Args:
+        run_dir: where to; shared with the launcher of this host.
+        wanted: whether this rank is to do it: one of each host is enough.
+    """
+
+    def __init__(self, run_dir: Path, *, wanted: bool) -> None:
+        self._run_dir, self._wanted = run_dir, wanted
+        self._first: int | None = None
+
+    def due(self, version: int) -> bool:
+        """Whether it is time to write; True once.
+
+        Args:
+            version: finished updates.
+        """
+        if not self._wanted:
+            return False
+        self._first = version if self._first is None else self._first
+        self._wanted = version - self._first < AFTER_UPDATES
+        return not self._wanted
+
+    def write(self) -> None:
+        """Takes some milliseconds; never raises."""
+        try:
+            self._write()
+        except Exception as problem:
+            log.debug("what was imported is not written: %r", problem)
+
+    def _write(self) -> None:
+        roots = library_roots()
+        found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module, roots))]
+        draft = self._run_dir / f".{FILE}.{os.getpid()}"
+        draft.write_text(json.dumps({"path": sys.path[1:], "modules": found}))
+        draft.replace(self._run_dir / FILE)
+
+
+def library_roots() -> tuple[str, ...]:
+    """Folders of what is installed; the user's own files are imported anew by each program."""
+    paths = sysconfig.get_paths()
+    roots = {paths[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")} | set(site.getsitepackages())
+    ours = str(Path(__file__).parents[1])
+    return tuple(sorted(root.rstrip("/") + "/" for root in roots | {ours}))
+
+
+def _file(name: str, module: Any, roots: tuple[str, ...]) -> str:
+    """Where a module was loaded from; empty for those that are not to be imported ahead."""
+    spec = getattr(module, "__spec__", None)
+    if spec is None or spec.name != name or name == "__main__":
+        return ""
+    if not isinstance(spec.loader, (importlib.machinery.SourceFileLoader, importlib.machinery.ExtensionFileLoader)):
+        return ""
+    file = spec.origin or ""
+    return file if file.startswith(roots) else ""
