@@ -65,7 +65,7 @@ class Job:
         self.model, self.optimizer = model, torch.optim.SGD(trained.parameters(), lr=0.1)
         self.program = Program(model, self.optimizer, lambda _number: None, **parts)
         self.adapter = self.program.register()
-        join(self.adapter, StubProcessor(directory), directory / "pages")  # type: ignore[arg-type]
+        join(self.adapter, StubProcessor(directory), directory / "pages")
 
     def step(self, after: Callable[[], Any] = lambda: None, forward: Any = None) -> bool:
         plainly(forward or self.model, self.optimizer)(0)
