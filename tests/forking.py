@@ -1,13 +1,20 @@
-"""Processes forked from one that has imported torch: a start costs a tenth of a second, not three to five."""
+"""Processes forked from one that has imported torch: a start costs a tenth of a second, not three to five.
+
+So are the ranks of launchers that are forked here, from the first: as in a warm restart. Where ``TTP_CONTINUITY`` is
+set their first start is cold, as it is for users.
+"""
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -22,6 +29,8 @@ PRELOAD = [
     "torch.distributed.optim",
     "torch._dynamo",
     "ttp.api",
+    "ttp.launch.agent",
+    "ttp.launch.warm.template",
     "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
@@ -87,6 +96,8 @@ def _main(program: str | Path, arguments: list[str], env: dict[str, str], log: P
     os.environ |= env | {"JOB_LAUNCHER_PID": str(os.getpid())}
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
+    if "TTP_CONTINUITY" not in env:
+        _be_warm()
     _register_plugins()
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
@@ -100,3 +111,34 @@ def _register_plugins() -> None:
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous"]
     rendezvous.registry.handler_registry._registry.pop("ttp", None)
     rendezvous._register_out_of_tree_handlers()
+
+
+def _be_warm() -> None:
+    """Let this process' launcher have a process to fork from now: a fork of this one, which has all the imports."""
+    from ttp.launch import host
+    from ttp.launch.warm import starter, template
+    from ttp.launch.warm.worker import ForkedWorker
+
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.NamedTemporaryFile("w", delete=False) as nothing:
+        json.dump({"path": sys.path[1:], "modules": []}, nothing)
+    launcher = os.getpid()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        template.main(theirs.detach(), launcher, nothing.name, "")
+    theirs.close()
+    assert ours.recv(starter.MESSAGE_BYTES)  # it has started
+    Path(nothing.name).unlink()
+
+    class FromTheFirst(starter.WarmStarter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._process, self._socket = ForkedWorker(pid, [str(template.__file__)]), ours  # type: ignore[assignment]
+            self._ready = starter.Ready(len(sys.modules), 0, 0.0, frozenset(), "")
+
+        def _worker(self, command: Any, environ: Any, stdout: Any, stderr: Any) -> Any:
+            self._started_with = dict(environ)
+            return super()._worker(command, environ, stdout, stderr)
+
+    host.WarmStarter = FromTheFirst  # type: ignore[misc]
