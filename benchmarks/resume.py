@@ -76,7 +76,7 @@ def _kill(job: subprocess.Popen[bytes], directory: Path, ranks: int, launch: int
     if continuity == "warm":
         _until(lambda: _state(directory) == "ready", job)
     before = set(_checkpoints(directory))
-    victim = _pid(job, rank=launch % ranks)
+    victim = int((directory / f"pid{launch % ranks}").read_text())
     at = time.monotonic()
     os.kill(victim, signal.SIGKILL)
     _until(lambda: bool(set(_checkpoints(directory)) - before), job, look_s=0.001)
@@ -104,13 +104,6 @@ def _state(directory: Path) -> str:
 def _checkpoints(directory: Path) -> list[str]:
     folder = directory / "checkpoints"
     return [p.name for p in folder.glob("tft_saved_checkpoints-step_*")] if folder.exists() else []
-
-
-def _pid(job: subprocess.Popen[bytes], rank: int) -> int:
-    for child in psutil.Process(job.pid).children():
-        if "resume_rank.py" in " ".join(child.cmdline()) and child.environ().get("RANK") == str(rank):
-            return child.pid
-    raise TimeoutError(f"rank {rank} is no child of the launcher")
 
 
 def _until(holds: Callable[[], bool], job: subprocess.Popen[bytes], look_s: float = 0.02) -> None:

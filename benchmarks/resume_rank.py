@@ -20,6 +20,7 @@ def note(word: str) -> None:
 
 
 note("began")
+(DIRECTORY / f"pid{RANK}").write_text(str(os.getpid()))
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
