@@ -233,7 +233,9 @@ def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]
         CheckpointError: a buffer that belongs into a checkpoint has another shape or dtype; nothing has been modified.
     """
     live = [(prefix + key, owner, key) for _, prefix, owner in walk(module) for key in owner._buffers]
-    wanted, wrong, notes = [], [], []
+    wanted: list[tuple[nn.Module, str, Tensor]] = []
+    wrong: list[str] = []
+    notes: list[str] = []
     for name, owner, key in live:
         tensor, value = owner._buffers[key], saved.get(name)
         if value is None:

@@ -56,7 +56,8 @@ def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
         def __init__(self) -> None:
             super().__init__(6, 3)
             observer = MovingAveragePerChannelMinMaxObserver.with_args(qscheme=torch.per_channel_symmetric)
-            self.quantise = FakeQuantize(observer, quant_min=-128, quant_max=127, dtype=torch.qint8)
+            quantise: Any = FakeQuantize
+            self.quantise = quantise(observer, quant_min=-128, quant_max=127, dtype=torch.qint8)
 
         def forward(self, x: Tensor) -> Tensor:
             return nn.functional.linear(x, self.quantise(self.weight), self.bias)
