@@ -119,8 +119,7 @@ class Driver:
         """Give the machine an event and do what it says."""
         if self.closed:
             return
-        for action in self.machine.on_event(event, time.monotonic()):
-            self._perform(action)
+        self._handle(event)
         self._plan_timer()
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
@@ -129,8 +128,7 @@ class Driver:
             if self.closed:
                 return
             try:
-                for action in self.machine.on_event(event, time.monotonic()):
-                    self._perform(action)
+                self._handle(event)
             except Exception:
                 log.exception("a report could not be handled")
         self._plan_timer()
@@ -185,6 +183,13 @@ class Driver:
                 future.set_result(_no_more(request))
 
     # -------------------------------------------------------------------------------------------------------- outwards
+
+    def _handle(self, event: ce.Event) -> None:
+        for action in self.machine.on_event(event, time.monotonic()):
+            try:
+                self._perform(action)
+            except Exception:  # a journal without a thread, say: the orders go out all the same
+                log.exception("%s could not be done", type(action).__name__)
 
     def _perform(self, action: ce.Action) -> None:
         match action:

@@ -17,6 +17,7 @@ from ttp.adapters.torch.local_state.extra_state import ExtraState
 from ttp.adapters.torch.loop.barrier import UpdateBarrier, needs_barrier
 from ttp.adapters.torch.loop.between import BetweenSteps
 from ttp.adapters.torch.loop.combined_optimizer import combined, members_of, refuse_shared, without_optimizer
+from ttp.adapters.torch.loop.followers import Followers, unowned
 from ttp.adapters.torch.loop.hooks import Attachment, Calls, attach, gathering
 from ttp.adapters.torch.loop.post_step_state import PostStepState, listed
 from ttp.adapters.torch.loop.reporting import DeviceReporter
@@ -101,6 +102,7 @@ class TorchAdapter(Restoring):
         self._attachment: Attachment | None = None
         self._processor: Processor | None = None
         self._looked = False  # at what the optimizers keep
+        self._followers: Followers | None = None
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
@@ -153,7 +155,9 @@ class TorchAdapter(Restoring):
         for note in self._extra.notes() if processor.env.world_size > 1 else ():
             log.warning("%s", note)
         ddps = ddps_of(self._model)
-        post_step = self._post_step = source.post_step = self._make_post_step()
+        others = {} if gathering(self._model) else unowned(self._names.parameters, [self._optimizer, *self._given])
+        post_step = self._post_step = source.post_step = self._make_post_step(bool(others))
+        self._followers = Followers(self._model, others, source.on_host, post_step.followed) if others else None
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
@@ -182,12 +186,13 @@ class TorchAdapter(Restoring):
         source.connect(processor, self._attachment, sharding)
         self._capture.capture(gate.version, final=True)
 
-    def _make_post_step(self) -> PostStepState:
+    def _make_post_step(self, may_follow: bool) -> PostStepState:
         return PostStepState(
             members_of(self._optimizer),
             scheduler=self._schedulers,
             scaler=self._scaler,
             averages=bool(self._extra.modules),
+            may_follow=may_follow,
             runtimes=self._source.runtimes if self._scaler is not None else (),
         )
 
@@ -215,6 +220,8 @@ class TorchAdapter(Restoring):
 
     def _before_gate(self) -> None:
         self._trial.before_update()
+        if self._followers is not None:
+            self._followers.at_gate()
         if self._barrier is not None:
             self._barrier.wait()
 
@@ -225,6 +232,8 @@ class TorchAdapter(Restoring):
             self._buckets.update_finished()
         if self._trial.due:
             self._trial.update_finished()
+        if self._followers is not None and not self._followers.updated():
+            self._followers = None
         if self._barrier is not None:
             self._barrier.updated()
 
@@ -275,6 +284,9 @@ class TorchAdapter(Restoring):
         if self._attachment is not None:
             self._attachment()
             self._attachment = None
+        if self._followers is not None:
+            self._followers.close()
+            self._followers = None
         if self._barrier is not None:
             self._barrier.close()
             self._barrier = None

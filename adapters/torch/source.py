@@ -27,7 +27,7 @@ from ttp.adapters.torch.saving.metadata import finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.saving.standing import Standing
-from ttp.adapters.torch.saving.state import checkpoint_state, model_state, optimizer_state
+from ttp.adapters.torch.saving.state import checkpoint_state, groups_with, model_state, optimizer_state
 from ttp.adapters.torch.saving.stripe_plan import Share
 from ttp.adapters.torch.sharding.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
@@ -284,9 +284,8 @@ class TorchSource(Standing):
         if ahead:
             kept = state["optim"]["state"]
             state["optim"]["state"] = {name: self.host_values.of(kept[name], job.version) for name in kept}
-        kept_groups = [group for groups in self.post_step.param_groups(job.version, job) for group in groups]
-        for group, kept in zip(state["optim"]["param_groups"], kept_groups, strict=True):
-            group.update(kept)
+        settings = self.post_step.param_groups(job.version, job)
+        state["optim"]["param_groups"] = groups_with(state["optim"]["param_groups"], self._optimizer, settings)
         modules: dict[str, nn.Module] = self._extra.modules
         if modules:
             state["extra"] = {name: _module_state(module, image) for name, module in modules.items()}

@@ -123,7 +123,7 @@ MUTANTS: dict[str, tuple[str, str, str]] = {
         "if False:\n            self",
     ),
     "nobody tells who missed the end": (RESCUE, "if hello.incident or self._job.ended:", "if False:"),
-    "TTP_OT is never over": (RESCUE, "now >= incident.opened_at + p.rescue_s:", "False:"),
+    "TTP_OT is never over": (RESCUE, "now >= incident.patient_since + p.rescue_s:", "False:"),
     "silence is waited for": (FREEZING, "if now < due:", "if True:"),
     "a false alarm can end a job": (
         RESCUE,

@@ -233,6 +233,24 @@ def test_a_rank_that_is_slow_to_answer_a_snapshot_is_not_broken() -> None:
     assert talk.committed(0) == "[committed] Thaw:0,1,2 [thawed] answer: saved"
 
 
+def test_a_fault_late_in_a_snapshot_has_the_time_of_a_rescue() -> None:
+    talk = Talk()
+    talk.ask()
+    frozen_at_7(talk, 0, 1, 2)
+    assert talk.after(350) == "", "the storage is slow"
+    assert talk.lost(2) == "Freeze:0,1 [evidence]"
+    assert talk.after(300) == ""
+    talk.saved(0)
+    talk.committed(0)
+    assert talk.facts("committed")["after_ms"] == 650_000
+    assert talk.facts("released")["exit_code"] == 75
+    silent = Talk()
+    silent.ask()
+    silent.after(350)
+    silent.lost(2)
+    assert "Release(70):0,1" in silent.after(360)
+
+
 def test_a_fault_during_a_snapshot_makes_it_a_rescue() -> None:
     talk = Talk()
     talk.ask()

@@ -98,6 +98,17 @@ def test_a_snapshot_that_became_a_rescue_is_not() -> None:
     assert rank.event(ev.StreamDown("gone")) == ""
 
 
+def test_a_snapshot_that_became_a_rescue_has_the_time_of_one() -> None:
+    rank = Rank1(rescue_s=360, heartbeat_s=1e9)
+    rank.freeze(snapshot=True)
+    assert rank.after(350) == ""
+    rank.freeze(snapshot=False)
+    assert act.HoldLease(350 + 360) in rank.did
+    rank.freeze(snapshot=False)
+    assert rank.after(359) == ""
+    assert rank.after(1) == "Exit(70)"
+
+
 def test_frozen_and_never_released() -> None:
     rank = Rank1(rescue_s=360, heartbeat_s=1e9)
     rank.freeze()

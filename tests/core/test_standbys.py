@@ -91,6 +91,15 @@ def test_a_minority_is_sent_on_once_and_then_it_is_believed() -> None:
     assert "Freeze:4,5" in talk.after(5)
 
 
+def test_who_has_sent_all_on_stays_for_those_who_come_back() -> None:
+    talk = Successor(abandoned_s=120)
+    talk.now += 119  # it was made long ago
+    talk.comes(4)
+    assert talk.after(3.5) == "[abdicated] Refused(moved):-1", "and does not end by that"
+    assert talk.after(119) == ""
+    assert talk.after(1) == "[stopped] stop"
+
+
 def test_of_a_job_that_never_trained_the_others_are_looked_for_again_and_again() -> None:
     """A host was cut off while the job formed: it has found a controller of its own, and the others wait at theirs."""
     talk = Successor(forming_s=20, abandoned_s=1e6)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processor.page_records import record_of
 from ttp.core.messages import Mirror
 from ttp.launch import dead_pages
 from ttp.launch.dead_pages import DeadPages
@@ -70,7 +71,7 @@ def test_pages_of_another_process_are_not_believed(written: dict[int, PageWriter
 def test_what_was_being_written_is_left_out(written: dict[int, PageWriter], tmp_path: Path) -> None:
     """The one before counts instead."""
     with written[4].path.open("r+b") as file:
-        file.seek(written[4].record_of(9))
+        file.seek(record_of(written[4], 9))
         file.write(page_file.SEQUENCE.pack(3))
     assert [page.version for page in left(tmp_path, r4=HERE).after(4)] == [7, 8]
 

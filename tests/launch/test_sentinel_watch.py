@@ -190,7 +190,7 @@ def test_the_last_one_of_a_host_leaves_its_page(host: Host, controller: Controll
     owner = start(0)
     writer = PageWriter(pages, 0, incarnation=7)
     writer._pid = owner.pid
-    writer.set_incarnation(7)
+    writer._write_header()
     writer.write(5, True, [b"its dice"])
     host.watch({0: owner.process})
     owner.kill()

@@ -95,6 +95,20 @@ def test_before_a_buddy_is_named_nothing_is_kept(tmp_path: Path) -> None:
     assert copies.source.calls == []
 
 
+def test_where_no_thread_can_be_started_training_goes_on(copies: Copies, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        made = copies.made(10)
+        assert not made.stored and "can't start new thread" in made.text
+        copies.copying.hold()
+        assert copies.copying.waited_s == 0
+    copies.settled(10, whole=False)
+    assert copies.made(20) == ev.CopyMade(Version(20), True), "it is tried again"
+
+
 def test_a_turn_is_skipped_while_the_last_copy_is_open(copies: Copies) -> None:
     copies.made(10)
     assert copies.made(20) == ev.CopySkipped(Version(20))

@@ -18,6 +18,7 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.events import Quiet
 from ttp.launch.leases import Leases
 from ttp.processor import state_inspector
+from ttp.processor.import_list import AFTER_UPDATES
 from ttp.processor.processor import Processor
 
 PATIENCE_S = 60.0
@@ -258,3 +259,19 @@ def test_without_a_thread_to_save_in_it_is_said_that_nothing_was_saved(
 
 def _cannot(_: threading.Thread) -> None:
     raise RuntimeError("can't start new thread")
+
+
+def test_where_no_thread_can_be_started_training_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    made = alone(FakeSource(), tmp_path)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for _ in range(AFTER_UPDATES + 1):
+        made.say()
+        made.begin_update()
+        made.end_update()
+    made.begin_update()
+    made.gate.close()
+    made.end_update()  # which a controller waits for: it will do without this rank
+    made.close()

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processor.page_records import record_of
 from ttp.core.layout import Rank, Version
 from ttp.core.messages import Keep
 from ttp.processor.local_state import mirror, page_file
@@ -233,7 +234,7 @@ class TestFinding:
         writer = PageWriter(pages, OTHER, incarnation=INCARNATION)
         writer.write(3, True, [b"its own"])
         with writer.path.open("r+b") as file:
-            file.seek(writer.record_of(3))
+            file.seek(record_of(writer, 3))
             file.write(page_file.SEQUENCE.pack(3))
         assert "torn" in str(find(pages, 3))
         kept.store(keep(3, b"from elsewhere"))

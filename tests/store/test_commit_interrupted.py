@@ -225,6 +225,31 @@ def test_the_disk_refuses_at_each_call_and_the_process_lives(
         check_retry(world, occupied, lacks, at)
 
 
+class WithoutOrder(PluggedDisk):
+    """A disk that may keep the later of two renames that were not synced, and lose the earlier one."""
+
+    def __init__(self) -> None:
+        super().__init__(lacks=NO_EXCHANGE)
+        self.left: set[Path] = set()
+
+    def rename(self, source: Path, target: Path) -> None:
+        assert target not in self.left, "what was renamed away is gone, should that be lost"
+        super().rename(source, target)
+        self.left.add(source)
+
+    def sync_directory(self, directory: Path) -> None:
+        super().sync_directory(directory)
+        self.left = {path for path in self.left if path.parent != directory}
+
+
+def test_the_old_one_has_its_other_name_for_good_before_the_new_one_takes_its_place(world: World) -> None:
+    world.make(12, "another")
+    world.write_draft(12)
+    path, _ = world.commit(world.order(12), WithoutOrder())
+    assert world.holds(path, 12, "first")
+    assert len([entry for entry in scan(world.save_dir) if entry.whole]) == 2
+
+
 def test_every_call_of_the_disk_can_be_hit() -> None:
     methods = {name for name in vars(Disk) if not name.startswith("_")}
     assert methods <= set(vars(PluggedDisk))

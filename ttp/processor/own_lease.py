@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -42,6 +43,7 @@ class OwnLease:
 
     def close(self) -> None:
         """The process leaves the job in good order."""
-        self.writer.submit(self.disarm)
+        with contextlib.suppress(RuntimeError):  # no thread can be started: it ends with the process
+            self.writer.submit(self.disarm)
         self.writer.wait_done(LEASE_S)
         self.writer.close()

@@ -289,14 +289,15 @@ class Processor:
         try:
             return self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            return self._observed()
+            observed = self._observed()
+            if self._imports.due(observed.version):
+                self._lease.writer.submit(self._imports.write)
+            return observed
 
     def _observed(self) -> ev.Observed:
         state = self.gate.state()
         if self._saver.busy and not self.source.counts_bytes:
             self.written += 1  # it may go on for hours, for all that is known here
-        if self._imports.due(state.version):
-            self._lease.writer.submit(self._imports.write)
         version, phase = self._inspector.standing(state)
         return ev.Observed(version, phase, self.mark, self.activity, self.written)
 

@@ -25,6 +25,7 @@ class SerialWorker:
         self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._busy = threading.Event()
         self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()  # jobs come from any thread: held for as long as a thread takes to start
 
     def submit(self, job: Callable[[], None]) -> None:
         """Do ``job`` after those before it.
@@ -32,18 +33,20 @@ class SerialWorker:
         Raises:
             RuntimeError: no thread can be started now. Nothing is done later, then; the next job tries again.
         """
-        if self._thread is None:
-            thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
-            thread.start()
-            self._thread = thread
-        self._jobs.put(job)
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=_run, args=(self._jobs, self._busy), name=self._name, daemon=True)
+                thread.start()
+                self._thread = thread
+            self._jobs.put(job)
 
     def wait_done(self, timeout_s: float) -> bool:
         """Wait for the jobs that are there already; false when they take longer."""
-        if self._thread is None:
-            return True
         done = threading.Event()
-        self._jobs.put(done.set)
+        with self._lock:
+            if self._thread is None:
+                return True
+            self._jobs.put(done.set)
         return done.wait(timeout_s)
 
     @property
@@ -53,8 +56,9 @@ class SerialWorker:
 
     def leave_behind(self) -> None:
         """Whatever runs goes on by itself; jobs from now on have a thread of their own."""
-        self._jobs.put(None)
-        self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
+        with self._lock:
+            self._jobs.put(None)
+            self._jobs, self._busy, self._thread = queue.SimpleQueue(), threading.Event(), None
 
     def close(self) -> None:
         """No more jobs; the thread ends after those it has."""

@@ -106,7 +106,10 @@ class StateInspector:
         """The training thread has come to the gate, which may be what a controller waits for."""
         self._came.set()
         if asked:
-            self._say(self._gate.state())
+            try:
+                self._say(self._gate.state())
+            except Exception:  # no thread can be started, say; this is the training thread
+                log.exception("the controller is not told that the training thread has come to the gate")
 
     def wait_done(self, timeout_s: float) -> bool:
         """Until all has been looked at; false when it takes longer."""

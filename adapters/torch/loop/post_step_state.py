@@ -66,6 +66,7 @@ class PostStepState:
         scheduler: an LR scheduler, anything with ``step`` and ``state_dict``; or a list of them.
         scaler: a ``GradScaler``.
         averages: whether modules that follow the weights (EMA) are part of it.
+        may_follow: that may turn out later: see ``followed``.
         version: finished updates now.
         runtimes: the devices on which a scaler may have its numbers.
 
@@ -80,6 +81,7 @@ class PostStepState:
         scheduler: Any = None,
         scaler: Any = None,
         averages: bool = False,
+        may_follow: bool = False,
         version: int = 0,
         runtimes: Sequence[Runtime] = (),
     ) -> None:
@@ -87,7 +89,7 @@ class PostStepState:
         self._optimizers = tuple(optimizers)
         self._habits = tuple(map(Habit, listed(scheduler)))
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        self._averages = averages
+        self._averages, self._may_follow = averages, may_follow
         self._check()
         self._open = False  # what is stepped now belongs to the last version
         self._entered = True  # the next forward pass has begun since, or the thread stands at the gate
@@ -99,9 +101,13 @@ class PostStepState:
     @property
     def wants_forward(self) -> bool:
         """Whether ``forward_entered`` tells it anything."""
-        return self._averages or bool(self._habits) or self._scaler is not None
+        return self._averages or self._may_follow or bool(self._habits) or self._scaler is not None
 
     # --------------------------------------------------------------------------------------------- training thread
+
+    def followed(self) -> None:
+        """Something follows the weights after an update, as an average does."""
+        self._averages = True
 
     def restored(self, version: int) -> None:
         """The objects hold the state of ``version``."""

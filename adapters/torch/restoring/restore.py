@@ -16,10 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.local_state.buffers import overlaps
 from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
-from ttp.adapters.torch.restoring.param_groups import groups_for
+from ttp.adapters.torch.restoring.param_groups import added_since, groups_for
 from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import get, put
@@ -84,14 +85,19 @@ def restore_into(
     cutter = Cutter(model, names)
     try:
         saved = _read(path, manifest, names, optimizer, frozenset(elsewhere))
-        _refuse_foreign(saved, names, optimizer, cutter)
+        added = [] if elsewhere or saved.weights_only else added_since(saved.groups, names, optimizer)
+        _refuse_foreign(saved, names, optimizer, cutter, len(added))
     except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RuntimeError) as problem:
         raise CheckpointError(f"{path} cannot be understood ({problem!r}). Nothing was loaded") from problem
     _load_model(saved, names, cutter)
+    for group in added:
+        optimizer.add_param_group(group)
     if not saved.weights_only:
         _load_optimizer(saved, names, optimizer, cutter)
     job = saved.job
     notes = ["it holds weights only: the optimizer begins anew"] if saved.weights_only else []
+    if added:
+        notes.append(f"param groups that this program adds later ({len(added)}) were added to its optimizer now")
     notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
     for note in notes:
@@ -156,13 +162,14 @@ def _is_small(item: IndexEntry, names: ModelNames) -> bool:
     return item.path[0] == "ttp" or item.path[:2] == _GROUPS
 
 
-def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter) -> None:
+def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutter: Cutter, added: int) -> None:
     version = saved.manifest.version
     if saved.job.version != version:
         raise CheckpointError(f"{saved.path} is of version {version}, but its job state of version {saved.job.version}")
     problems = model_differences(names, saved.model, saved.left_out, cutter)
     if not saved.weights_only:
-        problems += optimizer_differences(names, optimizer, saved.groups, saved.optimizer_kind)
+        known = saved.groups[: len(saved.groups) - added]
+        problems += optimizer_differences(names, optimizer, known, saved.optimizer_kind)
     if problems:
         raise CheckpointError(
             f"{saved.path} belongs to another model: {'; '.join(problems)}. Nothing was loaded. Use the code that "
@@ -174,6 +181,7 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
 
 
 def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
+    _make_buffers(saved, names)
     tensors = names.parameters | names.buffers
     wanted = {name: tensors[name] for item in saved.model if (name := str(item.path[1])) in tensors}
     target = {n: _writable(tensor) for n, tensor in wanted.items() if cutter.pieces(n, tensor) is None}
@@ -188,11 +196,23 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
             owner.set_extra_state(saved.extra_states[name])
 
 
+def _make_buffers(saved: _Saved, names: ModelNames) -> None:
+    """Room for those that had been made, or had grown, when the checkpoint was made."""
+    changing, live = names.of_any_shape, names.buffers
+    for item in saved.model:
+        name, form = str(item.path[1]), (item.shape, item.torch_dtype) if item.is_tensor else None
+        if form is None or name not in changing:
+            continue
+        tensor = live.get(name)
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != form:
+            device = names.device if tensor is None else tensor.device
+            names.replace_buffer(name, torch.empty(item.shape, dtype=item.torch_dtype, device=device))
+
+
 def _writable(tensor: Tensor) -> Tensor:
     """``tensor`` itself; a fresh one when its elements share memory (expanded): torch refuses to write there."""
     tensor = tensor.detach()
-    overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlapping else tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
 
 
 def _shares_memory(one: Tensor, two: Tensor) -> bool:

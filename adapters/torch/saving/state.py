@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -78,6 +79,25 @@ def optimizer_state(names: ModelNames, optimizer: Optimizer, kept: Mapping[Any, 
         for group in optimizer.param_groups
     ]
     return {"state": state, "param_groups": groups}
+
+
+def groups_with(
+    live: Sequence[dict[str, Any]], optimizer: Optimizer, settings: Sequence[Sequence[dict[str, Any]]]
+) -> list[dict[str, Any]]:
+    """Param groups as ``optimizer_state`` shows them, with the settings that a version had.
+
+    Those that the program has added since belong to the next version and are left out.
+
+    Args:
+        live: of all optimizers.
+        optimizer: the registered optimizer.
+        settings: of each of its members.
+    """
+    rest, found = iter(live), []
+    for member, kept in zip(members_of(optimizer), settings, strict=True):
+        own = list(islice(rest, len(member.param_groups)))
+        found += [group | old for group, old in zip(own, kept, strict=False)]
+    return found
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:

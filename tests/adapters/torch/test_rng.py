@@ -70,9 +70,18 @@ def streams_of(data: bytes) -> dict[str, Any]:
     python, python_gauss, numpy_words, numpy_gauss, host, _ = _split(data)
     return {
         "python": rng.python_state(python, python_gauss),
-        "numpy": rng.numpy_tuple(numpy_words, numpy_gauss) if numpy_words else None,
+        "numpy": numpy_tuple(numpy_words, numpy_gauss) if numpy_words else None,
         "torch": _torch_state(host),
     }
+
+
+def numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
+    """The older form of ``numpy.random.get_state``; None: it was no Mersenne Twister."""
+    state = rng._numpy_state(data, gauss)
+    if state["bit_generator"] != "MT19937":
+        return None
+    inner = state["state"]
+    return ("MT19937", inner["key"].copy(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
 
 
 def said(streams: RngState) -> str:

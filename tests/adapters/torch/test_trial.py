@@ -13,8 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import StubProcessor, save
+from tests.programs.digests import digest
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.adapters.torch.restoring.reader import read_values
+from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.errors import ConfigError, UsageError
+from ttp.store.manifest import Manifest
 
 
 class Packed(Tensor):
@@ -261,6 +265,54 @@ class TestWhatChangesAfterWrapping:
         fresh.wrap().adapter.load(path, 0, 1, protected=False)
         pairs = zip(fresh.model.parameters(), job.model.parameters(), strict=True)
         assert all(torch.equal(one, other) for one, other in pairs)
+
+    @pytest.mark.supports("param groups added later")
+    @pytest.mark.parametrize("several", [False, True])
+    def test_a_save_in_the_iteration_that_adds_one(self, tmp_path: Path, several: bool) -> None:
+        """It is of the version before, which had none; the program adds it again."""
+        job = Job(tmp_path)
+        first, other = (torch.optim.Adam(layer.parameters(), lr=0.1) for layer in job.model.children())
+        job.optimizer, steps = [first, other] if several else first, [first, other] if several else [first]
+        job.wrap().model(torch.ones(1, 3)).sum().backward()
+        for each in steps:
+            each.step()
+        job.model.append(nn.Linear(2, 2))
+        first.add_param_group({"params": job.model[2].parameters(), "lr": 0.3})
+        path = save(job.adapter, job.processor, 1)
+        groups = read_values(path, items_of(Manifest.load(path).pieces))["optim"]["param_groups"]
+        names = [["0.weight", "0.bias"], ["1.weight", "1.bias"]][: 1 + several]
+        assert [(group["params"], group["lr"]) for group in groups] == [(each, 0.1) for each in names]
+
+    @pytest.mark.supports("param groups added later")
+    @pytest.mark.parametrize("named", [False, True])
+    def test_a_program_that_has_not_added_it_yet_gets_it(self, tmp_path: Path, named: bool) -> None:
+        """The step that adds it is behind the one at which it begins."""
+
+        def parameters(model: nn.Module, *layers: str) -> Any:
+            found = [(name, p) for name, p in model.named_parameters() if name[0] in layers]
+            return found if named else [p for _, p in found]
+
+        def make() -> Job:
+            job = Job(tmp_path, lambda model: model.append(nn.Linear(2, 2)))  # type: ignore[operator]
+            job.model.requires_grad_(False)[0].requires_grad_(True)
+            job.optimizer = torch.optim.Adam(parameters(job.model, "0"), lr=0.1)
+            return job.wrap()
+
+        job = make()
+        job.step()
+        job.model[2].requires_grad_(True)
+        job.optimizer.add_param_group({"params": parameters(job.model, "2"), "lr": 0.2})
+        job.step()
+        path = save(job.adapter, job.processor, 2)
+        fresh = make()
+        fresh.adapter.load(path, 0, 1, protected=False)
+        assert digest(fresh.optimizer.state_dict()) == digest(job.optimizer.state_dict())
+        job.processor.gate.open()
+        for each in (job, fresh):
+            each.model.requires_grad_(True)
+            each.optimizer.zero_grad()
+            each.step()
+        assert digest(fresh.model.state_dict()) == digest(job.model.state_dict())
 
     def test_a_group_that_the_model_does_not_know(self, tmp_path: Path) -> None:
         job = Job(tmp_path).wrap()

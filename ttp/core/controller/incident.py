@@ -68,6 +68,8 @@ class Incident:
     evidence: EvidenceBook
     recovered: bool = False
     """Opened again after a takeover, on the word of a rank that was frozen."""
+    rescue_since: float | None = None
+    """When a fault made a rescue of a snapshot."""
     redoing: dict[Rank, Version] = field(default_factory=dict)
     """Ranks that were told to go on to a version and have not said what came of it: nobody knows where they are."""
     keepers: dict[Rank, tuple[Shard, ...]] = field(default_factory=dict)
@@ -169,6 +171,11 @@ class Incident:
         """
         assert stage in _EDGES[self.stage], f"from {self.stage.value} ({self.why}) to {stage.value} ({why})"
         self.stage, self.why = stage, why
+
+    @property
+    def patient_since(self) -> float:
+        """From when on ``TTP_OT`` counts: a fault during a snapshot has the whole time of a rescue."""
+        return self.opened_at if self.rescue_since is None else self.rescue_since
 
     def waits(self, what: str, seconds: float, now: float) -> bool:
         """Whether ``seconds`` have not passed since this was asked for the first time."""

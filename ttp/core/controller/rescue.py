@@ -95,7 +95,7 @@ class Rescue:
                 incident.evidence.add(evidence, detail, witness)
             return
         if incident.snapshot:
-            incident.snapshot = False
+            incident.snapshot, incident.rescue_since = False, now
             for rank in sorted(self._job.live):  # from now on nobody may thaw without being told
                 self._freezing.send(incident, rank, text)
         incident.evidence.add(evidence, detail, witness)
@@ -211,7 +211,7 @@ class Rescue:
             yield (incident.released_at or 0.0) + p.exit_s
             return
         if incident.stage is not Stage.SAVED:
-            yield incident.opened_at + p.rescue_s
+            yield incident.patient_since + p.rescue_s
         since = self.saving.stall_since(incident)
         if since is not None:
             yield since + p.stall_s
@@ -234,7 +234,7 @@ class Rescue:
             incident.look_again_at = 0.0
         if self.saving.stalled(incident, p.stall_s, now):
             self._retries.elsewhere(incident)  # another rank would wait as long for the same storage
-        if incident.stage is not Stage.SAVED and now >= incident.opened_at + p.rescue_s:
+        if incident.stage is not Stage.SAVED and now >= incident.patient_since + p.rescue_s:
             self._end_without(incident, f"nothing was saved within {p.rescue_s:g} s (TTP_OT)", now)
 
     # -------------------------------------------------------------------------------------------------------- advance

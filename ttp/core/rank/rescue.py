@@ -110,6 +110,8 @@ class RankRescue:
             self._results = {}
             self._generation = 0
             self._frozen_since = now
+        elif self._snapshot and not order.snapshot:
+            self._frozen_since = now  # a fault came: from now on it is a rescue
         self.incident, self._snapshot = order.incident, order.snapshot
         self._outbox.do(act.HoldLease(self._frozen_since + self._rescue_s))
         self._outbox.do(act.CloseGate(hurry=not order.snapshot))

@@ -157,7 +157,7 @@ class RepairState:
 
     def patience_s(self, incident: Incident) -> float:
         """How long somebody may be waited for, so that as much time is left for what comes then."""
-        return max(0.0, incident.opened_at + self._context.rescue_s - self.now) / 2
+        return max(0.0, incident.patient_since + self._context.rescue_s - self.now) / 2
 
     def on_disk(self) -> Version:
         """The newest version that is on disk."""

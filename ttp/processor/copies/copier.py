@@ -146,7 +146,12 @@ class Copying:
         attempt = self._attempt = _Attempt(version)
         if self._frozen:
             attempt.give_up("the job is frozen")
-        self._worker.submit(lambda: self._make(attempt))
+        try:
+            self._worker.submit(lambda: self._make(attempt))
+        except RuntimeError as problem:  # no thread can be started: training goes on without this copy
+            attempt.through.set()
+            self._complain(version, str(problem))
+            self._tell(ev.CopyMade(version, False, str(problem)))
 
     # ------------------------------------------------------------------------------------------------ processor thread
 

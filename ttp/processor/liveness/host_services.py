@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -50,7 +49,6 @@ class HostServices:
         self._incarnation = 0
         self._kept: KeptPages | None = None
         self._keeper = SerialWorker("ttp-keeper")
-        self._one_caller = threading.Lock()
         self._stack = contextlib.ExitStack()
         self._closed = False
 
@@ -96,8 +94,7 @@ class HostServices:
         def job() -> None:
             said(self._kept.store(order) if self._kept is not None else "this rank has not joined yet")
 
-        with self._one_caller:
-            self._keeper.submit(job)
+        self._keeper.submit(job)
 
     def keep(self, order: m.Keep) -> str:
         """Like ``store``, for whoever sends the page itself; returns why it is not kept. Any thread."""

@@ -215,19 +215,6 @@ def _numpy_state(data: bytes, gauss: bytes) -> Any:
     return state | {"has_gauss": int(spare is not None), "gauss": spare or 0.0}
 
 
-def numpy_tuple(data: bytes, gauss: bytes) -> tuple[Any, ...] | None:
-    """What was captured of numpy, for the older form of ``numpy.random.set_state``; None: it was no Mersenne Twister.
-
-    Raises:
-        ValueError, TypeError, LookupError, struct.error, EncodingError: it was not captured.
-    """
-    state = _numpy_state(data, gauss)
-    if state["bit_generator"] != "MT19937":
-        return None
-    inner = state["state"]
-    return ("MT19937", inner["key"].copy(), int(inner["pos"]), int(state["has_gauss"]), float(state["gauss"]))
-
-
 _NUMPY_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
 
 

@@ -206,12 +206,6 @@ class PageWriter:
         assert self._arena is not None
         HEADER.pack_into(self._arena.map, 0, MAGIC, SLOTS, self._rank, self._pid, self._incarnation)
 
-    def set_incarnation(self, incarnation: int) -> None:
-        """Pages written from now on belong to ``incarnation``; those already there keep theirs."""
-        self._incarnation = incarnation
-        if self._arena is not None:
-            self._write_header()
-
     def write(self, version: int, final: bool, parts: Sequence[Buffer], kept: Sequence[Kept] = ()) -> bool:
         """Store the state of ``version``; the bytes read back are all ``parts`` and then all ``kept``, joined.
 
@@ -251,10 +245,6 @@ class PageWriter:
             self._disable(problem)
             return False
         return True
-
-    def record_of(self, version: int) -> int:
-        """Where in the file the record of the slot is that ``version`` was written to last."""
-        return self._older[version % 3].other.record_at
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:
         """Make every kept part be in the file; returns the slot's table of references to them."""

@@ -1,0 +1,130 @@
+"""Notices parameters that no optimizer has and that the program moves itself: a teacher, a target network.
+
+Behind ``optimizer.step()`` that belongs to the version, as an average of the weights does. In the forward pass, where
+some momentum encoders follow their model, a checkpoint that is made in the middle of an iteration would hold what that
+iteration has moved already, and the resumed run would move it once more. No hook tells of either, so the first updates
+are looked at. What comes before the first one is not: layers may still set themselves up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ttp.adapters.torch.loop.hook import Hook
+from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
+from ttp.errors import UsageError
+
+_UPDATES_WATCHED = 5
+_COPIED_BYTES_MAX = 1 << 18
+_LISTED_MAX = 3
+
+
+def unowned(parameters: Mapping[str, Tensor], optimizers: Sequence[Optimizer]) -> dict[str, Tensor]:
+    """Those of ``parameters`` that no optimizer has."""
+    owned = {id(p) for each in optimizers for group in each.param_groups for p in group["params"]}
+    return {name: p for name, p in parameters.items() if id(p) not in owned}
+
+
+class Followers:
+    """For the training thread.
+
+    Args:
+        model: the registered one: its forward pass ends what follows an update.
+        parameters: which no optimizer has, by name.
+        on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
+        found: called when some are moved before the next forward pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, Tensor],
+        on_host: Callable[[Tensor], bool],
+        found: Callable[[], None],
+    ) -> None:
+        self._named = {name: p for name, p in parameters.items() if not is_distributed(p)}
+        self._found = found
+        self._copied: list[str] = []
+        room = _COPIED_BYTES_MAX
+        for name, parameter in sorted(self._named.items(), key=lambda item: item[1].nbytes):
+            if on_host(parameter) and (room := room - parameter.nbytes) >= 0:
+                self._copied.append(name)
+        self._updates = 0
+        self._mark: dict[str, Any] | None = None  # None: nothing is looked at
+        self._entered = False
+        self._handles = [each.register_forward_pre_hook(Hook(self._forward)) for each in _called(model)]
+
+    def updated(self) -> bool:
+        """An update is finished. Whether anything is to be looked at from now on."""
+        self._updates += 1
+        if self._updates > _UPDATES_WATCHED:
+            self.close()
+            return False
+        self._mark, self._entered = self._look(), False
+        return True
+
+    def at_gate(self) -> None:
+        """The next update is about to begin.
+
+        Raises:
+            UsageError: parameters were moved since the last forward pass began.
+        """
+        moved = self._moved()
+        if moved and not self._entered:  # nobody knows when the forward pass was
+            self._found()
+        elif moved:
+            more = f" and {len(moved) - _LISTED_MAX} more" if len(moved) > _LISTED_MAX else ""
+            raise UsageError(
+                f"{', '.join(moved[:_LISTED_MAX])}{more} are in no optimizer, and the program changes them between the "
+                "beginning of a forward pass and optimizer.step(): a checkpoint made there would hold weights of no "
+                "version, and a resumed run would change them once more. Change them right behind optimizer.step(), as "
+                "an average of the weights (a momentum encoder, a target network)"
+            )
+
+    def close(self) -> None:
+        """Look at nothing any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._mark = [], None
+
+    def _forward(self, module: nn.Module, _args: Any) -> None:
+        if torch.compiler.is_compiling() or self._mark is None:
+            return
+        if module.training and torch.is_grad_enabled():
+            self._entered = True
+            if self._moved():  # behind the update, or behind one that a scaler has left out
+                self._found()
+
+    def _moved(self) -> list[str]:
+        """Which were changed since this was asked last."""
+        before = self._mark
+        if before is None:
+            return []
+        now = self._mark = self._look()
+        return [name for name in self._named if not _same(now[name], before[name])]
+
+    @torch.no_grad()
+    def _look(self) -> dict[str, Any]:
+        found: dict[str, Any] = {name: (p._version, p.data_ptr()) for name, p in self._named.items()}
+        return found | {name: (*found[name], self._named[name].detach().clone()) for name in self._copied}
+
+
+def _same(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    return one[:2] == other[:2] and all(
+        torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
+        for a, b in zip(one[2:], other[2:], strict=True)
+    )
+
+
+def _called(model: nn.Module) -> Iterator[nn.Module]:
+    """What the loop calls: the parts of a container that has no forward pass of its own."""
+    if type(model).forward is not nn.Module.forward:
+        yield model
+        return
+    for child in model.children():
+        yield from _called(child)

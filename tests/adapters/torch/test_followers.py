@@ -1,0 +1,150 @@
+"""Parameters that no optimizer has and that the program moves: behind the step that is a part of it, else refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net, plainly
+from tests.adapters.torch.stub_processor import StubProcessor, join
+from ttp.errors import UsageError
+
+supports = pytest.mark.supports
+
+
+class Teacher(nn.Module):
+    """A model and one that follows it. ``inside``: in the forward pass, as MoCo's; else when the loop says so."""
+
+    def __init__(self, move: Callable[[Tensor, Tensor], Any], inside: bool) -> None:
+        super().__init__()
+        self.move, self.inside = move, inside
+        self.student = net(nn.BatchNorm1d(8))
+        self.teacher = copy.deepcopy(self.student).requires_grad_(False)
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        for teacher, student in zip(self.teacher.parameters(), self.student.parameters(), strict=True):
+            self.move(teacher, student)
+
+    def forward(self, x: Tensor) -> Any:
+        if self.inside and self.training and torch.is_grad_enabled():
+            self.follow()
+        with torch.no_grad():
+            wanted = self.teacher(x)
+        return self.student(x) - wanted
+
+
+def in_place(teacher: Tensor, student: Tensor) -> None:
+    teacher.lerp_(student, 0.1)
+
+
+def behind_the_counter(teacher: Tensor, student: Tensor) -> None:
+    """As most write it."""
+    teacher.data.mul_(0.9).add_(student.data, alpha=0.1)
+
+
+def replaced(teacher: Tensor, student: Tensor) -> None:
+    """As MoCo's authors write it."""
+    teacher.data = teacher.data * 0.9 + student.data * 0.1
+
+
+WAYS = [in_place, behind_the_counter, replaced]
+
+
+class Job:
+    """Steps of a program, and whether what follows an update is waited for."""
+
+    def __init__(self, directory: Path, model: nn.Module, trained: nn.Module, **parts: Any) -> None:
+        self.model, self.optimizer = model, torch.optim.SGD(trained.parameters(), lr=0.1)
+        self.program = Program(model, self.optimizer, lambda _number: None, **parts)
+        self.adapter = self.program.register()
+        join(self.adapter, StubProcessor(directory), directory / "pages")
+
+    def step(self, after: Callable[[], Any] = lambda: None, forward: Any = None) -> bool:
+        plainly(forward or self.model, self.optimizer)(0)
+        waits = not self.adapter.source.post_step_done()
+        after()
+        return waits
+
+
+@supports("parameters that no optimizer has")
+@pytest.mark.parametrize("move", WAYS)
+def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any) -> None:
+    model = Teacher(move, inside=False)
+    job = Job(tmp_path, model, model.student)
+    assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
+
+
+@supports("parameters that no optimizer has")
+def test_they_come_back(tmp_path: Path) -> None:
+    def make() -> Program:
+        model = Teacher(in_place, inside=False)
+        optimizer = torch.optim.AdamW(model.student.parameters(), lr=1e-2)
+        return Program(model, optimizer, plainly(model, optimizer, after=model.follow))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("parameters that no optimizer has")
+@pytest.mark.parametrize("move", WAYS)
+def test_in_the_forward_pass_they_are_refused(tmp_path: Path, move: Any) -> None:
+    model = Teacher(move, inside=True)
+    job = Job(tmp_path, model, model.student)
+    job.step()
+    with pytest.raises(
+        UsageError, match=r"teacher\.0\.weight, .* and \d more are in no optimizer, and .* behind optim"
+    ):
+        job.step()
+
+
+@pytest.mark.parametrize("container", [nn.ModuleList, nn.Sequential])
+def test_of_a_container_the_parts_are_called(tmp_path: Path, container: Any) -> None:
+    model = Teacher(in_place, inside=True)
+    job = Job(tmp_path, container([model]) if container is nn.ModuleList else container(model), model.student)
+    job.step(forward=model)
+    if container is nn.Sequential:  # which has a forward pass, and nobody calls it: as if it were behind the step
+        assert job.step(forward=model)
+        return
+    with pytest.raises(UsageError, match="are in no optimizer"):
+        job.step(forward=model)
+
+
+def test_frozen_ones_are_waited_for_by_nobody(tmp_path: Path) -> None:
+    model = Teacher(in_place, inside=False)
+    job = Job(tmp_path, model, model.student)
+    assert [job.step() for _ in range(9)] == [False] * 9
+    assert job.adapter._followers is None, "looked at in the first updates only"
+
+
+def test_a_loop_that_evaluates_before_it_moves_them(tmp_path: Path) -> None:
+    model = Teacher(in_place, inside=False)
+    job = Job(tmp_path, model, model.student)
+
+    def after() -> None:
+        with torch.no_grad():
+            model(data())
+        model.follow()
+
+    assert [job.step(after) for _ in range(4)] == [False, True, True, True]
+
+
+def test_behind_a_step_that_a_scaler_has_left_out(tmp_path: Path) -> None:
+    model, scaler = Teacher(in_place, inside=False), torch.amp.GradScaler("cpu", init_scale=2.0)
+    job = Job(tmp_path, model, model.student, scaler=scaler)
+    for number in range(4):
+        job.optimizer.zero_grad()
+        loss = model(data()).square().mean()
+        scaler.scale(loss * (float("inf") if number in (1, 2) else 1)).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            scaler.step(job.optimizer)
+        scaler.update()
+        model.follow()
+    assert job.adapter._source._processor.gate.version == 2  # type: ignore[union-attr]

@@ -1,0 +1,49 @@
+"""What the driver does of what the machine says, when some of it cannot be done."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import Any
+
+import pytest
+
+from tests.core.talk import PATIENCE, answers, hello
+from ttp.controller.connection import Connection
+from ttp.controller.driver import Driver
+from ttp.core import messages as m
+from ttp.core.controller.events import Received
+from ttp.core.layout_messages import TellLayout
+from ttp.testing.scenario import grid
+
+
+class NoThreads:
+    """A journal on a host where no thread can be started."""
+
+    def write(self, *_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    launch_begins = launch_goes_on = write
+
+
+def heard(connection: Connection) -> list[m.Order]:
+    return [order for _ in range(connection._queue.qsize()) if (order := connection._queue.get_nowait()) is not None]
+
+
+def test_a_journal_that_fails_keeps_no_order_from_its_rank(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        journal: Any = NoThreads()
+        driver, layout = Driver(PATIENCE, journal), grid(1, 2)
+        lost, other = (driver.connect(lambda: None) for _ in range(2))
+        for rank, connection in enumerate((lost, other)):
+            driver.feed(Received(connection.id, hello(rank, layout)))
+            for order in heard(connection):
+                if isinstance(order, TellLayout):
+                    driver.feed_all(Received(connection.id, part) for part in answers(order, layout))
+        assert driver.machine.stage == "training"
+        driver.disconnect(lost)
+        assert any(isinstance(order, m.Freeze) for order in heard(other))
+        driver.close()
+
+    with caplog.at_level(logging.CRITICAL):
+        asyncio.run(run())

@@ -1,0 +1,10 @@
+"""Where in a page file the record of a version is, for tests that tear it."""
+
+from __future__ import annotations
+
+from ttp.processor.local_state.pages import PageWriter
+
+
+def record_of(writer: PageWriter, version: int) -> int:
+    """Offset of the record of the slot that ``version`` was written to last."""
+    return writer._older[version % 3].other.record_at

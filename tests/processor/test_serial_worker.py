@@ -1,0 +1,31 @@
+"""Jobs one after the other, whoever hands them in."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from ttp.processor.serial_worker import SerialWorker
+
+
+def test_two_first_jobs_at_once_have_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The owner of the machine and the training thread may both have the first."""
+    worker, done, started = SerialWorker("ttp-test"), threading.Event(), []
+    other = threading.Thread(target=lambda: worker.submit(done.set))
+    start = threading.Thread.start
+
+    def slowly(thread: threading.Thread) -> None:
+        if thread.name == "ttp-test":
+            started.append(thread)
+            if len(started) == 1:
+                start(other)
+                other.join(0.5)  # it is through, or waits for this one
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", slowly)
+    worker.submit(lambda: None)
+    other.join(60)
+    assert done.wait(60)
+    assert len(started) == 1
+    worker.close()
