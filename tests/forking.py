@@ -119,7 +119,8 @@ def _main(
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
     if "TTP_CONTINUITY" not in env:
-        host.WarmStarter = _importing(imports) if imports else _forking_this()  # type: ignore[misc]
+        place: Any = host
+        place.WarmStarter = _importing(imports) if imports else _forking_this()
     _register_plugins()
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
