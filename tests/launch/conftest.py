@@ -180,7 +180,8 @@ def start(environ: dict[str, str], out: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
     def launch(launcher: str, flags: list[str], script: str, *args: str, name: str = "launcher") -> Job:
-        jobs.append(Job(launcher, [*flags, str(HERE / script), str(out), *args], environ, out, name))
+        program = script if "-m" in flags else str(HERE / script)
+        jobs.append(Job(launcher, [*flags, program, str(out), *args], environ, out, name))
         return jobs[-1]
 
     yield launch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 import time
@@ -14,6 +15,9 @@ import psutil
 import pytest
 
 from tests.launch.conftest import PATIENCE_S
+from ttp.config import Config
+from ttp.launch.warm.rules import digest
+from ttp.launch.warm.starter import WarmStarter
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -39,7 +43,7 @@ def template(job: Job) -> psutil.Process:
 
 
 @pytest.fixture
-def imports(tmp_path: Path, environ: dict[str, str]) -> Callable[..., None]:
+def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[..., None]:
     """Says what the ranks have imported, as ``ttp.processor.import_list`` does; sources are modules made here."""
 
     def write(*names: str, **sources: str) -> None:
@@ -50,7 +54,9 @@ def imports(tmp_path: Path, environ: dict[str, str]) -> Callable[..., None]:
             (site / f"{name}.py").write_text(source)
             files[name] = str(site / f"{name}.py")
         place = Path(environ["TTP_RUN_DIR"]) / "imports.json"
-        place.write_text(json.dumps({"path": [*sys.path[1:], str(site)], "modules": sorted(files.items())}))
+        variables = json.loads((out / "facts-0-0").read_text())["environ"]
+        said = {"modules": sorted(files.items()), "environ": {name: digest(text) for name, text in variables.items()}}
+        place.write_text(json.dumps(said | {"path": [*sys.path[1:], str(site)]}))
 
     return write
 
@@ -76,9 +82,19 @@ def test_a_forked_worker_sees_what_a_fresh_one_sees(
     launcher: str, start: Start, imports: Any, ready: Any, environ: dict[str, str], unused_port: int
 ) -> None:
     environ["TTP_PORT"] = str(unused_port)
-    job = start(launcher, FLAGS, "warm_worker.py", "nothing")
+    _same_as_cold(start(launcher, FLAGS, "warm_worker.py", "nothing"), imports, ready)
+
+
+def test_a_forked_module_sees_what_a_fresh_one_sees(
+    start: Start, imports: Any, ready: Any, environ: dict[str, str]
+) -> None:
+    environ["PYTHONSAFEPATH"] = "1"
+    _same_as_cold(start("ttp-run", [*FLAGS, "-m"], "tests.launch.warm_worker", "nothing"), imports, ready)
+
+
+def _same_as_cold(job: Job, imports: Any, ready: Any) -> None:
     cold = [said(job, rank, 0) for rank in range(2)]
-    imports("asyncio", "decimal", "random")
+    imports("asyncio", "decimal", "random", setter="import os\nos.environ['SET_BY_IMPORT'] = '1'\n")
     ready()
     restart(job)
     warm = [said(job, rank, 1) for rank in range(2)]
@@ -86,6 +102,7 @@ def test_a_forked_worker_sees_what_a_fresh_one_sees(
     for before, after in zip(cold, warm, strict=True):
         assert (before.pop("warm"), after.pop("warm")) == (False, True)
         assert before.pop("random") != after.pop("random")
+        assert after["environ"].pop("SET_BY_IMPORT") == "1"
         assert after == before
         assert after["child"] and after["session"]
     assert "rank 1 prints in attempt 1" in job.log
@@ -126,6 +143,15 @@ def test_without_the_process_to_fork_from_workers_are_started(
 
 DOUBTS = {
     "a thread": ("import threading\nthreading.Thread(target=threading.Event().wait, daemon=True).start()\n", "thread"),
+    "a pipe": ("import os\nends = os.pipe()\n", "import odd opens pipe:"),
+    "a device": (
+        "import os\nhere = os.getpid()\ndef _is_in_bad_fork(): return os.getpid() != here\n",
+        "initialised a device",
+    ),
+    "what the program sets": (
+        "import os\nfirst = os.environ.get('SET_BY_PROGRAM') == '1'\n",
+        "the program sets SET_BY_PROGRAM",
+    ),
     "a rank": ("import os\nfirst = os.environ.get('RANK') == '0'\n", "RANK differs between workers"),
 }
 
@@ -144,6 +170,57 @@ def test_modules_that_cannot_be_shared(
     assert job.finish() == 0, job.log
     assert reason in job.log
     assert reason in json.loads((Path(environ["TTP_RUN_DIR"]) / "warm.json").read_text())["state"]
+
+
+def test_what_runs_before_every_program_may_look_at_the_rank(
+    start: Start, imports: Any, ready: Any, environ: dict[str, str], tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import os\nfirst = os.environ.get('RANK') == '0'\n")
+    environ["PYTHONPATH"] = os.pathsep.join([str(tmp_path), environ["PYTHONPATH"]])
+    job = start("ttp-run", FLAGS, "warm_worker.py", "nothing")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("decimal")
+    ready()
+    restart(job)
+    assert not said(job, 0, 1)["warm"]
+    assert job.finish() == 0, job.log
+    assert "sitecustomize.py reads variables" in job.log
+
+
+def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program by a relative path, without input, on the cores that the launcher has then."""
+    monkeypatch.chdir(tmp_path)
+    Path("show.py").write_text("import os\nprint(__file__, os.readlink('/proc/self/fd/0'), os.sched_getaffinity(0))\n")
+    starter = WarmStarter(Config(), tmp_path)
+    command = [sys.executable, "-u", "show.py"]
+    cores = os.sched_getaffinity(0)
+    try:
+        assert starter.worker(command, os.environ, None, None) is None
+        variables = {name: digest(text) for name, text in os.environ.items()}
+        (tmp_path / "imports.json").write_text(json.dumps({"path": sys.path[1:], "modules": [], "environ": variables}))
+        starter.look()
+        os.sched_setaffinity(0, [min(cores)])
+        with Path("said").open("wb") as output:
+            worker = starter.worker(command, os.environ, output, output, stdin=False)
+        assert worker is not None and worker.wait(PATIENCE_S) == 0
+        assert Path("said").read_text() == f"{tmp_path}/show.py /dev/null {{{min(cores)}}}\n"
+    finally:
+        os.sched_setaffinity(0, cores)
+        starter.close()
+
+
+def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: dict[str, str]) -> None:
+    pytest.importorskip("torch")
+    job = start("ttp-run", FLAGS, "warm_worker.py", "draw")
+    said(job, 0, 0), said(job, 1, 0)
+    imports("torch")
+    while not (Path(environ["TTP_RUN_DIR"]) / "warm.json").exists():
+        time.sleep(0.01)
+    restart(job)  # which waits for the rest, imported at full speed
+    assert all(said(job, rank, 1)["warm"] for rank in range(2))
+    assert job.finish() == 0, job.log
+    first, second = (json.loads((job.out / f"drawn-{rank}").read_text()) for rank in range(2))
+    assert first[0] != second[0] and first[1] != second[1]
 
 
 def test_off_is_off(start: Start, imports: Any) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import importlib.machinery
 import sys
 import types
+import zipfile
 from pathlib import Path
 
 import pytest
 
-from ttp.launch.warm.rules import Program, program, why_not
+from ttp.launch.warm.rules import Program, digest, program, set_by_program, why_not
 from ttp.processor.import_list import AFTER_UPDATES, FILE, ImportList, _file
 
 PYTHON = "/usr/bin/python3"
@@ -22,6 +23,13 @@ def test_what_workers_run(tmp_path: Path) -> None:
         PYTHON, ("-u",), str(script), False, ("--lr", "1")
     )
     assert program([PYTHON, "-u", "-m", "train", "-m"], PYTHON) == Program(PYTHON, ("-u",), "train", True, ("-m",))
+
+
+def test_an_archive_is_started(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("print(1)")
+    with zipfile.ZipFile(archive := tmp_path / "train.pyz", "w") as packed:
+        packed.write(tmp_path / "train.py", "__main__.py")
+    assert "is no script" in str(program([PYTHON, str(archive)], PYTHON))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +67,22 @@ WORKER = BASE | {"RANK": "1", "MASTER_PORT": "5"}
 )
 def test_variables(worker: dict[str, str], read: set[str], read_all: str, reason: str | None) -> None:
     said = why_not(BASE, worker, read, read_all)
+    assert said is None if reason is None else said is not None and reason in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "reason"),
+    [
+        ({"PATH": "/bin", "SET_BY_IMPORT": "1"}, None),
+        ({"PATH": "/bin", "SET_BY_IMPORT": "1", "RANK": "0", "CUDA_MODULE_LOADING": "LAZY"}, None),
+        ({"PATH": "/my/bin", "SET_BY_IMPORT": "1"}, "sets PATH"),
+        ({"PATH": "/bin", "SET_BY_IMPORT": "1", "OMP_NUM_THREADS": "8"}, "sets OMP_NUM_THREADS"),
+        ({"PATH": "/bin"}, "sets SET_BY_IMPORT"),
+    ],
+)
+def test_variables_that_the_program_sets(rank: dict[str, str], reason: str | None) -> None:
+    here = {"PATH": "/bin", "SET_BY_IMPORT": "1"}
+    said = set_by_program({name: digest(value) for name, value in rank.items()}, here, {"PATH", "SET_BY_IMPORT"})
     assert said is None if reason is None else said is not None and reason in said
 
 

@@ -1,7 +1,7 @@
 """A rank that says all that a program can see of its process, names what it has imported, and waits to be killed.
 
 Usage: warm_worker.py OUT END. In the first attempt rank 1 waits until ``OUT/go`` exists and kills itself; END is what
-happens in the next one: nothing, ``exit 7``, ``raise``, ``interrupt``, ``main``.
+happens in the next one: nothing, ``exit 7``, ``raise``, ``draw``, ``interrupt``, ``main``.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ CHANGES = ("TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_ERROR_FILE", "MASTER_PORT
 RANK, ATTEMPT = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
+os.environ["SET_BY_PROGRAM"] = "1"
+
+
 class Pickled:
     """Of ``__main__``."""
 
@@ -39,7 +42,8 @@ def facts() -> dict[str, Any]:
         "comm": Path("/proc/self/comm").read_text(),
         "path": sys.path,
         "cwd": str(Path.cwd()),
-        "main": [main.__name__, main.__file__, main.__package__, repr(main.__spec__), type(main.__loader__).__name__],
+        "main": [main.__name__, main.__file__, main.__package__, type(main.__loader__).__name__],
+        "origin": getattr(main.__spec__, "origin", None),
         "names": sorted(name for name in vars(main) if name.startswith("__")),
         "flags": str(sys.flags),
         "environ": {k: v for k, v in sorted(os.environ.items()) if k not in CHANGES},
@@ -55,6 +59,9 @@ def facts() -> dict[str, Any]:
         "outputs": [str(Path(f"/proc/self/fd/{number}").readlink()) for number in (1, 2)],
         "descriptors": len(descriptors),
         "stdout": [out.line_buffering, out.write_through, out.encoding, out.errors],
+        "native": threading.main_thread().native_id == os.getpid(),
+        "stdin": str(Path("/proc/self/fd/0").readlink()),
+        "all names": sorted(vars(main).keys() - {"main"}),
         "threads": [thread.name for thread in threading.enumerate()],
         "start": multiprocessing.get_start_method(),
         "module": Pickled.__module__,
@@ -76,6 +83,11 @@ def main() -> None:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     print(f"rank {RANK} prints in attempt {ATTEMPT}")
+    if END == "draw":
+        import numpy
+        import torch
+
+        put(f"drawn-{RANK}", json.dumps([torch.rand(3).tolist(), numpy.random.rand(3).tolist()]))
     if END == "raise":
         raise ValueError("a wrong turn")
     if END == "interrupt":

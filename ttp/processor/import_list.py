@@ -11,6 +11,8 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from ttp.launch.warm.rules import digest
+
 log = logging.getLogger("ttp.processor")
 
 FILE = "imports.json"
@@ -52,7 +54,9 @@ class ImportList:
     def _write(self) -> None:
         found = [[name, file] for name, module in list(sys.modules.items()) if (file := _file(name, module))]
         draft = self._run_dir / f".{FILE}.{os.getpid()}"
-        draft.write_text(json.dumps({"path": sys.path[1:], "modules": found}))
+        path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
+        environ = {name: digest(value) for name, value in os.environ.items()}
+        draft.write_text(json.dumps({"path": path, "modules": found, "environ": environ}))
         draft.replace(self._run_dir / FILE)
 
 

@@ -113,7 +113,7 @@ class Processes:
                 output.write(title.encode())
                 output.flush()
             try:
-                forked = None if warm is None else warm.worker(self._job.command, environ, output, output)
+                forked = None if warm is None else warm.worker(self._job.command, environ, output, output, stdin=False)
                 return forked or subprocess.Popen(
                     self._job.command,
                     env=environ,

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-LIBRARY_PREFIXES = (
-    *("ATEN_", "CUBLAS_", "CUDA_", "GLOG_", "GLOO_", "GOMP_", "HCCL_", "KMP_", "LD_", "MALLOC_", "MKL_", "MS_DEV_"),
-    *("NCCL_", "NUMEXPR_", "NVIDIA_", "OMP_", "OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHINDUCTOR_"),
+LOADING_PREFIXES = (
+    *("ATEN_", "GLOG_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "MS_DEV_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
+    *("PYTORCH_", "TORCH_"),
 )
-"""Variables that compiled code may have read while it was loaded, which nobody sees."""
+"""Variables that compiled code reads while it is loaded, which nobody sees."""
+
+LIBRARY_PREFIXES = (
+    *LOADING_PREFIXES,
+    *("CUBLAS_", "CUDA_", "GLOO_", "HCCL_", "NCCL_", "NVIDIA_", "PYTHON", "TORCHINDUCTOR_"),
+)
+"""The same, and those that it reads at its first use, which may have been then."""
 
 PER_WORKER = frozenset(
     {"RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "GROUP_WORLD_SIZE"}
@@ -49,9 +56,17 @@ def program(command: Sequence[str], interpreter: str) -> Program | str:
     rest = rest[1:] if module else rest
     if not rest or rest[0].startswith("-"):
         return f"workers have options of Python that ttp does not know: {' '.join(command[1:4])}"
-    if not module and not Path(rest[0]).is_file():
+    if not module and not _is_source(Path(rest[0])):
         return f"{rest[0]} is no script"
     return Program(interpreter, tuple(options), rest[0], module, tuple(rest[1:]))
+
+
+def _is_source(path: Path) -> bool:
+    """Whether Python reads it as text: archives and compiled files have null bytes."""
+    try:
+        return b"\0" not in path.read_bytes()
+    except OSError:
+        return False
 
 
 def differing(mine: Mapping[str, str], theirs: Mapping[str, str]) -> set[str]:
@@ -78,3 +93,23 @@ def why_not(
     if read_all and (rest := sorted(other - PER_WORKER)):
         return f"{rest[0]} differs between workers, and {read_all} reads all variables while it is imported"
     return None
+
+
+def digest(value: str) -> str:
+    """Tells values of variables apart without showing them."""
+    return hashlib.blake2b(value.encode(errors="surrogateescape"), digest_size=8).hexdigest()
+
+
+def set_by_program(rank: Mapping[str, str], here: Mapping[str, str], read: Collection[str]) -> str | None:
+    """Why a module may be another one in the ranks, whose program sets a variable; None: for none of them.
+
+    A module that looks through all variables is no reason here: one in every torch job does, for those of its own.
+
+    Args:
+        rank: digests of the variables of a rank that trains.
+        here: the variables after all modules have been imported, which may set some themselves.
+        read: names that were asked for meanwhile.
+    """
+    other = differing(rank, {name: digest(value) for name, value in here.items()}) - PER_WORKER
+    found = sorted(name for name in other if name in read or name.startswith(LOADING_PREFIXES))
+    return f"the program sets {found[0]}, which is read while modules are imported" if found else None

@@ -96,7 +96,13 @@ class WarmStarter:
             self._send(b"{}")
 
     def worker(
-        self, command: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        stdout: IO[Any] | None,
+        stderr: IO[Any] | None,
+        *,
+        stdin: bool = True,
     ) -> ForkedWorker | None:
         """A worker that is forked, or None: it has to be started, and why has been said.
 
@@ -105,11 +111,13 @@ class WarmStarter:
             environ: its whole environment.
             stdout: where it writes; None: where this process does.
             stderr: likewise.
+            stdin: whether it reads what this process would read; else nothing.
         """
         if self._off:
             return None
         try:
-            return self._worker(command, environ, stdout, stderr)
+            outputs = (stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
+            return self._worker(command, environ, outputs, stdin)
         except Exception as problem:
             self._give_up(repr(problem))
             return None
@@ -124,7 +132,7 @@ class WarmStarter:
         self._process = self._socket = None
 
     def _worker(
-        self, command: Sequence[str], environ: Mapping[str, str], stdout: IO[Any] | None, stderr: IO[Any] | None
+        self, command: Sequence[str], environ: Mapping[str, str], outputs: tuple[int, int], stdin: bool
     ) -> ForkedWorker | None:
         wanted = program(command, sys.executable)
         if isinstance(wanted, str):
@@ -142,9 +150,15 @@ class WarmStarter:
         if reason is not None:
             self._give_up(reason)
             return None
-        return self._fork(
-            wanted, command, environ, (stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
-        )
+        order = {
+            "program": {name: getattr(wanted, name) for name in Program.__slots__},
+            "environ": dict(environ),
+            "cwd": str(Path.cwd()),
+            "launcher": os.getpid(),
+            "stdin": stdin,
+            "cores": sorted(os.sched_getaffinity(0)),  # of this thread: torch binds it while it starts a worker
+        }
+        return self._fork(order, command, outputs)
 
     def _start(self, wanted: Program, environ: Mapping[str, str]) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -192,15 +206,7 @@ class WarmStarter:
         )  # fmt: skip
         self._note("ready")
 
-    def _fork(
-        self, wanted: Program, command: Sequence[str], environ: Mapping[str, str], outputs: tuple[int, int]
-    ) -> ForkedWorker | None:
-        order = {
-            "program": {name: getattr(wanted, name) for name in Program.__slots__},
-            "environ": dict(environ),
-            "cwd": str(Path.cwd()),
-            "launcher": os.getpid(),
-        }
+    def _fork(self, order: dict[str, Any], command: Sequence[str], outputs: tuple[int, int]) -> ForkedWorker | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         _adopt(True)
         try:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import ctypes
+import fcntl
 import gc
 import importlib
 import json
@@ -21,13 +22,14 @@ import select
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ttp.launch.warm.rules import Program
+from ttp.launch.warm.rules import Program, differing, set_by_program
 
 MESSAGE_BYTES = 1 << 20
 SHARE = 0.25
@@ -36,6 +38,10 @@ GO_S = 10.0
 """How long a worker waits for its launcher's word, and to become its child."""
 PR_SET_PDEATHSIG = 1
 PR_SET_MM, PR_SET_MM_ARG_END = 35, 9
+DEVICES = ("/dev/nvidia-uvm", "/dev/davinci", "/dev/kfd")
+"""What is opened when a device is initialised."""
+FIRST_IS_OURS = not getattr(sys.flags, "safe_path", False)
+"""Whether the first entry of ``sys.path`` is the folder of the program."""
 
 
 class NotTheSameError(Exception):
@@ -83,6 +89,8 @@ class Template:
         self._hurry = False
         self._path = list(sys.path)
         self._reads = EnvironmentReads()
+        self._open = _handles()
+        self._set: dict[str, str | None] = {}
 
     def run(self, imports: str, skip: tuple[str, ...]) -> NoReturn:
         """Never returns here; in a worker the interpreter goes on to the end of its program and leaves.
@@ -94,9 +102,14 @@ class Template:
         began_s = time.monotonic()
         try:
             wanted = json.loads(Path(imports).read_text())
+            _check_startup()
             with self._reads.noted():
                 done = self._import(wanted["path"], wanted["modules"], skip)
-            self._check()
+            reason = set_by_program(wanted["environ"], dict(os.environ), self._reads.names) or _why_no_fork()
+            if reason is not None:
+                raise NotTheSameError(reason)
+            first = _first_environment()
+            self._set = {name: os.environ.get(name) for name in differing(first, dict(os.environ))}
             sys.path[:] = self._path  # programs change theirs as they go
         except (NotTheSameError, OSError, ValueError, LookupError) as problem:
             self._say(state="refused", reason=str(problem))
@@ -114,7 +127,7 @@ class Template:
                 os.close(descriptor)
 
     def _import(self, path: list[str], modules: list[list[str]], skip: tuple[str, ...]) -> int:
-        sys.path[1:] = path
+        sys.path[1 if FIRST_IS_OURS else 0 :] = path
         wanted = [(n, f) for n, f in modules if not any(n == left or n.startswith(left + ".") for left in skip)]
         again = [(name, file) for name, file in wanted if self._import_one(name, file) is not None]
         for name, file in again:  # what imports one another goes in one order and not in the other
@@ -136,6 +149,8 @@ class Template:
             raise NotTheSameError(f"import {name} gives {found.__file__} here and {file} in the ranks")
         if len(list(Path("/proc/self/task").iterdir())) > 1:
             raise NotTheSameError(f"import {name} starts a thread (TTP_WARM_SKIP={name} leaves it out)")
+        if opened := sorted(_handles() - self._open):
+            raise NotTheSameError(f"import {name} opens {opened[0]} (TTP_WARM_SKIP={name} leaves it out)")
         self._pause((time.process_time() - before_s) * (1 / SHARE - 1))
         return None
 
@@ -144,11 +159,6 @@ class Template:
         if not self._hurry and select.select([self._launcher], [], [], seconds)[0]:
             self._receive()  # the only thing that can be said now: hurry
             self._hurry = True
-
-    def _check(self) -> None:
-        torch: Any = sys.modules.get("torch")
-        if torch is not None and torch.cuda.is_initialized():
-            raise NotTheSameError("the imports have initialised CUDA, which cannot be forked")
 
     def _say(self, **what: Any) -> None:
         self._launcher.send(json.dumps(what).encode())
@@ -169,17 +179,30 @@ class Template:
             if os.fork():
                 os._exit(0)
             self._launcher.close()
-            become(order, *handed)
+            become(order, self._set, *handed)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         _run(Program(**order["program"]))
 
 
-def become(order: dict[str, Any], stdout: int, stderr: int, own: int) -> None:
-    """Be what a fresh worker is before its program begins; returns when the launcher has said so."""
+def become(order: dict[str, Any], changed: dict[str, str | None], stdout: int, stderr: int, own: int) -> None:
+    """Be what a fresh worker is before its program begins; returns when the launcher has said so.
+
+    Args:
+        order: of the launcher.
+        changed: variables that the imports have set, or taken away (None).
+        stdout: descriptor.
+        stderr: likewise.
+        own: socket to the launcher.
+    """
     os.setsid()
+    os.sched_setaffinity(0, order["cores"])
+    threading.main_thread()._set_native_id()  # type: ignore[attr-defined] # which is that of the process forked from
     with socket.socket(fileno=own) as launcher:
+        if not order["stdin"]:
+            with Path(os.devnull).open() as nothing:
+                os.dup2(nothing.fileno(), 0)
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
         for descriptor in (stdout, stderr):
@@ -189,11 +212,14 @@ def become(order: dict[str, Any], stdout: int, stderr: int, own: int) -> None:
         os.chdir(order["cwd"])
         os.environ.clear()
         os.environ.update(order["environ"])
+        for name, value in changed.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
         wanted = Program(**order["program"])
         command = [wanted.interpreter, *wanted.options, *(["-m"] if wanted.module else []), wanted.name]
         _call_it([*command, *wanted.arguments])
-        if "numpy.random" in sys.modules:
-            sys.modules["numpy.random"].seed()
+        _reseed()
         deadline_s = time.monotonic() + GO_S
         while os.getppid() != order["launcher"]:
             if time.monotonic() > deadline_s:
@@ -203,6 +229,14 @@ def become(order: dict[str, Any], stdout: int, stderr: int, own: int) -> None:
         launcher.send(b"%d" % os.getpid())
         if launcher.recv(8) != b"go":
             os._exit(1)
+
+
+def _reseed() -> None:
+    """Seed anew what is seeded when it is imported; Python's ``random`` does it at a fork, MindSpore at first use."""
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
 
 
 def _call_it(command: list[str]) -> None:
@@ -223,12 +257,18 @@ def _run(program: Program) -> NoReturn:
     """As the interpreter does it with a program of its own: same ``__main__``, same end."""
     sys.argv = [program.name, *program.arguments]
     folder = Path.cwd() if program.module else Path(program.name).resolve().parent
-    sys.path[:1] = [] if getattr(sys.flags, "safe_path", False) else [str(folder)]
+    if FIRST_IS_OURS:
+        sys.path[:1] = [str(folder)]
+    main: Any = sys.modules["__main__"]
+    main.__dict__.clear()
+    main.__dict__.update(
+        __name__="__main__", __doc__=None, __package__=None, __spec__=None, __annotations__={}, __builtins__=builtins
+    )
     try:
         if program.module:
             getattr(runpy, "_run_module_as_main")(program.name)  # noqa: B009
         else:
-            _run_script(program.name)
+            _run_script(program.name, main.__dict__)
     except SystemExit:
         raise
     except BaseException as problem:
@@ -236,14 +276,10 @@ def _run(program: Program) -> NoReturn:
     sys.exit(0)
 
 
-def _run_script(path: str) -> None:
-    main: Any = sys.modules["__main__"]
-    main.__dict__.clear()
-    main.__dict__.update(
-        __name__="__main__", __doc__=None, __package__=None, __loader__=SourceFileLoader("__main__", path),
-        __spec__=None, __annotations__={}, __builtins__=builtins, __file__=path, __cached__=None,
-    )  # fmt: skip
-    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), main.__dict__)
+def _run_script(name: str, names: dict[str, Any]) -> None:
+    path = os.path.join(Path.cwd(), name)  # noqa: PTH118 # as Python does it, without a look at links and dots
+    names.update(__loader__=SourceFileLoader("__main__", path), __file__=path, __cached__=None)
+    exec(compile(Path(path).read_bytes(), path, "exec", dont_inherit=True), names)
 
 
 def _end_by(problem: BaseException) -> NoReturn:
@@ -259,6 +295,45 @@ def _end_by(problem: BaseException) -> NoReturn:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGINT)
     sys.exit(1)
+
+
+def _check_startup() -> None:
+    """What runs before every program may look at the rank, and would run once only."""
+    for name in ("sitecustomize", "usercustomize"):
+        file = getattr(sys.modules.get(name), "__file__", None)
+        source = Path(file).read_bytes() if file else b""
+        if b"environ" in source or b"getenv" in source:
+            raise NotTheSameError(f"{file} reads variables whenever Python starts")
+
+
+def _handles() -> set[str]:
+    """What this process has open and workers would share: connections, pipes, files to write to, devices."""
+    found = set()
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # that of the listing itself
+            target = str(entry.readlink())
+            writes = fcntl.fcntl(int(entry.name), fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
+            if target.startswith(DEVICES) or (not target.startswith("/dev/") and (writes or target[0] != "/")):
+                found.add(target)
+    return found
+
+
+def _why_no_fork() -> str | None:
+    """Why a process that is forked from this one cannot use what was imported; None: it can. Finds out by a fork."""
+    child = os.fork()
+    if not child:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        asked = [getattr(module, "__dict__", {}).get("_is_in_bad_fork") for module in list(sys.modules.values())]
+        os._exit(int(any(ask() for ask in asked if callable(ask))))
+    if os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) != 0:
+        return "the imports have initialised a device, which cannot be forked"
+    return None
+
+
+def _first_environment() -> dict[str, str]:
+    """Variables that this process was started with; Python itself may have set some since."""
+    words = Path("/proc/self/environ").read_bytes().split(b"\0")
+    return dict(os.fsdecode(word).split("=", 1) for word in words if b"=" in word)
 
 
 def _resident() -> int:
