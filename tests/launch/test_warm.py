@@ -43,6 +43,11 @@ def template(job: Job) -> psutil.Process:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _cold_first(environ: dict[str, str]) -> None:
+    environ["TTP_CONTINUITY"] = "warm"
+
+
 @pytest.fixture
 def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[..., None]:
     """Says what the ranks have imported, as ``ttp.processor.import_list`` does; sources are modules made here."""

@@ -23,6 +23,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from ttp.adapters.torch.device.accelerator import flat_bytes
 from ttp.adapters.torch.sharding.names import _walk as walk
+from ttp.adapters.torch.sharding.names import takes_any_shape
 from ttp.errors import CheckpointError
 from ttp.processor.local_state.pages import Buffer, Kept
 
@@ -223,28 +224,48 @@ def _live(tensor: Tensor) -> memoryview:
 
 
 def restore_buffers(module: nn.Module, saved: Mapping[str, Tensor]) -> list[str]:
-    """Copy saved buffers into the live ones. Returns notes on those that only one side has.
+    """Put saved buffers into the live ones. Returns notes on those that only one side has, or has otherwise.
+
+    One that takes any shape becomes what it was. Another one whose form differs and that belongs into no checkpoint is
+    a cache: it stays as this program made it.
 
     Raises:
-        CheckpointError: a buffer has another shape or dtype; nothing has been modified.
+        CheckpointError: a buffer that belongs into a checkpoint has another shape or dtype; nothing has been modified.
     """
-    live: list[tuple[str, Tensor]] = []
-    for _, prefix, owner in walk(module):
-        live += [(prefix + key, tensor) for key, tensor in owner._buffers.items() if tensor is not None]
-    wrong = [
-        f"{name}: {saved[name].dtype} {tuple(saved[name].shape)} saved, {tensor.dtype} {tuple(tensor.shape)} here"
-        for name, tensor in live
-        if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
-    ]
+    live = [(prefix + key, owner, key) for _, prefix, owner in walk(module) for key in owner._buffers]
+    wanted: list[tuple[nn.Module, str, Tensor]] = []
+    wrong: list[str] = []
+    notes: list[str] = []
+    for name, owner, key in live:
+        tensor, value = owner._buffers[key], saved.get(name)
+        if value is None:
+            notes += [] if tensor is None else [f"buffer {name} was not saved"]
+        elif takes_any_shape(owner, key) or _form(tensor) == _form(value):
+            wanted.append((owner, key, value))
+        else:
+            other = f"the buffer {name} was {_form(value)} when it was saved and is {_form(tensor)} here"
+            (notes if key in owner._non_persistent_buffers_set else wrong).append(other)
     if wrong:
         raise CheckpointError("buffers of another model: " + "; ".join(wrong[:5]) + ("; ..." if wrong[5:] else ""))
+    home = next((parameter.device for parameter in module.parameters()), torch.device("cpu"))
     with torch.no_grad():
-        for name, tensor in live:
-            if name in saved:
-                tensor.copy_(saved[name])
-    names = {name for name, _ in live}
-    notes = [f"buffer {name} was saved and is not in this model" for name in sorted(set(saved) - names)]
-    return notes + [f"buffer {name} was not saved" for name in sorted(names - set(saved))]
+        for owner, key, value in wanted:
+            tensor = owner._buffers[key]
+            if tensor is None or _form(tensor) != _form(value) or overlaps(tensor):
+                owner._buffers[key] = value.to(home if tensor is None else tensor.device)
+            else:
+                tensor.copy_(value)
+    unknown = sorted(saved.keys() - {name for name, _, _ in live})
+    return notes + [f"buffer {name} was saved and is not in this model" for name in unknown]
+
+
+def overlaps(tensor: Tensor) -> bool:
+    """Whether its elements share memory (expanded): torch refuses to write there."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
 def decode_buffer(info: BufferInfo, data: bytes) -> Tensor:

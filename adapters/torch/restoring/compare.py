@@ -44,6 +44,8 @@ def model_differences(
     # A module's extra state may be a tensor today and a number tomorrow: its own code has to cope.
     there = {name: "" if name in names.extra_states else signature for name, signature in there.items()}
     here |= kept
+    for name in names.of_any_shape & there.keys():  # it becomes what it was
+        here[name] = there[name]
     differing = [
         f"{name} ({here[name]} here, {there[name]} in the checkpoint)"
         for name in sorted(here.keys() & there.keys())

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from ttp.adapters.torch.local_state.buffers import overlaps
 from ttp.adapters.torch.loop.schedules import load_scaler, load_scheduler
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.restoring.compare import is_left_out, model_differences, optimizer_differences
@@ -180,6 +181,7 @@ def _refuse_foreign(saved: _Saved, names: ModelNames, optimizer: Optimizer, cutt
 
 
 def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
+    _make_buffers(saved, names)
     tensors = names.parameters | names.buffers
     wanted = {name: tensors[name] for item in saved.model if (name := str(item.path[1])) in tensors}
     target = {n: _writable(tensor) for n, tensor in wanted.items() if cutter.pieces(n, tensor) is None}
@@ -194,11 +196,23 @@ def _load_model(saved: _Saved, names: ModelNames, cutter: Cutter) -> None:
             owner.set_extra_state(saved.extra_states[name])
 
 
+def _make_buffers(saved: _Saved, names: ModelNames) -> None:
+    """Room for those that had been made, or had grown, when the checkpoint was made."""
+    changing, live = names.of_any_shape, names.buffers
+    for item in saved.model:
+        name, form = str(item.path[1]), (item.shape, item.torch_dtype) if item.is_tensor else None
+        if form is None or name not in changing:
+            continue
+        tensor = live.get(name)
+        if tensor is None or (tuple(tensor.shape), tensor.dtype) != form:
+            device = names.device if tensor is None else tensor.device
+            names.replace_buffer(name, torch.empty(item.shape, dtype=item.torch_dtype, device=device))
+
+
 def _writable(tensor: Tensor) -> Tensor:
     """``tensor`` itself; a fresh one when its elements share memory (expanded): torch refuses to write there."""
     tensor = tensor.detach()
-    overlapping = any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlapping else tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device) if overlaps(tensor) else tensor
 
 
 def _shares_memory(one: Tensor, two: Tensor) -> bool:

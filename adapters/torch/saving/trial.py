@@ -99,6 +99,8 @@ class Trial:
         self.saved: Callable[[], Collection[str]] = self._all
         """Names of the parameters that this rank's shards have."""
         self._devices = _devices(model)
+        fixed = names.buffers.keys() - names.of_any_shape
+        self._shapes = {name: tuple(buffer.shape) for name, buffer in names.buffers.items() if name in fixed}
         self._groups = [len(each.param_groups) for each in self._optimizers]
         self._said: set[str] = set()
         self._found = ""
@@ -140,7 +142,7 @@ class Trial:
     def _try(self) -> None:
         try:
             state = self._make_state()
-            self._found = self._found or refusal(state, self._model)
+            self._found = self._found or refusal(state, self._model) or "; ".join(self._grown())
             self._say(left_out(state))
         except UsageError as problem:
             self._found = self._found or str(problem)
@@ -181,6 +183,17 @@ class Trial:
                 f"the model was moved from {_listed(self._devices)} to {_listed(devices)} after wrap_optimizer(): move "
                 "it before, and make the optimizer then"
             )
+
+    def _grown(self) -> Iterator[str]:
+        """Buffers that a program which is started again could not take."""
+        now = {name: tuple(buffer.shape) for name, buffer in self._names.buffers.items()}
+        for name, shape in self._shapes.items():
+            if now.get(name, shape) != shape:
+                yield (
+                    f"the buffer {name} had the shape {shape} at wrap_optimizer() and has {now[name]} now: a program "
+                    "that is started again could not take it. Let it begin as empty or None, give it its last shape "
+                    "before wrap_optimizer(), or register it with persistent=False if it is a cache"
+                )
 
     def _refuse_unsaved(self) -> None:
         """A param group was added."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -51,6 +53,16 @@ class ModelNames:
         """Name -> live tensor of every buffer that belongs into a checkpoint (persistent, not ``None``)."""
         found = ((name, owner._buffers.get(key)) for name, (owner, key) in self._buffer_owners.items())
         return {name: tensor for name, tensor in found if tensor is not None}
+
+    @property
+    def of_any_shape(self) -> set[str]:
+        """Names of such buffers that may have been made in training; see ``takes_any_shape``."""
+        return {name for name, (owner, key) in self._buffer_owners.items() if takes_any_shape(owner, key)}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first of the parameters is."""
+        return next((parameter.device for parameter in self.parameters.values()), torch.device("cpu"))
 
     @property
     def extra_states(self) -> Mapping[str, nn.Module]:
@@ -111,6 +123,17 @@ class ModelNames:
                 "they cannot be saved. Pass the module that owns all of them, for example "
                 "nn.ModuleDict({'model': model, 'loss': loss})"
             )
+
+
+def takes_any_shape(owner: nn.Module, buffer: str) -> bool:
+    """Whether a restored buffer may differ in its form from the one that the program has made.
+
+    It is still None or empty, or its module loads itself, as torch's observers do, whose buffers get their size from
+    what they see. BatchNorm loads itself for another reason.
+    """
+    tensor = owner._buffers.get(buffer)
+    loads_itself = type(owner)._load_from_state_dict is not nn.Module._load_from_state_dict
+    return tensor is None or tensor.numel() == 0 or (loads_itself and not isinstance(owner, _NormBase))
 
 
 def module_tensors(module: nn.Module) -> dict[str, Tensor]:

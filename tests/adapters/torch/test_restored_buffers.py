@@ -1,0 +1,132 @@
+"""Buffers that are not in the restored program what they were in the one that was saved."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, plainly
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from ttp.errors import CheckpointError, UsageError
+
+supports = pytest.mark.supports
+
+
+class Remembering(nn.Module):
+    """Its buffers are made, or grow, in the forward pass."""
+
+    def __init__(self, begin: Any, persistent: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 3)
+        self.register_buffer("seen", begin, persistent=persistent)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.layer(x)
+        with torch.no_grad():
+            new = y[:1] if self.seen is None else torch.cat([self.seen, y[:1]])
+            self.seen: Tensor | None = new[-2 * UPDATES :]
+        return y + self.seen.mean()
+
+
+@supports("buffers made in training")
+@pytest.mark.parametrize("persistent", [True, False])
+@pytest.mark.parametrize("begin", [None, torch.empty(0, 3)], ids=["none", "empty"])
+def test_they_come_back(tmp_path: Path, begin: Any, persistent: bool) -> None:
+    def make() -> Program:
+        model = Remembering(begin, persistent)
+        optimizer = adamw(model)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("buffers made in training")
+@pytest.mark.filterwarnings("ignore:torch.ao.quantization:DeprecationWarning")
+def test_observers_of_quantisation_aware_training(tmp_path: Path) -> None:
+    """Their buffers get one entry for each channel in the first forward pass."""
+    from torch.ao.quantization import FakeQuantize, MovingAveragePerChannelMinMaxObserver
+
+    class Quantised(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(6, 3)
+            observer = MovingAveragePerChannelMinMaxObserver.with_args(qscheme=torch.per_channel_symmetric)
+            quantise: Any = FakeQuantize
+            self.quantise = quantise(observer, quant_min=-128, quant_max=127, dtype=torch.qint8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return nn.functional.linear(x, self.quantise(self.weight), self.bias)
+
+    def make() -> Program:
+        model = Quantised()
+        optimizer = adamw(model)
+        return Program(model, optimizer, plainly(model, optimizer))
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+def saved_with(directory: Path, make: Any) -> tuple[Any, Path]:
+    model = make()
+    optimizer = adamw(model)
+    program = Program(model, optimizer, plainly(model, optimizer))
+    adapter, processor = program.register(), StubProcessor(directory)
+    join(adapter, processor, directory / "pages")
+    for _ in range(2):
+        program.step(0)
+    return model, save(adapter, processor, 2)
+
+
+@supports("buffers made in training")
+def test_a_cache_of_another_size_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As that of rotary embeddings, which grows with the longest sequence that was seen."""
+
+    def make(size: int = 4) -> nn.Module:
+        model = nn.Linear(6, 3)
+        model.register_buffer("cache", torch.arange(float(size)), persistent=False)
+        return model
+
+    _, path = saved_with(tmp_path, functools.partial(make, 8))
+    other = make()
+    caplog.set_level(logging.WARNING)
+    assert Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False) == 2
+    assert torch.equal(other.get_buffer("cache"), torch.arange(4.0))
+    assert "the buffer cache was float32 (8,) when it was saved and is float32 (4,) here" in caplog.text
+
+
+def test_one_that_belongs_into_the_checkpoint_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    def make(size: int = 6) -> Any:
+        model = nn.Linear(6, 3)
+        model.register_buffer("seen", torch.zeros(size, 3))
+        return model
+
+    _, path = saved_with(tmp_path, make)
+    other = make(4)
+    before = other.weight.clone()
+    with pytest.raises(CheckpointError, match=r"seen \(float32 \[4, 3\] here, float32 \[6, 3\].*Nothing was loaded"):
+        Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+    assert torch.equal(other.weight, before)
+
+
+@supports("buffers made in training")
+def test_one_that_grows_from_something_is_refused_while_nothing_is_lost(tmp_path: Path) -> None:
+    """A program that is started again begins with the first size, and could not take the checkpoint."""
+    with pytest.raises(UsageError, match=r"seen had the shape \(1, 3\) .* and has \(\d, 3\) now.* empty or None"):
+        saved_with(tmp_path, functools.partial(Remembering, torch.zeros(1, 3), True))
+
+
+@pytest.mark.parametrize("persistent", [True, False])
+def test_an_expanded_one(tmp_path: Path, persistent: bool) -> None:
+    def make(value: float) -> nn.Module:
+        model = nn.Linear(6, 3)
+        model.register_buffer("wide", torch.tensor([value]).expand(4), persistent=persistent)
+        return model
+
+    _, path = saved_with(tmp_path, functools.partial(make, 5.0))
+    other = make(1.0)
+    Program(other, adamw(other), lambda _: None).register().load(path, 0, 1, protected=False)
+    assert torch.equal(other.get_buffer("wide"), torch.full((4,), 5.0))
