@@ -76,6 +76,7 @@ def test_variables(worker: dict[str, str], read: set[str], read_all: str, reason
     [
         ({"PATH": "/bin", "SET_BY_IMPORT": "1"}, None),
         ({"PATH": "/bin", "SET_BY_IMPORT": "1", "RANK": "0", "CUDA_MODULE_LOADING": "LAZY"}, None),
+        ({"PATH": "/bin", "SET_BY_IMPORT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, None),
         ({"PATH": "/my/bin", "SET_BY_IMPORT": "1"}, "sets PATH"),
         ({"PATH": "/bin", "SET_BY_IMPORT": "1", "OMP_NUM_THREADS": "8"}, "sets OMP_NUM_THREADS"),
         ({"PATH": "/bin"}, "sets SET_BY_IMPORT"),

@@ -9,13 +9,13 @@ from pathlib import Path
 
 LOADING_PREFIXES = (
     *("ATEN_", "GLOG_", "GOMP_", "KMP_", "LD_", "MALLOC_", "MKL_", "MS_DEV_", "NUMEXPR_", "OMP_", "OPENBLAS_"),
-    *("PYTORCH_", "TORCH_"),
+    "PYTORCH_",
 )
 """Variables that compiled code reads while it is loaded, which nobody sees."""
 
 LIBRARY_PREFIXES = (
     *LOADING_PREFIXES,
-    *("CUBLAS_", "CUDA_", "GLOO_", "HCCL_", "NCCL_", "NVIDIA_", "PYTHON", "TORCHINDUCTOR_"),
+    *("CUBLAS_", "CUDA_", "GLOO_", "HCCL_", "NCCL_", "NVIDIA_", "PYTHON", "TORCH_", "TORCHINDUCTOR_"),
 )
 """The same, and those that it reads at its first use, which may have been then."""
 
