@@ -28,6 +28,7 @@ GROUPS = {
     "restore": "restoring",
     "detect": "detect",
     "rescue": "rescue",
+    "resume": "resume",
     "controller": "controller_load",
     "gpu": "gpu",
 }

@@ -1,17 +1,31 @@
-"""Processes forked from one that has imported torch: a start costs a tenth of a second, not three to five."""
+"""Processes forked from one that has imported torch: a start costs a tenth of a second, not three to five.
+
+So are the ranks of launchers that are forked here, from the first: as in a warm restart. Where ``TTP_CONTINUITY`` is
+set their first start is cold, as it is for users.
+"""
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import multiprocessing
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+
+from ttp.launch import host
+from ttp.launch.warm import template
+from ttp.launch.warm.starter import Ready, WarmStarter
+from ttp.launch.warm.worker import ForkedWorker
+from ttp.processor import import_list
 
 PRELOAD = [
     "torch",
@@ -22,6 +36,8 @@ PRELOAD = [
     "torch.distributed.optim",
     "torch._dynamo",
     "ttp.api",
+    "ttp.launch.agent",
+    "ttp.launch.warm.template",
     "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
@@ -49,10 +65,22 @@ class ForkedPython:
         arguments: What follows on the command line.
         env: The whole environment.
         log: Where stdout and stderr go, behind what is there.
+        cwd: Where it runs; by default here.
+        imports: Of a launcher: modules that its ranks need and that are not here; they are imported once, not by each.
     """
 
-    def __init__(self, program: str | Path, arguments: Sequence[object], env: dict[str, str], log: Path) -> None:
-        self._process = fork(_main, (program, list(map(str, arguments)), env, log), daemon=False)
+    def __init__(
+        self,
+        program: str | Path,
+        arguments: Sequence[object],
+        env: dict[str, str],
+        log: Path,
+        *,
+        cwd: Path | None = None,
+        imports: Sequence[str] = (),
+    ) -> None:
+        arguments = list(map(str, arguments))
+        self._process = fork(_main, (program, arguments, env, log, cwd or Path.cwd(), imports), daemon=False)
 
     @property
     def pid(self) -> int:
@@ -79,14 +107,20 @@ class ForkedPython:
         self.send_signal(signal.SIGKILL)
 
 
-def _main(program: str | Path, arguments: list[str], env: dict[str, str], log: Path) -> None:
+def _main(
+    program: str | Path, arguments: list[str], env: dict[str, str], log: Path, cwd: Path, imports: Sequence[str]
+) -> None:
     os.setsid()
+    os.chdir(cwd)
     for stream in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), stream)
     os.environ.clear()
     os.environ |= env | {"JOB_LAUNCHER_PID": str(os.getpid())}
     sys.path[:0] = [path for path in env.get("PYTHONPATH", "").split(os.pathsep) if path not in ("", *sys.path)]
     sys.argv = [str(program), *arguments]
+    if "TTP_CONTINUITY" not in env:
+        place: Any = host
+        place.WarmStarter = _importing(imports) if imports else _forking_this()
     _register_plugins()
     if isinstance(program, Path):
         sys.path.insert(0, str(program.parent))
@@ -100,3 +134,45 @@ def _register_plugins() -> None:
     rendezvous: Any = sys.modules["torch.distributed.elastic.rendezvous"]
     rendezvous.registry.handler_registry._registry.pop("ttp", None)
     rendezvous._register_out_of_tree_handlers()
+
+
+def _importing(modules: Sequence[str]) -> type[WarmStarter]:
+    """Ranks are forked from a process that has imported these."""
+
+    class FromTheFirst(WarmStarter):
+        def _worker(self, *worker: Any) -> Any:
+            if self._process is None:
+                files = [(name, importlib.util.find_spec(name).origin) for name in modules]  # type: ignore[union-attr]
+                (self._run_dir / import_list.FILE).write_text(json.dumps({"path": sys.path[1:], "modules": files}))
+                super()._worker(*worker)  # it learns what to start
+                self.look()
+            return super()._worker(*worker)
+
+    return FromTheFirst
+
+
+def _forking_this() -> type[WarmStarter]:
+    """Ranks are forked from a fork of this process, which has all the imports."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with tempfile.NamedTemporaryFile("w", delete=False) as nothing:
+        json.dump({"path": sys.path[1:], "modules": []}, nothing)
+    launcher = os.getpid()
+    pid = os.fork()
+    if not pid:
+        ours.close()
+        template.main(theirs.detach(), launcher, nothing.name, "")
+    theirs.close()
+    assert ours.recv(1 << 20)  # it has read the file
+    Path(nothing.name).unlink()
+
+    class FromTheFirst(WarmStarter):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            self._process, self._socket = ForkedWorker(pid, [str(template.__file__)]), ours  # type: ignore[assignment]
+            self._ready = Ready(len(sys.modules), 0, 0.0, frozenset(), "")
+
+        def _worker(self, command: Any, environ: Any, *outputs: Any) -> Any:
+            self._started_with = dict(environ)
+            return super()._worker(command, environ, *outputs)
+
+    return FromTheFirst

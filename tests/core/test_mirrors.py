@@ -23,17 +23,21 @@ class Mirrored(Wide):
         return super().hello(rank, **{"pages_at": f"10.0.0.{rank // 2}:{rank}", **more})
 
 
-def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_lost() -> None:
+@pytest.mark.parametrize(
+    ("lost", "collected"), [((2, 3), {0: (0, 1, 2), 1: (3,)}), ((0, 1), {2: (0, 2, 3), 3: (1,)})], ids=str
+)
+def test_each_rank_is_told_who_keeps_its_page_and_pages_are_used_when_a_host_is_lost(
+    lost: tuple[int, int], collected: dict[int, tuple[int, ...]]
+) -> None:
     talk = Mirrored()
     assert "MirrorTo:0,1,2,3" in talk.lines[-1]
     assert all("MirrorTo" not in said for said in talk.lines[:-1]), "not before all are there"
-    talk.accuse(2, m.FaultKind.EXITED)
-    talk.accuse(3, m.FaultKind.EXITED)
+    for rank in lost:
+        talk.accuse(rank, m.FaultKind.EXITED)
     talk.frozen_all()
-    pages = {order.rank: order.order.pages for order in talk.orders(m.Save)}
-    assert pages == {0: (0, 1, 2), 1: (3,)}
-    talk.saved(0)
-    talk.saved(1)
+    assert {order.rank: order.order.pages for order in talk.orders(m.Save)} == collected
+    for rank in collected:
+        talk.saved(rank)
     assert talk.orders(m.Commit)[0].missing_pages == ()
 
 

@@ -106,9 +106,9 @@ class Job:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
-        for orphan in psutil.process_iter(["environ"]):  # a launcher that is killed leaves its ranks behind
-            if (orphan.info["environ"] or {}).get("JOB_DIR") == str(self.directory):
-                with contextlib.suppress(psutil.NoSuchProcess):
+        for orphan in psutil.process_iter():  # a launcher that is killed leaves its ranks behind
+            with contextlib.suppress(psutil.Error, OSError):
+                if Path(f"/proc/{orphan.pid}/fd/1").readlink().is_relative_to(self.directory):
                     orphan.kill()
 
     def story(self) -> str:

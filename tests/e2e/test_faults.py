@@ -81,6 +81,7 @@ def kills(ranks: int, phases: list[str]) -> tuple[list[dict[str, Any]], list[set
     return faults, lost
 
 
+@pytest.mark.slow  # tests/programs goes through the phases without a launcher too
 @pytest.mark.timeout(TIMEOUT_S)
 def test_every_phase_without_a_launcher(forked_job: MakeForked, unbroken: Unbroken) -> None:
     """What ranks do is the same under each launcher: each phase, and an exception before and in the step."""

@@ -92,7 +92,7 @@ def test_a_relay_in_the_launcher_dies_while_training(make_job: Callable[..., Job
     port = str(free_port())
     nodes = [["--nnodes", "2", "--node-rank", n, "--master-addr", "127.0.0.1", "--master-port", port] for n in "01"]
     job = make_job(ranks=4, steps=400, max_restarts=0, nodes=nodes, hosts=["one", "two"])
-    job.env = {"TTP_RELAY": "on"}
+    job.env = {"TTP_RELAY": "on", "TTP_CONTINUITY": "warm"}
     job.start()
     job.wait_for_version(3)
     os.kill(job.processes[1].pid, signal.SIGKILL)

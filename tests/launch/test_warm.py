@@ -16,6 +16,7 @@ import pytest
 
 from tests.launch.conftest import PATIENCE_S
 from ttp.config import Config
+from ttp.launch.warm import memory
 from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import WarmStarter
 
@@ -42,6 +43,11 @@ def template(job: Job) -> psutil.Process:
     return found
 
 
+@pytest.fixture(autouse=True)
+def _cold_first(environ: dict[str, str]) -> None:
+    environ["TTP_CONTINUITY"] = "warm"
+
+
 @pytest.fixture
 def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[..., None]:
     """Says what the ranks have imported, as ``ttp.processor.import_list`` does; sources are modules made here."""
@@ -55,7 +61,11 @@ def imports(tmp_path: Path, out: Path, environ: dict[str, str]) -> Callable[...,
             files[name] = str(site / f"{name}.py")
         place = Path(environ["TTP_RUN_DIR"]) / "imports.json"
         variables = json.loads((out / "facts-0-0").read_text())["environ"]
-        said = {"modules": sorted(files.items()), "environ": {name: digest(text) for name, text in variables.items()}}
+        said = {
+            "bytes": 0,
+            "modules": sorted(files.items()),
+            "environ": {name: digest(text) for name, text in variables.items()},
+        }
         place.write_text(json.dumps(said | {"path": [*sys.path[1:], str(site)]}))
 
     return write
@@ -133,6 +143,7 @@ def test_without_the_process_to_fork_from_workers_are_started(
     imports("decimal")
     ready()
     process = template(job)
+    assert Path(f"/proc/{process.pid}/oom_score_adj").read_text() == "1000\n"
     process.send_signal(hurt)
     restart(job)
     assert not said(job, 0, 1)["warm"] and not said(job, 1, 1)["warm"]
@@ -187,6 +198,23 @@ def test_what_runs_before_every_program_may_look_at_the_rank(
     assert "sitecustomize.py reads variables" in job.log
 
 
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('{"path": [], "modules": [["a", ""]], "environ": {}, "bytes": 0}', "0 MiB are left on this host"),
+        ("{}", "cannot be read: KeyError"),
+        ("{", "cannot be read: JSONDecodeError"),
+    ],
+)
+def test_no_process_is_prepared(said: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "left", lambda: 0)
+    starter = WarmStarter(Config(), tmp_path)
+    assert starter.worker([sys.executable, "-u", __file__], os.environ, None, None) is None
+    (tmp_path / "imports.json").write_text(said)
+    starter.look()
+    assert reason in json.loads((tmp_path / "warm.json").read_text())["state"]
+
+
 def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A program by a relative path, without input, on the cores that the launcher has then."""
     monkeypatch.chdir(tmp_path)
@@ -197,7 +225,9 @@ def test_of_the_moment_of_the_fork(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     try:
         assert starter.worker(command, os.environ, None, None) is None
         variables = {name: digest(text) for name, text in os.environ.items()}
-        (tmp_path / "imports.json").write_text(json.dumps({"path": sys.path[1:], "modules": [], "environ": variables}))
+        (tmp_path / "imports.json").write_text(
+            json.dumps({"path": sys.path[1:], "modules": [], "environ": variables, "bytes": 0})
+        )
         starter.look()
         os.sched_setaffinity(0, [min(cores)])
         with Path("said").open("wb") as output:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch.warm.rules import Program, digest, program, set_by_program, why_not
+from ttp.launch.warm.memory import left
+from ttp.launch.warm.rules import MARGIN_BYTES, MODULE_BYTES, Program, digest, no_room, program, set_by_program, why_not
 from ttp.processor.import_list import AFTER_UPDATES, FILE, ImportList, _file
 
 PYTHON = "/usr/bin/python3"
@@ -84,6 +85,48 @@ def test_variables_that_the_program_sets(rank: dict[str, str], reason: str | Non
     here = {"PATH": "/bin", "SET_BY_IMPORT": "1"}
     said = set_by_program({name: digest(value) for name, value in rank.items()}, here, {"PATH", "SET_BY_IMPORT"})
     assert said is None if reason is None else said is not None and reason in said
+
+
+@pytest.mark.parametrize(
+    ("rank", "spare", "enough"),
+    [(0, 0, True), (0, -1, False), (3 * MODULE_BYTES, 0, True), (3 * MODULE_BYTES, -MODULE_BYTES * 14, True)],
+)
+def test_memory_for_one_more(rank: int, spare: int, enough: bool) -> None:
+    assert (no_room(10, rank, 20 * MODULE_BYTES + MARGIN_BYTES + spare) is None) is enough
+    assert no_room(10, rank, None) is None
+    assert "0 MiB are left" in str(no_room(10, rank, -5))
+
+
+LIMITS = {
+    "cgroup2 - cgroup2 rw": ("0::/job/rank", {"memory.max": "max", "memory.current": "900", "memory.stat": ""}, None),
+    "cgroup2 - cgroup2 rw,x": (
+        "0::/job/rank",
+        {"memory.max": "1000", "memory.current": "900", "memory.stat": "anon 5\ninactive_file 50"},
+        150,
+    ),
+    "memory - cgroup cgroup rw,memory": (
+        "4:memory:/job/rank",
+        {"memory.limit_in_bytes": "1000", "memory.usage_in_bytes": "990", "memory.stat": "total_inactive_file 7"},
+        17,
+    ),
+}
+
+
+@pytest.mark.parametrize("mounted", LIMITS)
+def test_memory_that_is_left(mounted: str, tmp_path: Path) -> None:
+    line, files, expected = LIMITS[mounted]
+    proc, group = tmp_path / "proc", tmp_path / "fs" / "job"
+    (proc / "self").mkdir(parents=True)
+    (group / "rank").mkdir(parents=True)
+    assert left(tmp_path) is None
+    (proc / "meminfo").write_text("MemFree: 1 kB\nMemAvailable:    2 kB\n")
+    (proc / "self" / "mountinfo").write_text(
+        f"31 23 0:28 / {tmp_path / 'fs'} rw,relatime - {mounted.split(' - ')[1]}\n"
+    )
+    (proc / "self" / "cgroup").write_text(f"{line}\n")
+    for name, text in files.items():
+        (group / name).write_text(text)
+    assert left(tmp_path) == (2048 if expected is None else expected)
 
 
 def test_the_list_is_written_once_after_some_updates(tmp_path: Path) -> None:

@@ -54,6 +54,7 @@ def facts() -> dict[str, Any]:
         "limits": [resource.getrlimit(which) for which in range(8)],
         "umask": os.umask(0o22),
         "nice": os.nice(0),
+        "out of memory": Path("/proc/self/oom_score_adj").read_text(),
         "cores": sorted(os.sched_getaffinity(0)),
         "policy": os.sched_getscheduler(0),
         "outputs": [str(Path(f"/proc/self/fd/{number}").readlink()) for number in (1, 2)],

@@ -105,7 +105,9 @@ def test_where_no_thread_can_be_started_training_goes_on(copies: Copies, monkeyp
         assert not made.stored and "can't start new thread" in made.text
         copies.copying.hold()
         assert copies.copying.waited_s == 0
-    copies.settled(10, whole=False)
+        copies.copying.freeze()
+        copies.copying.settle(act.SettleCopy(Version(10), False))
+        copies.copying.thaw()  # and then the gate opens
     assert copies.made(20) == ev.CopyMade(Version(20), True), "it is tried again"
 
 

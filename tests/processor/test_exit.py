@@ -15,6 +15,7 @@ LEAVES = """
 import ctypes
 import logging
 import sys
+import threading
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
@@ -28,6 +29,12 @@ if "driver" in sys.argv:
 env = RankEnv(0, 1, 0, "127.0.0.1", "none", 0)
 processor = Processor(Config(port=1), env, Layout.data_parallel(1), FakeSource(), "/nowhere")
 logging.warning("the last line that it takes")
+def refuse(*_):
+    raise RuntimeError("can't start new thread")
+if "threads" in sys.argv:
+    threading.Thread.start = refuse
+if "pages" in sys.argv:
+    processor.host.close = refuse
 processor._exit(75, "saved")
 """
 
@@ -46,3 +53,9 @@ def test_a_log_on_storage_that_hangs_keeps_no_rank(tmp_path: Path) -> None:
 def test_a_driver_that_keeps_the_interpreter_lock_keeps_no_rank() -> None:
     done = subprocess.run([sys.executable, "-c", LEAVES, "driver"], stderr=subprocess.PIPE, timeout=60, check=False)
     assert done.returncode == -signal.SIGALRM, done.stderr
+
+
+@pytest.mark.parametrize("what", ["threads", "pages"])
+def test_what_cannot_be_done_any_more_keeps_no_rank(what: str) -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVES, what], stderr=subprocess.PIPE, timeout=60, check=False)
+    assert done.returncode == 75, done.stderr

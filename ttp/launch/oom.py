@@ -8,15 +8,18 @@ counter is read while the process lives and again after its death. Each counted 
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+from ttp.launch.cgroups import Mount, groups, mounts
 
 logger = logging.getLogger("ttp.launch")
 
 COUNTER = "oom_kill"
+FILES = {1: "memory.oom_control", 2: "memory.events"}
+"""Where it is, by version of cgroups."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +28,6 @@ class _Place:
 
     name: str
     file: Path
-
-
-@dataclass(frozen=True, slots=True)
-class _Mount:
-    """A mounted cgroup hierarchy. In a container the ``root`` of the mount need not be that of the hierarchy."""
-
-    version: int
-    root: str
-    point: Path
-
-    @property
-    def counters(self) -> str:
-        """Name of the file in each cgroup."""
-        return "memory.events" if self.version == 2 else "memory.oom_control"
 
 
 class OomWatch:
@@ -54,12 +43,12 @@ class OomWatch:
         self._place: dict[int, _Place] = {}
         self._before: dict[Path, int] = {}
         try:
-            mounts = list(self._mounts())
+            known = list(mounts(self._proc))
         except Exception as problem:
             logger.debug("cgroups are not to be had: %s", problem)
-            mounts = []
+            known = []
         for pid in pids:
-            self._remember(pid, mounts)
+            self._remember(pid, known)
 
     def explain(self, pid: int) -> str:
         """A text if ``pid`` was killed for lack of memory, else empty. Ask once, after its death."""
@@ -71,9 +60,12 @@ class OomWatch:
         self._before[place.file] += 1
         return f"out of memory ({place.name}, {COUNTER} {before} -> {count})"
 
-    def _remember(self, pid: int, mounts: list[_Mount]) -> None:
+    def _remember(self, pid: int, known: list[Mount]) -> None:
         try:
-            for place in (*self._cgroups(pid, mounts), _Place("this machine", self._proc / "vmstat")):
+            places = [
+                _Place(group.name, group.folder / FILES[group.version]) for group in groups(pid, known, self._proc)
+            ]
+            for place in (*places, _Place("this machine", self._proc / "vmstat")):
                 count = _read(place.file)
                 if count is not None:
                     self._place[pid] = place
@@ -81,35 +73,6 @@ class OomWatch:
                     return
         except Exception as problem:
             logger.debug("pid %d: its cgroup cannot be told: %s", pid, problem)
-
-    def _mounts(self) -> Iterator[_Mount]:
-        for line in (self._proc / "self" / "mountinfo").read_text().splitlines():
-            fields, _, source = line.partition(" - ")
-            _, _, _, root, point, *_ = fields.split()
-            kind, _, *options = source.split()
-            if kind == "cgroup2":
-                yield _Mount(2, root, Path(point))
-            elif kind == "cgroup" and "memory" in ",".join(options).split(","):
-                yield _Mount(1, root, Path(point))
-
-    def _cgroups(self, pid: int, mounts: list[_Mount]) -> Iterator[_Place]:
-        """The cgroup of a process and those above it, the innermost first."""
-        with contextlib.suppress(OSError, ValueError):
-            for line in (self._proc / str(pid) / "cgroup").read_text().splitlines():
-                _, controllers, path = line.split(":", 2)
-                version = 2 if not controllers else 1
-                if version == 1 and "memory" not in controllers.split(","):
-                    continue
-                for mount in mounts:
-                    if mount.version == version:
-                        yield from _chain(mount, PurePosixPath(path))
-
-
-def _chain(mount: _Mount, path: PurePosixPath) -> Iterator[_Place]:
-    inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
-    for part in (inside, *inside.parents):
-        name = PurePosixPath(mount.root) / part
-        yield _Place(f"cgroup {name}", mount.point / part / mount.counters)
 
 
 def _read(file: Path) -> int | None:

@@ -27,19 +27,28 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
     """
     last_resort = threading.Timer(EXIT_S, os._exit, (code,))  # logs may be on the storage that hangs
     last_resort.daemon = True
-    last_resort.start()
+    with contextlib.suppress(RuntimeError):  # no thread can be started: the timer below is left
+        last_resort.start()
     with contextlib.suppress(OSError, ValueError):  # a driver that hangs may keep the interpreter lock
         signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
     log.warning("%s", text)
-    if before_exit is not None:
-        last_word = threading.Thread(target=before_exit, name="ttp-exit", daemon=True)
-        last_word.start()
-        last_word.join(EXIT_S / 2)
-    let_go()
-    flusher = threading.Thread(target=_flush, daemon=True)
-    flusher.start()
-    flusher.join(0.5)  # the main thread may hold the lock of stdout
-    os._exit(code)
+    try:
+        if before_exit is not None:
+            _aside(before_exit, EXIT_S / 2)
+        let_go()
+        _aside(_flush, 0.5)  # the main thread may hold the lock of stdout
+    except Exception:
+        log.exception("not all could be done that was to be done before")
+    finally:
+        os._exit(code)
+
+
+def _aside(job: Callable[[], None], patience_s: float) -> None:
+    """Do it on a thread of its own, and wait for that so long at most."""
+    thread = threading.Thread(target=job, name="ttp-exit", daemon=True)
+    with contextlib.suppress(RuntimeError):  # no thread can be started: it is left out
+        thread.start()
+        thread.join(patience_s)
 
 
 def _flush() -> None:

@@ -11,6 +11,7 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
+from ttp.launch.warm.memory import anonymous
 from ttp.launch.warm.rules import digest
 
 log = logging.getLogger("ttp.processor")
@@ -56,7 +57,7 @@ class ImportList:
         draft = self._run_dir / f".{FILE}.{os.getpid()}"
         path = sys.path[0 if getattr(sys.flags, "safe_path", False) else 1 :]
         environ = {name: digest(value) for name, value in os.environ.items()}
-        draft.write_text(json.dumps({"path": path, "modules": found, "environ": environ}))
+        draft.write_text(json.dumps({"path": path, "modules": found, "environ": environ, "bytes": anonymous()}))
         draft.replace(self._run_dir / FILE)
 
 

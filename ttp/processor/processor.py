@@ -289,10 +289,9 @@ class Processor:
         try:
             return self._inbox.get(timeout=wait_s)
         except queue.Empty:
-            observed = self._observed()
-            if self._imports.due(observed.version):
+            if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
-            return observed
+            return self._observed()
 
     def _observed(self) -> ev.Observed:
         state = self.gate.state()

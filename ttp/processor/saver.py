@@ -19,6 +19,7 @@ from ttp.processor.source import Cancelled, MovedError, StateSource
 from ttp.store.commit import commit, tidy
 from ttp.store.digest import Progress
 from ttp.store.disk import Disk
+from ttp.store.durable import make_directory
 from ttp.store.mounts import Mounts
 
 log = logging.getLogger("ttp.processor")
@@ -117,7 +118,8 @@ class Saver:
     def _save(self, order: m.Save, cancel: threading.Event) -> ev.Event | None:
         try:
             draft = self._directory(order) / order.draft
-            draft.mkdir(parents=True, exist_ok=True)
+            make_directory(draft.parent)  # somebody may have removed it, or it could not be made at the start
+            draft.mkdir(exist_ok=True)
             self._wait_pages(KEEP_S)  # pages of dead ranks may have come a moment ago
             pieces = self.pieces(order, draft, cancel.is_set)
             return ev.PiecesWritten(order.incident, order.generation, tuple(pieces))

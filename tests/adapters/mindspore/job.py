@@ -17,10 +17,11 @@ from typing import Any
 
 import psutil
 
+from tests.forking import ForkedPython
 from tests.ports import free_port
 
 HERE = Path(__file__).parent
-TTP, MSRUN = Path(sys.executable).parent / "ttp", Path(sys.executable).parent / "msrun"
+MSRUN = Path(sys.executable).parent / "msrun"
 SMALL = ["--hidden", "32", "--images", "256", "--batch", "8", "--epochs", "2"]
 """For the example: epochs of 16 steps with 2 workers, of 8 with 4."""
 
@@ -55,18 +56,16 @@ class Job:
     def run(self, timeout_s: float = 240) -> Job:
         """Until the job is over. Nothing is left running."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        command = [str(TTP), "run", "--mindspore", "--nproc-per-node", str(self.workers)]
+        command = ["run", "--mindspore", "--nproc-per-node", str(self.workers)]
         command += ["--max-restarts", str(self.max_restarts), *self.flags, str(self.script), *self.arguments]
         log = self.directory / "out.log"
-        with log.open("w") as out:
-            process = subprocess.Popen(
-                command, cwd=self.directory, env=self.environ(), stdout=out, stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )  # fmt: skip
-            try:
-                self.code = process.wait(timeout_s)
-            finally:
-                self._clean(process)
+        log.unlink(missing_ok=True)
+        env = self.environ()
+        process = ForkedPython("ttp", command, env, log, cwd=self.directory, imports=["mindspore"])
+        try:
+            self.code = process.wait(timeout_s)
+        finally:
+            self._clean(process)
         self.output = log.read_text()
         return self
 
@@ -105,7 +104,7 @@ class Job:
         base |= {"OMP_NUM_THREADS": "1", "GLOG_v": "3", "PYTHONUNBUFFERED": "1", "JOB_DIR": str(self.directory)}
         return base | self.env
 
-    def _clean(self, process: subprocess.Popen[Any] | None) -> None:
+    def _clean(self, process: ForkedPython | None) -> None:
         if process is not None and process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()

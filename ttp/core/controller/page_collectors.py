@@ -49,7 +49,8 @@ class PageCollectors:
             missing = tuple(r for r in ranks if r not in collected)
             able = [r for r in ranks if incident.able(r)]
             if missing and able:
-                pages[min(able, key=lambda r: (r not in savers, r in incident.pending, r))] = (*missing, *unknown)
+                collector = min(able, key=lambda r: (r not in savers, r in incident.pending, r))
+                pages[collector] = (*pages.get(collector, ()), *missing, *unknown)
             elif missing:
                 copies = self._copied_pages(incident) if copies is None else copies
                 self._ask_buddies(incident, missing, copies, pages)

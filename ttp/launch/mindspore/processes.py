@@ -36,7 +36,7 @@ class Processes:
         self._job, self._environ, self._log_dir, self._warm = job, dict(environ), log_dir, warm
         self.workers: dict[int, Any] = {}
         """By rank: ``Popen``, or what stands for it."""
-        self.scheduler: subprocess.Popen[Any] | None = None
+        self.scheduler: Any = None
 
     def start(self, scheduler: tuple[str, int], run_id: str, launch: int) -> None:
         """Start the scheduler (on host 0) and this host's workers.
@@ -53,7 +53,7 @@ class Processes:
         title = f"--- start {launch} of the job, {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         if job.node_rank == 0:
             environ = {**self._environ, **scheduler_environ(job, scheduler)}
-            self.scheduler = self._spawn(environ, self.scheduler_log, title)
+            self.scheduler = self._spawn(environ, self.scheduler_log, title, self._warm)
         for rank in job.ranks:
             log = None if job.log_dir is None else self._log_dir / f"worker_{rank}.log"
             environ = {**self._environ, **worker_environ(job, scheduler, rank, run_id, launch)}

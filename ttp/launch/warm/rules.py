@@ -27,6 +27,10 @@ PER_WORKER = frozenset(
 )
 """What launchers tell each worker: nothing that somebody looks for who reads all of the environment."""
 
+MODULE_BYTES = 256 << 10
+"""What an imported module takes at most, on average: torch, MindSpore and what they bring take half of it."""
+MARGIN_BYTES = 256 << 20
+
 
 @dataclass(frozen=True, slots=True)
 class Program:
@@ -113,3 +117,19 @@ def set_by_program(rank: Mapping[str, str], here: Mapping[str, str], read: Colle
     other = differing(rank, {name: digest(value) for name, value in here.items()}) - PER_WORKER
     found = sorted(name for name in other if name in read or name.startswith(LOADING_PREFIXES))
     return f"the program sets {found[0]}, which is read while modules are imported" if found else None
+
+
+def no_room(modules: int, rank: int, left: int | None) -> str | None:
+    """Why there is too little memory for one more process that imports what a rank has imported; None: there is enough.
+
+    As much as it takes, and a margin, has to be left for the ranks.
+
+    Args:
+        modules: how many.
+        rank: bytes that a rank has for itself, its weights too; 0: not known.
+        left: bytes; None: not known.
+    """
+    needed = min(modules * MODULE_BYTES, rank or modules * MODULE_BYTES)
+    if left is None or left >= 2 * needed + MARGIN_BYTES:
+        return None
+    return f"the imports may take {needed >> 20} MiB of memory, and {max(left, 0) >> 20} MiB are left on this host"

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 
 from ttp.config import Config
-from ttp.launch.warm.rules import PER_WORKER, Program, program, why_not
+from ttp.launch.warm import memory
+from ttp.launch.warm.rules import PER_WORKER, Program, no_room, program, why_not
 from ttp.launch.warm.worker import ForkedWorker
 from ttp.processor.import_list import FILE
 
@@ -161,6 +162,14 @@ class WarmStarter:
         return self._fork(order, command, outputs)
 
     def _start(self, wanted: Program, environ: Mapping[str, str]) -> None:
+        try:
+            said = json.loads((self._run_dir / FILE).read_text())
+            reason = no_room(len(said["modules"]), said["bytes"], memory.left())
+        except (OSError, ValueError, LookupError) as problem:
+            reason = f"what the ranks have imported cannot be read: {problem!r}"
+        if reason is not None:
+            self._give_up(reason)
+            return
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._started_with = {name: value for name, value in environ.items() if name not in PER_WORKER}
         code = CODE.format(theirs.fileno(), os.getpid(), str(self._run_dir / FILE), ",".join(self._skip))

@@ -29,6 +29,7 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ttp.launch.warm import memory
 from ttp.launch.warm.rules import Program, differing, set_by_program
 
 MESSAGE_BYTES = 1 << 20
@@ -91,6 +92,7 @@ class Template:
         self._reads = EnvironmentReads()
         self._open = _handles()
         self._set: dict[str, str | None] = {}
+        self._score = memory.die_first()
 
     def run(self, imports: str, skip: tuple[str, ...]) -> NoReturn:
         """Never returns here; in a worker the interpreter goes on to the end of its program and leaves.
@@ -179,6 +181,7 @@ class Template:
             if os.fork():
                 os._exit(0)
             self._launcher.close()
+            memory.die_as_before(self._score)
             become(order, self._set, *handed)
         except BaseException:
             sys.excepthook(*sys.exc_info())

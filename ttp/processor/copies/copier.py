@@ -11,6 +11,7 @@ reason, and tried again when its next turn has come.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import shutil
 import threading
@@ -182,7 +183,8 @@ class Copying:
         gone = self._generations.settle(action.version, whole=action.whole)
         store = self._store
         if gone is not None and store is not None:
-            self._worker.submit(lambda: store.drop(self._rank, gone))
+            with contextlib.suppress(RuntimeError):  # no thread can be started: it stays, and the gate opens
+                self._worker.submit(lambda: store.drop(self._rank, gone))
 
     def freeze(self) -> None:
         """The gate is closed: give up a copy that is being made."""

@@ -1,0 +1,114 @@
+"""kill -9 of a rank under ``ttp run``: until the checkpoint is durable, and until every rank has made its next step."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from benchmarks.result import Result
+from benchmarks.world import scratch
+
+WAIT_S = 120.0
+WANTED_MS = {2: 1000.0, 4: 1500.0}
+"""By ranks, for a warm restart."""
+PARTS = ("began", "grouped", "wrapped", "restored", "step")
+Times = dict[str, float]
+
+
+def run(quick: bool) -> list[Result]:
+    """By ranks, size of the checkpoint, layout, and how workers are started again."""
+    if quick:
+        return measured(2, 1, "ddp", "warm", 1)
+    found: list[Result] = []
+    for ranks, megabytes, layout in [(2, 1, "ddp"), (2, 25, "ddp"), (2, 500, "ddp"), (4, 25, "ddp"), (4, 25, "hsdp")]:
+        for continuity in ("off", "warm"):
+            found += measured(ranks, megabytes, layout, continuity, 5)
+    return found
+
+
+def measured(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Result]:
+    """Medians over several kills of one job."""
+    runs = killed(ranks, megabytes, layout, continuity, kills)
+    middle = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+    name = f"{ranks} ranks, {megabytes:g} MB, {layout.upper()}, {'warm' if continuity == 'warm' else 'cold'}"
+    parts = ", ".join(f"{part} {middle[part]:.0f}" for part in PARTS[:-1])
+    budget = WANTED_MS[ranks] if continuity == "warm" and megabytes <= 25 else None
+    worst = max(run["step"] for run in runs)
+    how = f"median of {kills}, worst {worst:.0f}; last rank, ms after the kill: {parts}"
+    return [
+        Result(f"kill -9 -> durable, {name}", middle["durable"], "ms", None, "the checkpoint has its name"),
+        Result(f"kill -9 -> next step, {name}", middle["step"], "ms", budget, how),
+    ]
+
+
+def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: int) -> list[Times]:
+    """One job, one rank after the other; milliseconds after each kill."""
+    with scratch() as directory:
+        env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
+        env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
+        flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills)]
+        script = [str(Path(__file__).with_name("resume_rank.py")), str(megabytes), layout]
+        command = [sys.executable, "-m", "ttp", "run", "--continuity", continuity, *flags, *script]
+        with (directory / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as job:
+            try:
+                return [_kill(job, directory, ranks, launch, continuity) for launch in range(kills)]
+            except TimeoutError as problem:
+                raise TimeoutError(f"{problem}\n{(directory / 'log').read_text()[-4000:]}") from None
+            finally:
+                (directory / "over").touch()
+                for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
+                    child.kill()
+                job.kill()
+
+
+def _kill(job: subprocess.Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
+    """Kill one rank when all have made some steps, and wait until all have made one again."""
+    _until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
+    if continuity == "warm":
+        _until(lambda: _state(directory) == "ready", job)
+    before = set(_checkpoints(directory))
+    victim = int((directory / f"pid{launch % ranks}").read_text())
+    at = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    _until(lambda: bool(set(_checkpoints(directory)) - before), job, look_s=0.001)
+    durable = time.monotonic()
+    _until(lambda: all("step" in _notes(directory, rank, launch + 1) for rank in range(ranks)), job)
+    notes = [_notes(directory, rank, launch + 1) for rank in range(ranks)]
+    return {"durable": (durable - at) * 1e3} | {part: (max(n[part][0] for n in notes) - at) * 1e3 for part in PARTS}
+
+
+def _notes(directory: Path, rank: int, launch: int) -> dict[str, list[float]]:
+    found: dict[str, list[float]] = {}
+    path = directory / f"rank{rank}"
+    for line in path.read_text().split("\n")[:-1] if path.exists() else []:
+        of_launch, word, at = line.split()
+        if int(of_launch) == launch:
+            found.setdefault(word, []).append(float(at))
+    return found
+
+
+def _state(directory: Path) -> str:
+    path = directory / "run" / "warm.json"
+    return str(json.loads(path.read_text())["state"]) if path.exists() else ""
+
+
+def _checkpoints(directory: Path) -> list[str]:
+    folder = directory / "checkpoints"
+    return [p.name for p in folder.glob("tft_saved_checkpoints-step_*")] if folder.exists() else []
+
+
+def _until(holds: Callable[[], bool], job: subprocess.Popen[bytes], look_s: float = 0.02) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while not holds():
+        if job.poll() is not None or time.monotonic() > deadline:
+            raise TimeoutError(f"the job does not get there (its launcher: {job.poll()})")
+        time.sleep(look_s)

@@ -1,0 +1,70 @@
+"""A rank of ``benchmarks.resume``: trains until ``RESUME_DIR/over`` exists, and notes when it gets where.
+
+Usage: resume_rank.py MEGABYTES LAYOUT; the layout is ddp or hsdp. Lines of ``rank<n>`` are ``LAUNCH WORD SECONDS``.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+DIRECTORY, RANK = Path(os.environ["RESUME_DIR"]), int(os.environ["RANK"])
+
+
+def note(word: str) -> None:
+    """At which second of the machine's clock this launch came here."""
+    with (DIRECTORY / f"rank{RANK}").open("a") as log:
+        log.write(f"{os.environ['TORCHELASTIC_RESTART_COUNT']} {word} {time.monotonic()}\n")
+
+
+note("began")
+(DIRECTORY / f"pid{RANK}").write_text(str(os.getpid()))
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch.distributed.device_mesh import init_device_mesh  # noqa: E402
+from torch.distributed.fsdp import fully_shard  # noqa: E402
+
+import ttp  # noqa: E402
+
+MOMENTS = 3
+"""Copies of each weight that AdamW's state makes of a checkpoint, the weight included."""
+
+
+def build(megabytes: float, layout: str) -> torch.nn.Module:
+    """A model whose checkpoint has that size."""
+    width = max(8, int((megabytes * 1e6 / 4 / MOMENTS / 2) ** 0.5))
+    model: torch.nn.Module = torch.nn.Sequential(torch.nn.Linear(width, width), torch.nn.Linear(width, width))
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=("replicate", "shard"))
+        fully_shard(model, mesh=mesh)
+        return model
+    return torch.nn.parallel.DistributedDataParallel(model)
+
+
+@ttp.ttp_to_persist
+def train(megabytes: float, layout: str) -> None:
+    """Steps of some 20 ms, more with a large model."""
+    model = build(megabytes, layout)
+    optimizer = torch.optim.AdamW(model.parameters())
+    ttp.wrap_optimizer(optimizer, model=model, save_dir=DIRECTORY / "checkpoints")
+    note("wrapped")
+    ttp.restore()
+    note("restored")
+    width = next(model.parameters()).shape[-1]
+    while not (DIRECTORY / "over").exists():
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        note("step")
+        time.sleep(0.02)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    note("grouped")
+    train(float(sys.argv[1]), sys.argv[2])
+    os._exit(0)  # all see that it is over within a step of each other

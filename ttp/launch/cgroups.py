@@ -1,0 +1,71 @@
+"""The memory cgroups of a process, v1 and v2."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One cgroup: ``name`` for the operator, ``folder`` with its files."""
+
+    version: int
+    name: str
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """A mounted cgroup hierarchy. In a container the ``root`` of the mount need not be that of the hierarchy."""
+
+    version: int
+    root: str
+    point: Path
+
+
+def mounts(proc: Path) -> Iterator[Mount]:
+    """Hierarchies that may have to do with memory.
+
+    Args:
+        proc: where ``/proc`` is.
+
+    Raises:
+        OSError, ValueError: that cannot be told.
+    """
+    for line in (proc / "self" / "mountinfo").read_text().splitlines():
+        fields, _, source = line.partition(" - ")
+        _, _, _, root, point, *_ = fields.split()
+        kind, _, *options = source.split()
+        if kind == "cgroup2":
+            yield Mount(2, root, Path(point))
+        elif kind == "cgroup" and "memory" in ",".join(options).split(","):
+            yield Mount(1, root, Path(point))
+
+
+def groups(pid: int | str, known: Iterable[Mount], proc: Path) -> Iterator[Group]:
+    """The cgroup of a process and those above it, the innermost first; as far as they can be told.
+
+    Args:
+        pid: of the process, or ``self``.
+        known: see ``mounts``.
+        proc: where ``/proc`` is.
+    """
+    known = tuple(known)
+    with contextlib.suppress(OSError, ValueError):
+        for line in (proc / str(pid) / "cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            version = 2 if not controllers else 1
+            if version == 1 and "memory" not in controllers.split(","):
+                continue
+            for mount in known:
+                if mount.version == version:
+                    yield from _chain(mount, PurePosixPath(path))
+
+
+def _chain(mount: Mount, path: PurePosixPath) -> Iterator[Group]:
+    inside = path.relative_to(mount.root) if path.is_relative_to(mount.root) else PurePosixPath()
+    for part in (inside, *inside.parents):
+        yield Group(mount.version, f"cgroup {PurePosixPath(mount.root) / part}", mount.point / part)

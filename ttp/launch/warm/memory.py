@@ -1,0 +1,80 @@
+"""How much memory is left on this host, and who is killed first when there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from ttp.launch.cgroups import Group, groups, mounts
+
+FIRST = 1000
+"""Score of a process that the kernel takes first when memory runs out."""
+SCORE = Path("/proc/self/oom_score_adj")
+FILES = {1: ("memory.limit_in_bytes", "memory.usage_in_bytes"), 2: ("memory.max", "memory.current")}
+RECLAIMABLE = {1: "total_inactive_file", 2: "inactive_file"}
+
+
+def left(system: Path = Path("/")) -> int | None:
+    """Bytes that this process may still take, by the host and by the limits of its cgroups; None: nobody says.
+
+    Args:
+        system: where ``/proc`` is; for tests.
+    """
+    return min(_left(system / "proc"), default=None)
+
+
+def anonymous() -> int:
+    """Bytes that this process has for itself, not for files; 0: the kernel does not say."""
+    return _number(Path("/proc/self/status"), "RssAnon:") * 1024
+
+
+def die_first() -> str:
+    """Be the one that the kernel kills when memory runs out.
+
+    Returns:
+        For ``die_as_before``; empty: nothing has changed, as it is not allowed here.
+    """
+    try:
+        score = SCORE.read_text()
+        SCORE.write_text(str(FIRST))
+    except OSError:
+        return ""
+    return score
+
+
+def die_as_before(score: str) -> None:
+    """Take ``die_first`` back, in this process or in one that was forked from it.
+
+    Raises:
+        OSError: it cannot be taken back.
+    """
+    if score:
+        SCORE.write_text(score)
+
+
+def _left(proc: Path) -> Iterator[int]:
+    if available := _number(proc / "meminfo", "MemAvailable:"):
+        yield available * 1024
+    try:
+        known = list(mounts(proc))
+    except (OSError, ValueError):
+        return
+    for group in groups("self", known, proc):
+        try:
+            yield _left_of(group)
+        except (OSError, ValueError):  # no limit ("max"), or no such controller
+            continue
+
+
+def _left_of(group: Group) -> int:
+    limit, used = (int((group.folder / name).read_text()) for name in FILES[group.version])
+    return limit - used + _number(group.folder / "memory.stat", RECLAIMABLE[group.version])
+
+
+def _number(file: Path, name: str) -> int:
+    """What stands behind a name; 0: it is not there."""
+    try:
+        lines = [line.split() for line in file.read_text().splitlines()]
+    except OSError:
+        return 0
+    return next((int(words[1]) for words in lines if len(words) > 1 and words[0] == name), 0)
