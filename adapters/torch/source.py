@@ -22,12 +22,12 @@ from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.unwrap_optimizer import unwrap_optimizer
 from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.inspection import ComparedTensor, Findings, Inspector, agreed_on, leaves_of, replicated
-from ttp.adapters.torch.saving.job_state import JOB_KIND, JobState
+from ttp.adapters.torch.saving.job_state import FROZEN, JOB_KIND, JobState
 from ttp.adapters.torch.saving.metadata import finalise
 from ttp.adapters.torch.saving.piece_index import StatePath
 from ttp.adapters.torch.saving.preimage import Image
 from ttp.adapters.torch.saving.standing import Standing
-from ttp.adapters.torch.saving.state import checkpoint_state, groups_with, model_state, optimizer_state
+from ttp.adapters.torch.saving.state import checkpoint_state, frozen, groups_with, model_state, optimizer_state
 from ttp.adapters.torch.saving.stripe_plan import Share
 from ttp.adapters.torch.sharding.data_parallel import Layouts, LayoutWatch
 from ttp.adapters.torch.sharding.dtensor_chunks import is_distributed
@@ -47,6 +47,12 @@ if TYPE_CHECKING:
     from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp.adapters.torch")
+
+_POST_STEP_OPEN = (
+    "version %s is saved while the training thread stands between optimizer.step() and the next forward pass, where it "
+    "seems to hang: an average of the weights, or a schedule that is not stepped after each update, may not have "
+    "followed that update. Let them follow before anything that waits for other ranks"
+)
 
 
 class TorchSource(Standing):
@@ -132,6 +138,8 @@ class TorchSource(Standing):
         image = self._image(order.how, version)
         if image is None:
             self.wait_post_step(cancelled)
+            if not self.post_step_done() and self.post_step is not None and not self.post_step.foreseen():
+                log.warning(_POST_STEP_OPEN, version)
         if order.shards:
             self._check_stands(version, image)
         pages = self.read_pages(order.pages or (order.rank,), version)
@@ -212,6 +220,7 @@ class TorchSource(Standing):
         assert self.post_step is not None
         job = self.post_step.job_state(version)
         job.extra["constant"] = self._extra.capture_constant()
+        job.extra[FROZEN] = frozen(self._names, self._optimizer)
         return replace(job, ddp_buckets=self._bucket_layout(version))
 
     def _bucket_layout(self, version: Version) -> Layouts | None:

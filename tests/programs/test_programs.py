@@ -33,12 +33,16 @@ PROGRAMS: dict[str, list[Fault]] = {
     "titan_like": kills(1, 1, 1, 1),
     "nano_gpt": kills(1, 1, 1, 1),
     "timm_like": kills(1, 1, 1, 1),
+    "byol_like": kills(1, 1, 1, 3),  # the last behind the step that adds a param group
 }
-QUICK = {"titan_like": (1, 2), "nano_gpt": (0, 2), "timm_like": (1, 3)}
+QUICK = {"titan_like": (1, 2), "nano_gpt": (0, 2), "timm_like": (1, 3), "byol_like": (1, 3)}
 """Phases of those whose starts take longest; all four under a launcher, with ``-m slow``."""
 
 
 @pytest.mark.supports("closures")
+@pytest.mark.supports("parameters that no optimizer has")
+@pytest.mark.supports("param groups added later")
+@pytest.mark.supports("buffers made in training")
 @pytest.mark.supports("gradient accumulation and no_sync")
 @pytest.mark.supports("several optimizers")
 @pytest.mark.supports("rates set by hand")

@@ -24,8 +24,9 @@ from ttp.adapters.torch.restoring.param_groups import added_since, groups_for
 from ttp.adapters.torch.restoring.reader import load, load_chunks, read_values
 from ttp.adapters.torch.saving.checkpoint import Chunk
 from ttp.adapters.torch.saving.flatten_state import get, put
-from ttp.adapters.torch.saving.job_state import JobState, read_job_state
+from ttp.adapters.torch.saving.job_state import FROZEN, JobState, read_job_state
 from ttp.adapters.torch.saving.piece_index import IndexEntry, StatePath, items_of, left_out_of
+from ttp.adapters.torch.saving.state import frozen
 from ttp.adapters.torch.sharding.data_parallel import apply_layouts, ddps_of
 from ttp.adapters.torch.sharding.dtensor_chunks import Cutter, local
 from ttp.adapters.torch.sharding.names import ModelNames
@@ -34,6 +35,7 @@ from ttp.store.manifest import Manifest
 
 _log = logging.getLogger("ttp.adapters.torch")
 
+_LISTED_MAX = 4
 _STATE = ("optim", "state")
 _GROUPS = ("optim", "param_groups")
 
@@ -100,6 +102,7 @@ def restore_into(
         notes.append(f"param groups that this program adds later ({len(added)}) were added to its optimizer now")
     notes += [f"{key} was left out when the checkpoint was made: it is as this job made it" for key in saved.left_out]
     notes += load_scheduler(scheduler, job) + load_scaler(scaler, job) + _load_buckets(model, names, job)
+    notes += [] if elsewhere else _frozen_otherwise(names, optimizer, job)
     for note in notes:
         _log.warning("restored version %d from %s, but %s", job.version, path, note)
     return Restored(job.version, job, tuple(notes))
@@ -299,6 +302,20 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- the rest
+
+
+def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
+    """``requires_grad`` is the program's own: it may have changed in the course of the training that was saved."""
+    if not isinstance(saved := job.extra.get(FROZEN), list):
+        return []  # an older ttp has saved it
+    here = frozen(names, optimizer)
+    both = ("trained", "frozen", sorted({*here} - {*saved})), ("frozen", "trained", sorted({*saved} - {*here}))
+    return [
+        f"{len(found)} parameters ({', '.join(found[:_LISTED_MAX])}) were {then} when it was saved and are {now} here "
+        "(requires_grad): a program that freezes layers in mid-run has to do it by the step at which it begins"
+        for then, now, found in both
+        if found
+    ]
 
 
 def _load_buckets(model: nn.Module, names: ModelNames, job: JobState) -> list[str]:

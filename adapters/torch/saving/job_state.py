@@ -13,6 +13,8 @@ from ttp.store.encoding import EncodingError, decode, encode
 from ttp.store.plain_file import read_plain
 
 JOB_KIND = "job"
+FROZEN = "frozen"
+"""Key of ``JobState.extra``: names of the optimizer's parameters that took no gradient."""
 
 
 @dataclass(frozen=True, slots=True)

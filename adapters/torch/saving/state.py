@@ -100,6 +100,12 @@ def groups_with(
     return found
 
 
+def frozen(names: ModelNames, optimizer: Optimizer) -> list[str]:
+    """Names of the parameters that ``optimizer`` has and that take no gradient now."""
+    owned = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    return [name for name, p in names.parameters.items() if id(p) in owned and not p.requires_grad]
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """The tensors in what an optimizer keeps of one parameter, in whatever containers."""
     if isinstance(value, Tensor):

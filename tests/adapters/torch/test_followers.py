@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net, plainly
-from tests.adapters.torch.stub_processor import StubProcessor, join
+from tests.adapters.torch.stub_processor import StubProcessor, join, save
 from ttp.errors import UsageError
+from ttp.processor import paged_source
 
 supports = pytest.mark.supports
 
@@ -80,6 +81,19 @@ def test_behind_the_step_they_are_waited_for(tmp_path: Path, move: Any) -> None:
     model = Teacher(move, inside=False)
     job = Job(tmp_path, model, model.student)
     assert [job.step(model.follow) for _ in range(4)] == [False, True, True, True]
+
+
+def test_who_hangs_in_front_of_them_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that waits for other ranks between the step and the average."""
+    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.0)
+    model = Teacher(in_place, inside=False)
+    job = Job(tmp_path, model, model.student)
+    job.step(model.follow)
+    job.step()
+    save(job.adapter, job.adapter._source._processor, 2)  # type: ignore[arg-type]
+    assert "version 2 is saved while the training thread stands between optimizer.step()" in caplog.text
 
 
 @supports("parameters that no optimizer has")

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, StepLR
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, ReduceLROnPlateau, StepLR
 
-from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
+from tests.adapters.torch.going_on import UPDATES, Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
+from ttp.processor import paged_source
 
 supports = pytest.mark.supports
 
@@ -100,6 +101,34 @@ def test_two_schedules_of_one_optimizer(tmp_path: Path) -> None:
             return loss
 
         return Program(model, optimizer, step, scheduler=[often, seldom])
+
+    assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("schedules by the epoch")
+@pytest.mark.parametrize("saved", ["in front of its step", "behind its step"])
+def test_a_schedule_by_the_epoch(tmp_path: Path, saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the page advises: at the beginning of an iteration, by what the schedule has counted."""
+    monkeypatch.setattr(paged_source, "POST_STEP_S", 0.0)
+
+    def make() -> Program:
+        model = net()
+        optimizer = adamw(model)
+        scheduler = ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        plain = plainly(model, optimizer)
+
+        def begin(number: int) -> None:
+            if scheduler.last_epoch < number // UPDATES:
+                scheduler.step(1.0)
+
+        def step(number: int) -> Any:
+            begin(number)
+            loss = plain(number)
+            if saved == "behind its step":
+                begin(number + 1)
+            return loss
+
+        return Program(model, optimizer, step, scheduler=scheduler)
 
     assert_goes_on_with_its_bits(tmp_path, make)
 

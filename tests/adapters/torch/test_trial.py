@@ -340,3 +340,18 @@ class TestWhatChangesAfterWrapping:
             job.optimizer.zero_grad()
             job.step()
         assert save(job.adapter, job.processor, 2).is_dir()
+
+    @pytest.mark.supports("parameters frozen and trained again")
+    @pytest.mark.parametrize("frozen", [True, False])
+    def test_a_program_that_has_not_frozen_them_hears_of_it(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture, frozen: bool
+    ) -> None:
+        """It would do so at a step behind which it begins."""
+        job, fresh = Job(tmp_path).wrap(), Job(tmp_path).wrap()
+        job.step()
+        (job if frozen else fresh).model[1].requires_grad_(False)
+        path = save(job.adapter, job.processor, 1)
+        caplog.set_level(logging.WARNING)
+        fresh.adapter.load(path, 0, 1, protected=False)
+        then, now = ("frozen", "trained") if frozen else ("trained", "frozen")
+        assert f"2 parameters (1.bias, 1.weight) were {then} when it was saved and are {now} here" in caplog.text
