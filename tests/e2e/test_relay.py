@@ -46,9 +46,8 @@ def assert_saved_and_resumed(job: Job, dead: set[int], tmp_path: Path) -> None:
         assert mine == theirs, sorted(mine ^ theirs)
 
 
-@pytest.mark.parametrize(
-    "victim", [pytest.param(2, id="the-relay"), pytest.param(3, id="behind-it", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [pytest.param(2, id="the-relay"), pytest.param(3, id="behind-it")])
 def test_a_relay_that_is_a_rank(tmp_path: Path, victim: int) -> None:
     """Without a launcher the first rank of each host is its relay; rank 2 is that of the second one."""
     job = ForkedJob(tmp_path / "job", steps=STEPS, hosts=[*"aabb"], faults=[fault(victim)])
