@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import uuid
 import warnings
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def loaded(checkpoint: tuple[Path, str]) -> list[tuple[int, bool, str]]:
     """What every rank of every job got: world size, whether it loaded without the others, digest."""
     path, _ = checkpoint
     done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(path), str(path.parent / "store")],
+        [sys.executable, str(PROGRAM), str(path), str(path.parent / f"store.{uuid.uuid4().hex}")],
         env=os.environ | {"PYTHONPATH": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
