@@ -146,7 +146,8 @@ def _load(world: int, no_dist: bool, rank: int) -> NoReturn:
         load(state, checkpoint_id=sys.argv[1], no_dist=no_dist)
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
         assert not any(name.startswith(("ttp.adapters", "ttp.store")) for name in sys.modules), "not stock torch"
-        print(json.dumps([world, no_dist, digest(model.state_dict(), optimizer)]), flush=True)
+        line = json.dumps([world, no_dist, digest(model.state_dict(), optimizer)]) + "\n"
+        os.write(1, line.encode())  # at once: ranks share the pipe
         if world > 1:
             dist.barrier()
     except BaseException:
