@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from ttp import continuing
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
@@ -22,6 +23,7 @@ from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.gate.gate import Halted
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -136,7 +138,8 @@ class Session:
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
         allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
-        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
+        goes_on = continuing.current() if self.in_train else None
+        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, continuing=goes_on)
         if prepare is not None:
             prepare(processor)
         processor.start()
@@ -172,6 +175,9 @@ class Session:
     def returned(self) -> None:
         """``train()`` has returned."""
         self._trained_in = self.processor.run_dir if self.processor is not None else None
+        if self.processor is not None:
+            self.processor.leave(GoodbyeReason.DONE)
+            self._go_on(None)
         self._leave(GoodbyeReason.DONE)
 
     def left(self) -> None:
@@ -182,6 +188,8 @@ class Session:
         """``train()`` has raised: report it, wait for the release. Returns only when no controller can be reached."""
         if self.processor is None:
             return
+        if self._released_to_go_on:
+            self._go_on(problem)
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = "".join(traceback.format_exception(problem))
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
@@ -190,14 +198,38 @@ class Session:
         wrong = isinstance(problem, UsageError)  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
+        self._go_on(problem)
         log.error("no controller came to the rescue; the error is raised as it would be without ttp")
         self.processor.close()
         self.processor = None
 
-    def _leave(self, reason: GoodbyeReason) -> None:
+    @property
+    def _released_to_go_on(self) -> bool:
+        goes_on = continuing.current()
+        return goes_on is not None and goes_on.releasing
+
+    def _go_on(self, problem: BaseException | None) -> None:
+        """If this rank was released to go on: end this session, and have train() called again."""
+        goes_on, adapter, processor = continuing.current(), self.adapter, self.processor
+        if goes_on is None or not goes_on.releasing or processor is None:
+            return
+        if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
+            goes_on.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
+        detach = getattr(adapter, "detach", None)
+        if detach is not None:
+            detach()
+        processor.close()
+        self._uninstall()
+        self.adapter = self.processor = None
+        goes_on.out(problem, adapter)
+
+    def _uninstall(self) -> None:
         if self._preemption is not None:
             self._preemption.uninstall()
             self._preemption = None
+
+    def _leave(self, reason: GoodbyeReason) -> None:
+        self._uninstall()
         if self.processor is not None:
             self.processor.leave(reason)
             self.processor = None

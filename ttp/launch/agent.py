@@ -22,6 +22,7 @@ from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.preparation import EXIT_FAILED, verdict
+from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.warm.torch_workers import forking
 
@@ -41,6 +42,7 @@ class TtpAgent(LocalElasticAgent):
     def __init__(self, *args: Any, host: Host, token: SharedToken, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._host, self._token = host, token
+        self._seats = Seats(self, host, host.config)
         self.job_code = EXIT_FAILED
         """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
         give_fresh_stores(self._worker_group.spec)
@@ -76,6 +78,7 @@ class TtpAgent(LocalElasticAgent):
         )
         with forking(self._host.warm):
             ids = super()._start_workers(worker_group)
+        self._seats.begin()
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
 
@@ -86,15 +89,23 @@ class TtpAgent(LocalElasticAgent):
         """
         workers = self._workers()
         self._fail_open(self._host.warm.look)
+        self._fail_open(lambda: self._seats.look(workers))
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
             self._fail_open(self._host.warm.hurry)
-            self._fail_open(lambda: self._host.hold(workers))
-            self._fail_open(lambda: self._host.expect_stop(workers))
+            self._fail_open(lambda: self._hold(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._fail_open(lambda: self._forgo_restarts(workers))
         result.failures = _root_causes_first(result.failures)
         return result
+
+    def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """Let those that live save, and go on where they can; else they may be stopped when this returns."""
+        self._seats.second_fault(workers)
+        if self._host.hold(workers):
+            self._seats.fill(workers)
+        if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
+            self._fail_open(lambda: self._host.expect_stop(workers))
 
     def _forgo_restarts(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Allow no restart where none can help: program or settings are wrong, or the job makes no progress."""

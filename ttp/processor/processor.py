@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
+from ttp.continuing import Continuing
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
@@ -80,6 +81,7 @@ class Processor:
         version: int = 0,
         *,
         buddy: bool = False,
+        continuing: Continuing | None = None,
     ) -> None:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
@@ -89,7 +91,7 @@ class Processor:
         self.gate.set_version(Version(version))
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
-        self._imports = ImportList(self.run_dir, wanted=config.continuity == "warm" and env.local_rank == 0)
+        self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
         self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
@@ -98,6 +100,9 @@ class Processor:
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
         greeting = hello(config, env, layout, source, save_dir, version, *keeps)
+        self._continuing = continuing
+        self._until_update = continuing if continuing is not None and continuing.runs else None
+        greeting = replace(greeting, can_continue=self._can_continue(layout))
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # nothing more comes from the controller
@@ -144,6 +149,9 @@ class Processor:
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
+        if self._until_update is not None:
+            self._until_update.over()
+            self._until_update = None
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
@@ -336,8 +344,8 @@ class Processor:
                 self._joining.decide(decision)
             case act.LetGo():
                 self._let_go.set()
-            case act.Exit(code, text):
-                self._exit(code, text)
+            case act.Exit() | act.GoOn():
+                self._let_leave(action)
             case act.ProbeHost() | act.StartStandby() | act.TakeStack():
                 self._errands.run(action)
             case act.KeepPage(keep):
@@ -391,6 +399,24 @@ class Processor:
         """End the process, with the program's own exit code if it has one."""
         code = code if self._exit_code is None else self._exit_code
         end_process(code, f"rank {self.env.rank} exits with {code}: {text}", self.before_exit, self._hang_up)
+
+    def _let_leave(self, action: act.Exit | act.GoOn) -> None:
+        if isinstance(action, act.Exit):
+            self._exit(action.code, action.text)
+        assert self._continuing is not None
+        self._continuing.released()
+        self.gate.halt()  # the training thread leaves its loop, wherever it is, and closes this processor
+        self._let_go.set()
+
+    def _can_continue(self, layout: Layout) -> bool:
+        if self._continuing is None:
+            return False
+        why = self._continuing.why_not()
+        if not why and len(layout.groups) > 1:
+            why = "ranks hold different shards, which has not been tried yet"
+        if why:
+            log.warning("this process will not go on after a failure of another: %s", why)
+        return not why
 
     def _hang_up(self) -> None:
         with contextlib.suppress(Exception):
