@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
@@ -66,8 +66,8 @@ class Host:
         self._relay: RelayServer | None = None
         self.warm = WarmStarter(config, run_dir)
         self.again = Again(run_dir)
-        self.seat = ""
-        """Whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
+        self.seat: Callable[[], str] = lambda: ""
+        """Asked on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
         self._leases.sweep()
         forget_ring(run_dir)
 
@@ -128,7 +128,7 @@ class Host:
         pids = {rank: worker.pid for rank, worker in workers.items()}
         pages = DeadPages(self._run_dir, pids)
         token = self.config.token
-        self._reporter = FaultReporter(self._places, self._home, token, pages.after, lambda: self.seat)
+        self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 

@@ -49,6 +49,7 @@ class Seats:
         self._agent, self._host = agent, host
         self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
         self._store: Any = None  # held: the server ends with its last reference
+        host.seat = self._say
         self.begin()
 
     def begin(self) -> None:
@@ -57,7 +58,6 @@ class Seats:
 
     def look(self, workers: Mapping[int, Popen[Any]]) -> None:
         """Call it now and then: sees to it that nobody goes on for too long."""
-        self._host.seat = self.why_not(workers) or SEAT_READY
         if not self._filling:
             return
         marks = self._marked(workers)
@@ -67,13 +67,20 @@ class Seats:
         elif min(marks.values()) + LATE_S < time.monotonic():
             self.fail(workers, "it takes too long")
 
+    def _say(self) -> str:
+        """For the controller, when a worker has died."""
+        try:
+            return self.why_not(self._agent._workers()) or SEAT_READY
+        except Exception as problem:
+            return repr(problem)
+
     def why_not(self, workers: Mapping[int, Popen[Any]]) -> str:
         """Why a dead worker could not be started alone; empty: it could."""
         agent, pcontext = self._agent, self._agent._pcontext
         reasons = {
             "TTP_CONTINUITY is not keep": not self._wanted,
             self._failed: bool(self._failed),
-            "ranks were going on already": self._filling,
+            "ranks were going on already": self._filling and bool(self._marked(workers)),
             "the job has several hosts": (agent._worker_group.group_world_size or 1) > 1,
             "workers are run in another way": not workers or pcontext is None,
             "the output of workers goes to files": pcontext is not None
@@ -155,5 +162,6 @@ class Seats:
         return handler
 
     def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
-        alive = {worker.pid for worker in workers.values() if worker.poll() is None}
-        return {pid: until for pid, until in self._host.again.marks().items() if pid in alive}
+        """Who has begun no update yet; some may have died so."""
+        pids = {worker.pid for worker in workers.values()}
+        return {pid: until for pid, until in self._host.again.marks().items() if pid in pids}
