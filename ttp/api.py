@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar, overload
 
-from ttp import continuing, session
+from ttp import session
 from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
+from ttp.processor import continuing
 
 log = logging.getLogger("ttp")
 

@@ -15,13 +15,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from ttp import continuing
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
 from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
+from ttp.processor import continuing
 from ttp.processor.faults import describe, is_collective_error
 from ttp.processor.gate.gate import Halted
 from ttp.processor.source import StateSource

@@ -1,4 +1,4 @@
-"""Starts single workers of torch's agent beside those that go on in their processes; see ``ttp.continuing``.
+"""Starts single workers of torch's agent beside those that go on in their processes; see ``ttp.processor.continuing``.
 
 Nobody here waits. What does not work, or not in time, ends in the start of all workers, as without it: who goes on has
 begun no update, so it is killed, and what the job has saved is on disk since before it was told to go on.
@@ -16,12 +16,12 @@ import torch.distributed
 from torch.distributed.elastic.multiprocessing import api
 
 from ttp.config import Config
-from ttp.continuing import KEEP
 from ttp.core.controller.continuing import SEAT_READY
 from ttp.launch.again import NextLaunch
 from ttp.launch.host import Host
 from ttp.launch.warm.torch_workers import forking
 from ttp.launch.warm.worker import ForkedWorker
+from ttp.processor.continuing import KEEP
 
 if TYPE_CHECKING:
     from ttp.launch.agent import TtpAgent

@@ -17,7 +17,6 @@ from dataclasses import replace
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
-from ttp.continuing import Continuing
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
@@ -29,6 +28,7 @@ from ttp.core.rank.program import RankProgram
 from ttp.errors import ConfigError, TtpError
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
+from ttp.processor.continuing import Continuing
 from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import open_receiver
 from ttp.processor.errands import Errands, aside
