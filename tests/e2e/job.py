@@ -43,6 +43,7 @@ class Injector:
     def __init__(self) -> None:
         self.step = 0
         self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def at(self, phase: str) -> None:
         for fault in FAULTS:
@@ -73,6 +74,9 @@ class Injector:
             raise ValueError("a wrong turn in the training loop")
         elif action == "misuse":
             ttp.wrap_optimizer(object())
+        elif action == "odd":
+            assert self.optimizer is not None
+            next(iter(self.optimizer.state.values()))["odd"] = object()  # no save could write that
         elif action == "flip":
             flip_a_bit()
         elif action == "stop":
@@ -210,7 +214,7 @@ def train() -> None:
         extra_state=losses,
         undo=os.environ.get("JOB_UNDO"),
     )
-    injector.model = model
+    injector.model, injector.optimizer = model, optimizer
     start = ttp.restore()
     note("start", start)
     scheduler.armed = True
