@@ -319,7 +319,8 @@ def evaluating(tmp_path: Path) -> Iterator[Callable[..., Evaluating]]:
         each.adapter.source.close()
 
 
-@pytest.mark.supports("LBFGS", "optimizer containers and wrappers")
+@pytest.mark.supports("LBFGS")
+@pytest.mark.supports("optimizer containers and wrappers")
 @pytest.mark.parametrize("undo", [None, "preimage"])
 @pytest.mark.parametrize(("kind", "number"), [("LBFGS", 1), ("LBFGS", 3), ("SAM", 2)])
 def test_who_is_stopped_in_a_closure_saves_where_the_step_began(
