@@ -221,6 +221,7 @@ class Session:
         processor.close()
         self._uninstall()
         self.adapter = self.processor = None
+        forget_error_file()
         goes_on.out(problem, adapter)
 
     def _uninstall(self) -> None:
@@ -413,3 +414,11 @@ def write_error_file(problem: BaseException) -> None:
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(content))
+
+
+def forget_error_file() -> None:
+    """What ``write_error_file`` has written is over: this process goes on."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        with contextlib.suppress(OSError):
+            Path(path).unlink()

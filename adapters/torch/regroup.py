@@ -224,8 +224,11 @@ def _size(group: Any) -> int:
 
 
 def _connected() -> set[Socket]:
-    """Sockets of this process that are connected over TCP."""
-    return set(_look())
+    """Sockets of this process that are connected over TCP; none where that cannot be seen."""
+    try:
+        return set(_look())
+    except OSError:
+        return set()
 
 
 def _look() -> Iterator[Socket]:

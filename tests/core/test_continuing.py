@@ -103,10 +103,11 @@ def test_a_collective_that_broke_is_what_a_death_looks_like() -> None:
     assert talk.ends()[0]
 
 
-def test_who_has_lost_its_stream_may_come_back_with_anything() -> None:
+def test_the_seat_of_a_rank_that_was_only_lost_is_not_filled() -> None:
     talk = Keep()
     talk.dies()
     talk.lost(2)
+    talk.after(2)
     talk.frozen(1, 7)
     talk.saved(1)
     talk.committed(1)

@@ -70,9 +70,9 @@ class Continuing:
         try:
             self._enter()
         except Exception as problem:
-            if self._timer is None:
-                raise
-            self.leave(f"it could not go on: {problem!r}")
+            if self._next is not None or self._timer is not None:
+                self.leave(f"it could not go on: {problem!r}")
+            self._refused = f"its process groups are not known: {problem!r}"
 
     def _enter(self) -> None:
         groups = self._groups
@@ -85,13 +85,11 @@ class Continuing:
         if self._next is not None:
             if self._timer is None:  # a rank that takes a seat: the clock of the others runs already
                 self._start_clock()
-            self._since_mark("out")
+            out_s = time.monotonic() - self._since
             groups.renew(self._next.address, self._next.port, self._next.launch, self._within_s)
             self._next = None
-            log.info("%.3f s: the process groups are exchanged", time.monotonic() - self._since)
-
-    def _since_mark(self, what: str) -> None:
-        log.info("%.3f s: %s", time.monotonic() - self._since, what)
+            done_s = time.monotonic() - self._since
+            log.info("out of train() after %.3f s, the process groups are exchanged after %.3f s", out_s, done_s)
 
     def why_not(self) -> str:
         """Why this process cannot go on after a failure of another; empty: it can."""
@@ -99,7 +97,7 @@ class Continuing:
             return "only torch programs can go on"
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
-        return self._refused or self._groups.why_not() or _device()
+        return self._refused or self._groups.why_not()
 
     def out(self, problem: BaseException | None, *objects: object) -> NoReturn:
         """The training thread is out of train(). Raises ``TrainAgain`` when the launcher has said where ranks meet.
@@ -201,9 +199,3 @@ def _self_test() -> str:
     from ttp.adapters.torch.regroup import self_test
 
     return self_test()
-
-
-def _device() -> str:
-    import torch
-
-    return "a device is in use, and its collectives cannot be let go of" if torch.cuda.is_initialized() else ""

@@ -415,6 +415,8 @@ class Processor:
         why = self._continuing.why_not()
         if not why and len(layout.groups) > 1:
             why = "ranks hold different shards, which has not been tried yet"
+        if not why and (self.source.framework != "torch" or getattr(self.source, "on_device", False)):
+            why = "only torch programs whose state is in the memory of the host can go on so far"
         if why:
             log.warning("this process will not go on after a failure of another: %s", why)
         return not why

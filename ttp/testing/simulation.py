@@ -246,7 +246,8 @@ class Simulation(Clock):
                 self._somebody_died = True
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
             self._neighbours_see(rank)
-            if self.rng.random() < 0.4 and not self.roads.learns_late(rank):  # nor has its launcher power
+            told = 0.9 if self.scenario.keep else 0.4
+            if self.rng.random() < told and not self.roads.learns_late(rank):  # nor has its launcher power
                 seat = SEAT_READY if self.scenario.keep else ""
                 accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,), seat=seat)
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
