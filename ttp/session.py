@@ -23,7 +23,6 @@ from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor import continuing
 from ttp.processor.faults import describe, is_collective_error
-from ttp.processor.gate.gate import Halted
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -138,8 +137,8 @@ class Session:
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
         allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
-        goes_on = continuing.current() if self.in_train else None
-        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, continuing=goes_on)
+        goes_on = continuing.able(layout, source) if self.in_train else None
+        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, goes_on=goes_on)
         if prepare is not None:
             prepare(processor)
         processor.start()
@@ -175,9 +174,6 @@ class Session:
     def returned(self) -> None:
         """``train()`` has returned."""
         self._trained_in = self.processor.run_dir if self.processor is not None else None
-        if self.processor is not None:
-            self.processor.leave(GoodbyeReason.DONE)
-            self._go_on(None)
         self._leave(GoodbyeReason.DONE)
 
     def left(self) -> None:
@@ -188,8 +184,7 @@ class Session:
         """``train()`` has raised: report it, wait for the release. Returns only when no controller can be reached."""
         if self.processor is None:
             return
-        if self._released_to_go_on:
-            self._go_on(problem)
+        self._go_on(problem)
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = "".join(traceback.format_exception(problem))
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
@@ -203,36 +198,24 @@ class Session:
         self.processor.close()
         self.processor = None
 
-    @property
-    def _released_to_go_on(self) -> bool:
-        goes_on = continuing.current()
-        return goes_on is not None and goes_on.releasing
-
     def _go_on(self, problem: BaseException | None) -> None:
-        """If this rank was released to go on: end this session, and have train() called again."""
-        goes_on, adapter, processor = continuing.current(), self.adapter, self.processor
+        """If this rank was released to go on in its process: end this session, and have train() called again."""
+        goes_on, processor = continuing.current(), self.processor
         if goes_on is None or not goes_on.releasing or processor is None:
             return
-        if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
-            goes_on.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
-        detach = getattr(adapter, "detach", None)
-        if detach is not None:
-            detach()
-        processor.close()
-        self._uninstall()
-        self.adapter = self.processor = None
-        forget_error_file()
-        goes_on.out(problem, adapter)
+        if self._preemption is not None:
+            self._preemption.uninstall()
+        adapter, self.adapter, self.processor = self.adapter, None, None
+        goes_on.out(problem, processor, adapter)
 
-    def _uninstall(self) -> None:
+    def _leave(self, reason: GoodbyeReason) -> None:
         if self._preemption is not None:
             self._preemption.uninstall()
             self._preemption = None
-
-    def _leave(self, reason: GoodbyeReason) -> None:
-        self._uninstall()
         if self.processor is not None:
             self.processor.leave(reason)
+            if reason is GoodbyeReason.DONE:
+                self._go_on(None)
             self.processor = None
 
     def _at_exit(self, pid: int) -> None:
@@ -414,11 +397,3 @@ def write_error_file(problem: BaseException) -> None:
     with contextlib.suppress(OSError):
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         Path(path).write_text(json.dumps(content))
-
-
-def forget_error_file() -> None:
-    """What ``write_error_file`` has written is over: this process goes on."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        with contextlib.suppress(OSError):
-            Path(path).unlink()

@@ -56,7 +56,7 @@ STORIES: dict[str, list[Look]] = {
         (0.2, {1, 2}, {3: -9}, {-1: 30, -2: 30}, AGAIN),
     ],
     "one went on too long": [
-        (31.0, {1, 2}, {3: -9}, {-1: 30, -2: 31.5}, WAIT),
+        (31.0, {1, 2}, {3: -9}, {-1: 30, -2: 31.5}, STOP),
     ],
     "one that was to go on has left: the others have nothing to lose": [
         (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),

@@ -15,6 +15,7 @@ ranks anew, as without this. So does whoever meets an error: only deaths are con
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import logging
 import os
@@ -23,15 +24,22 @@ import threading
 import time
 import traceback
 import weakref
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout
 from ttp.errors import EXIT_SAVED, ConfigError
 from ttp.launch.again import Again, NextLaunch
 from ttp.processor.exiting import end_process
+from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.gate.gate import Halted
+from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
     from ttp.adapters.torch.regroup import Groups
+    from ttp.processor.processor import Processor
 
 log = logging.getLogger("ttp")
 
@@ -59,7 +67,9 @@ class Continuing:
         self._entered = False
         self._timer: threading.Timer | None = None
         self._since = time.monotonic()
-        self._old: list[weakref.ref[Any]] = []
+        self._old: weakref.ref[Any] | None = None
+        self.runs = False
+        """The clock runs: no update has begun since."""
         self.releasing = False
         """This process was released to go on, and its training thread is on its way out of train()."""
 
@@ -91,22 +101,33 @@ class Continuing:
             done_s = time.monotonic() - self._since
             log.info("out of train() after %.3f s, the process groups are exchanged after %.3f s", out_s, done_s)
 
-    def why_not(self) -> str:
+    def why_not(self, layout: Layout, source: StateSource) -> str:
         """Why this process cannot go on after a failure of another; empty: it can."""
-        if self._groups is None:
-            return "only torch programs can go on"
+        if self._groups is None or source.framework != "torch" or getattr(source, "on_device", False):
+            return "only torch programs whose state is in the memory of the host can go on so far"
         if not self._entered:
             return "wrap_optimizer() was called outside of train()"
+        if len(layout.groups) > 1:
+            return "ranks hold different shards, which has not been tried yet"
         return self._refused or self._groups.why_not()
 
-    def out(self, problem: BaseException | None, *objects: object) -> NoReturn:
-        """The training thread is out of train(). Raises ``TrainAgain`` when the launcher has said where ranks meet.
+    def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
+        """The training thread is out of train(): end what belongs to the old launch, and raise ``TrainAgain``.
 
         Args:
-            problem: what it has raised.
-            objects: of the old launch; they should be gone when the new ones are made.
+            problem: what train() has raised; only what a death looks like is continued.
+            processor: of the old launch.
+            adapter: likewise; it should be gone when the next one is made.
         """
-        self._old = [weakref.ref(each) for each in objects if each is not None]
+        if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
+            self.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
+        if (detach := getattr(adapter, "detach", None)) is not None:
+            detach()
+        processor.close()
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+        self._old = None if adapter is None else weakref.ref(adapter)
         while problem is not None:
             traceback.clear_frames(problem.__traceback__)
             problem = problem.__context__
@@ -114,7 +135,7 @@ class Continuing:
 
     def await_launcher(self) -> None:
         """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
-        if any(each() is not None for each in self._old):
+        if self._old is not None and self._old() is not None:
             gc.collect()
         env = RankEnv.from_env()
         while (told := self._files.next()) is None or told.launch != env.launch + 1:
@@ -129,25 +150,22 @@ class Continuing:
 
     # ---------------------------------------------------------------------------------------------------- any thread
 
-    def released(self) -> None:
-        """This rank was released to go on: whoever waits in a collective gets an error."""
+    def released(self, halt: Callable[[], None]) -> None:
+        """This rank was released to go on: whoever waits in a collective gets an error; ``halt`` is of the gate."""
         self._start_clock()
         self.releasing = True
+        halt()
         if self._groups is not None:
             self._groups.let_go()
 
     def over(self) -> None:
         """An update begins, which every rank takes part in: from now on this is a launch like any other."""
+        self.runs = False
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self._files.unmark(self._pid)
             log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
-
-    @property
-    def runs(self) -> bool:
-        """Whether the clock runs."""
-        return self._timer is not None
 
     def leave(self, why: str) -> NoReturn:
         """End the process with 75: the job is saved, and is started anew."""
@@ -160,6 +178,7 @@ class Continuing:
         self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
         self._timer.daemon = True
         self._timer.start()
+        self.runs = True
 
 
 _continuing: Continuing | None = None
@@ -185,6 +204,16 @@ def prepare() -> None:
 def current() -> Continuing | None:
     """Of this process; None: survivors are not to go on."""
     return _continuing
+
+
+def able(layout: Layout, source: StateSource) -> Continuing | None:
+    """How this process goes on after a failure of another; None: it does not, and why has been said."""
+    if _continuing is None:
+        return None
+    reason = _continuing.why_not(layout, source)
+    if reason:
+        log.warning("this process will not go on after a failure of another: %s", reason)
+    return None if reason else _continuing
 
 
 def _groups(*, seat: bool) -> Groups | None:

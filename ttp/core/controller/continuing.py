@@ -6,6 +6,8 @@ They go on only after deaths, and only where nothing is in doubt: whatever else 
 
 from __future__ import annotations
 
+from typing import Any
+
 from ttp.core import messages as m
 from ttp.core.controller.incident import Incident, Stage
 from ttp.core.controller.job_verdict import Verdict
@@ -28,8 +30,8 @@ def waits(job: Membership, incident: Incident, now: float) -> bool:
     return _wanted(job) and unknown and incident.waits("a seat", SEAT_S, now)
 
 
-def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> str | None:
-    """Why the survivors have to leave their processes; empty: they may go on; None: they could not.
+def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> tuple[bool, dict[str, Any]]:
+    """Whether the survivors go on in their processes, and what is recorded of that.
 
     Args:
         job: the ranks.
@@ -38,7 +40,12 @@ def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> s
         base: version that this incarnation has started from.
     """
     if not _wanted(job):
-        return None
+        return False, {}
+    why_not = _why_not(job, incident, end, base)
+    return not why_not, {"again": not why_not, "why_not_again": why_not}
+
+
+def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -> str:
     if end.code != EXIT_SAVED or incident.stage is not Stage.SAVED:
         return end.text
     dead = {rank for rank in job.members if rank not in job.live}

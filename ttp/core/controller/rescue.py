@@ -318,9 +318,7 @@ class Rescue:
             return  # is it a false alarm? The grace will tell
         if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
-        elif not incident.waiting or incident.newest_is_known():
-            if continuing.waits(self._job, incident, now):
-                return
+        elif (not incident.waiting or incident.newest_is_known()) and not continuing.waits(self._job, incident, now):
             text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
             self._release(incident, EXIT_SAVED, text, now)
 
@@ -366,13 +364,12 @@ class Rescue:
         self.verdict.progress |= self.saving.last_commit is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
-        stays = continuing.judge(self._job, incident, end, self.base_version)
+        again, told = continuing.judge(self._job, incident, end, self.base_version)
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
-        incident.exit_code, incident.release_text, incident.again = exit_code, text, stays == ""
+        incident.exit_code, incident.release_text, incident.again = exit_code, text, again
         incident.released_at = now
         self._job.ended = True
-        told = {} if stays is None else {"again": incident.again, "why_not_again": stays}
         self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
         self._answer_requests(incident)
         for rank in sorted(self._job.live):
