@@ -54,6 +54,8 @@ class Job:
     nodes: list[list[str]] = field(default_factory=lambda: [[]])
     hosts: list[str] = field(default_factory=list)
     """Name of each node's host; none: all are this one."""
+    local: int = 0
+    """Ranks of each node; 0: all nodes have ranks at once."""
     protected: bool = True
     script: Path = JOB
     port: int = 0
@@ -75,7 +77,7 @@ class Job:
         base |= self.env
         ours = self.launcher == "ttp" and self.protected
         flags = self.flags or ([] if any(self.nodes) else ["--standalone"])
-        local = str(self.ranks // len(self.nodes))
+        local = str(self.local or self.ranks // len(self.nodes))
         self.log = self.directory / "launcher.log"
         self.processes = []
         for index, node in enumerate(self.nodes):

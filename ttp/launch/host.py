@@ -208,6 +208,11 @@ class Host:
         return settled_code(code, answer)
 
     @property
+    def reschedule_s(self) -> float:
+        """How long a restart waits for a host in the place of a lost one."""
+        return self._config.reschedule_s
+
+    @property
     def _name(self) -> str:
         return self._config.host or socket.gethostname()
 
