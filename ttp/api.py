@@ -44,7 +44,8 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
     Args:
         func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
         exit_on_bad_config: leave with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
-            raising it; a ``UsageError`` after the job has formed ends the process with 64 in any case.
+            raising it; a ``UsageError`` or ``ConfigError`` after this rank has joined the job ends all its ranks with
+            64 in any case.
     """
 
     def decorate(train: F) -> F:
@@ -99,7 +100,7 @@ def _protected(
         else:
             current.raised(leaving)
         raise
-    except (ConfigError, RefusedError):
+    except RefusedError:
         current.left()
         raise
     except BaseException as problem:

@@ -187,7 +187,7 @@ class Session:
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
         write_error_file(problem)
         text = f"rank {self.processor.env.rank} raised {describe(problem)}"
-        wrong = isinstance(problem, UsageError)  # a restart would not help
+        wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
         log.error("no controller came to the rescue; the error is raised as it would be without ttp")

@@ -208,14 +208,16 @@ class TorchAdapter(Restoring):
     def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
         """What is to be done around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
+        if is_sharded(self._optimizer):
+            owners = [[]]  # what it exchanges behind the step is no part of what could be kept
         modules, runtimes = self._extra.modules.values(), self._source.runtimes
         between = self._source.between = BetweenSteps(
             turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtimes, reserve=False)
         )
         self._between = between if turns.several else None
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
-        if self._source.preimage is not None:
-            return calls._replace(before_update=self._source.preimage.take)
+        if (preimage := self._source.preimage) is not None:
+            return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)
 
     def _before_gate(self) -> None:

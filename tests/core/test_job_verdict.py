@@ -40,7 +40,10 @@ def test_what_is_wrong_comes_first(order: str) -> None:
     verdict = launched()
     if order == "before":
         verdict.is_wrong("rank 3 exited with code 64")
-    verdict.released(75, "saved", "rank 3 exited with code 64")
+    told = verdict.released(75, "saved", "rank 3 exited with code 64")
+    assert (told.code, "rank 3" in told.text, "saved" in told.text) == (
+        (64, True, True) if order == "before" else (75, False, True)
+    )
     if order == "after":
         verdict.is_wrong("rank 3 exited with code 64")
     if order == "claimed":

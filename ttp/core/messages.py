@@ -184,7 +184,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job."""
+    """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job.
+
+    ``wrong``: it is the program or its configuration, which no restart mends: whatever is saved, all leave with 64.
+    """
 
     rank: Rank
     subject: Rank
@@ -192,6 +195,7 @@ class Fault:
     text: str
     detail: str = ""
     nonce: str = ""  # of the accused process, where the witness knows it
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True)

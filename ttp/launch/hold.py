@@ -6,7 +6,7 @@ Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s 
 - somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
 - armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
   after a death;
-- others were released (exit 75 or 70) and somebody armed has no lease: it is hung or stopped. The job is saved
+- others were released (exit 75, 70 or 64) and somebody armed has no lease: it is hung or stopped. The job is saved
   without it, and SIGTERM would be waited for in vain for 30 s: kill it.
 """
 
@@ -16,7 +16,7 @@ import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED
 
 FIRST_LEASE_S = 5.0
 """Outlasts losing and restarting a controller, which is what delays a freeze most."""
@@ -103,4 +103,4 @@ class Hold:
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
         """Whether peers were released. A 70 of a rank without a lease is no proof: fenced ranks exit with it, too."""
         saved = any(code == EXIT_SAVED for code in exits.values())
-        return saved or any(exits.get(pid) == EXIT_NOT_SAVED for pid in self._held)
+        return saved or any(exits.get(pid) in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for pid in self._held)

@@ -25,7 +25,7 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.actions import not_done
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
-from ttp.errors import ConfigError, TtpError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
 from ttp.processor.copies.copier import Copying
@@ -193,11 +193,12 @@ class Processor:
             kind: of fault.
             text: what happened.
             detail: more of it.
-            then: exit code of this process after the rescue, whatever came of it; None: as the controller says.
+            then: exit code of this process after the rescue, whatever came of it; None: as the controller says. With
+                64 all ranks leave with that.
         """
         self._exit_code = then
         self.gate.mark_torn()
-        self._inbox.put(ev.Raised(kind, text, detail))
+        self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
         """The program saves and repairs itself. Before ``start``; ``perform`` must not block."""

@@ -107,10 +107,10 @@ class Judge:
                     raise InvariantBroken(f"I6: thawed while ranks {machine.job.broken} cannot train on")
 
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
-        assert incident.plan is not None or exit_code == 70
+        assert incident.plan is not None or exit_code in (64, 70)
         if machine.job.silent and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: released for a doubt: nothing comes from ranks {sorted(machine.job.silent)}")
-        if exit_code == 75:
+        if exit_code == 75 or (exit_code == 64 and incident.saved):
             version = incident.saved
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")

@@ -55,7 +55,7 @@ KINDS = {
     "controller_restart": "the same, and it is started again at once",
     "controller_twice": "the same, its successor dies too, and that is started again at once",
     "controller_stop": "SIGSTOP of the controller, SIGCONT after LASTS: it may find another one in its place",
-    "raise": "the training code of a rank raises; POINT is forward or update",
+    "raise": "the training code of a rank raises; POINT is forward, update or refused (all leave with 64)",
     "sigterm": "SIGTERM to every rank",
     "save": "somebody asks for a checkpoint",
     "write": "the disk of a rank refuses to write pieces for LASTS after the first one",
@@ -102,7 +102,7 @@ class Fault:
         kind: one of ``KINDS``.
         at: virtual time in seconds after the launch; with a point: the how-maniest time there.
         rank: whom, or whose host, it hits.
-        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward`` or ``update``.
+        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward``, ``update`` or ``refused``.
         lasts_s: how long.
     """
 

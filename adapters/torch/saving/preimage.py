@@ -191,6 +191,11 @@ class PreImage:
         return None if image is None else image.version
 
     @property
+    def broken(self) -> bool:
+        """Whether no copies are made any more."""
+        return self._broken
+
+    @property
     def whole(self) -> bool:
         """Whether it is all of the version, so that a finished update can be undone; else a running one only."""
         image = self._kept()

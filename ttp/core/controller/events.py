@@ -111,7 +111,7 @@ class LauncherSaid:
 
 @dataclass(frozen=True, slots=True)
 class RankWasWrong:
-    """A rank has left with 64: its configuration or its program is wrong."""
+    """A rank has left with 64, or will: its configuration or its program is wrong."""
 
     text: str
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.controller.events import Accused, ConnectionId
+from ttp.core.controller.events import Accused, ConnectionId, RankWasWrong
 from ttp.core.controller.job_end import JobEnd
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
@@ -125,6 +125,8 @@ class FaultReports:
             return
         if report.subject == report.rank:
             self._job.mark_failed(report.subject, report.text)
+            if report.wrong:
+                self._end.told(RankWasWrong(report.text))
         elif report.kind is m.FaultKind.EXITED:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]

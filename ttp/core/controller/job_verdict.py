@@ -10,7 +10,7 @@ alike: the ``FRUITLESS_MAX``-th is not to be started again, however well it was 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
@@ -70,6 +70,8 @@ class JobVerdict:
     def released(self, code: int, text: str, cause: str) -> Verdict:
         """The rescue wants ranks to leave with ``code``. Returns the verdict that they are told instead."""
         self._end = Verdict(code, text)
+        if self._wrong:
+            return replace(self.now, text=f"{self.now.text}. {text}")
         launches = self.fruitless + 1
         if not self.progress and launches >= FRUITLESS_MAX:
             words = (
@@ -92,7 +94,7 @@ class JobVerdict:
             self._forget()
 
     def is_wrong(self, text: str) -> None:
-        """A rank has left with 64."""
+        """A rank has left with 64, or will."""
         self._wrong = self._wrong or text
 
     def asks(self, host: str, code: int) -> None:

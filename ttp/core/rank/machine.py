@@ -347,7 +347,8 @@ class ProcessorMachine:
 
     def _report_broken(self, event: ev.Raised) -> None:
         rank = self._state.rank
-        self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, self._state.hello.nonce))
+        nonce = self._state.hello.nonce
+        self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, nonce, event.wrong))
 
     def _left(self, event: ev.Returned) -> None:
         self._state.returned = event

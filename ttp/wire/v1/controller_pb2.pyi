@@ -522,12 +522,15 @@ class Fault(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    WRONG_FIELD_NUMBER: builtins.int
     rank: builtins.int
     subject: builtins.int
     kind: global___FaultKind.ValueType
     text: builtins.str
     detail: builtins.str
     nonce: builtins.str
+    wrong: builtins.bool
+    """the program or its configuration is wrong: whatever is saved, all leave with 64"""
     def __init__(
         self,
         *,
@@ -537,8 +540,9 @@ class Fault(google.protobuf.message.Message):
         text: builtins.str = ...,
         detail: builtins.str = ...,
         nonce: builtins.str = ...,
+        wrong: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "kind", b"kind", "nonce", b"nonce", "rank", b"rank", "subject", b"subject", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "kind", b"kind", "nonce", b"nonce", "rank", b"rank", "subject", b"subject", "text", b"text", "wrong", b"wrong"]) -> None: ...
 
 global___Fault = Fault
 
