@@ -29,8 +29,8 @@ def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
     """A job of two hosts with a rank each, and more hosts that stand by, which come first. None has the rendezvous."""
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def make(standing_by: int, **settings: Any) -> Job:
-        common = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+    def make(standing_by: int, *more: str, **settings: Any) -> Job:
+        common = ["--nnodes", "2", *more, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
         common += ["--rdzv-endpoint", f"127.0.0.1:{store.port}"]
         hosts = [f"spare{n}" for n in range(standing_by)] + ["one", "two"]
         nodes = [[*common, *(["--stand-by"] if host.startswith("spare") else [])] for host in hosts]
@@ -38,6 +38,13 @@ def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
         return make_job(ranks=2, local=1, nodes=nodes, hosts=hosts, env=env, **settings)
 
     return make
+
+
+def await_starts(job: Job, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while len(job.starts()) < count:
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.02)
 
 
 def await_version(job: Job, version: int) -> None:
@@ -83,3 +90,18 @@ def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..
     assert job.processes[0].wait(WAIT_S) == 75, job.story()
     assert "none has taken its place within TTP_RESCHEDULE_S=2 s" in job.story()
     assert job.committed()
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_with_fewer_ranks_and_with_more_again(make_two: Callable[..., Job]) -> None:
+    job = make_two(0, "--elastic", "--rdzv-conf", "last_call_timeout=1", steps=60).start()
+    await_version(job, 3)
+    without_power(job, "two")
+    await_starts(job, 2)
+    await_version(job, job.starts()[1] + 3)
+    job.processes[1] = job.launch(1)
+    assert [process.wait(WAIT_S) for process in job.processes] == [0, 0], job.story()
+    assert "2 ranks saved it and 1 restore it" in job.story() and "1 ranks saved it and 2 restore it" in job.story()
+    assert job.starts()[1:] == job.committed() and len(job.committed()) == 2
+    assert [r["count"] for r in job.results()] == [60, 60]
+    assert job.results()[0]["optimizer"] == job.results()[1]["optimizer"]

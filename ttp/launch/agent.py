@@ -118,6 +118,12 @@ class TtpAgent(LocalElasticAgent):
         result.failures = _root_causes_first(result.failures)
         return result
 
+    def _restart_workers(self, worker_group: Any) -> None:
+        """Where nobody failed a host wants to come in: ranks are asked to save at once."""
+        if worker_group.state is WorkerState.HEALTHY:
+            self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
+        super()._restart_workers(worker_group)
+
     def _say_imports(self) -> None:
         """To hosts that stand by, once in each launch."""
         group = self._worker_group

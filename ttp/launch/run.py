@@ -39,6 +39,10 @@ ttp run --mindspore --help.
 """
 
 MINDSPORE = "--mindspore"
+ELASTIC_HELP = (
+    "go on with the hosts that are left when one is lost and none takes its place (--nnodes 1:N), and with more again "
+    "when one comes; the checkpoint is read by another number of ranks"
+)
 LETS_IN = ("c10d", "etcd-v2")
 """Backends of torch's dynamic rendezvous."""
 FEW_NODES = 64
@@ -132,7 +136,10 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
     parser.add_argument("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
     parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
+    parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
     arguments = parser.parse_args(argv)
+    if arguments.elastic:
+        arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
     arguments.rdzv_conf = _rendezvous_settings(arguments)
     return arguments
 
