@@ -83,6 +83,17 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
     assert all((job.directory / "run" / spare / "imports.json").exists() for spare in ("spare1", "spare2"))
 
 
+def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
+    job = make_two(1, steps=16).start()
+    await_version(job, 3)
+    drained = job.ttp("report-fault", "--host", "two", "--drain", "--token", "secret")
+    assert drained.returncode == 0, drained.stderr
+    assert [process.wait(WAIT_S) for process in job.processes] == [0, 0, 75], job.story()
+    assert "this host is drained" in job.story() and "takes its place" in job.story()
+    assert len(job.starts()) == 2 and job.starts()[1:] == job.committed(), job.story()
+    assert job.results() == unbroken(job)
+
+
 def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..., Job]) -> None:
     job = make_two(0, steps=100_000, env={"TTP_RESCHEDULE_S": "2"}).start()
     await_version(job, 3)

@@ -114,7 +114,7 @@ class TtpAgent(LocalElasticAgent):
             self._fail_open(lambda: self._host.expect_stop(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._fail_open(lambda: self._forgo_restarts(workers))
+            self._fail_open(lambda: self._forgo_restarts(worker_group, workers))
         result.failures = _root_causes_first(result.failures)
         return result
 
@@ -133,8 +133,9 @@ class TtpAgent(LocalElasticAgent):
                 group.store.set(IMPORTS_KEY, imports)
                 self._said_in = group.store
 
-    def _forgo_restarts(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: program or settings are wrong, or the job makes no progress."""
+    def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
+        """Allow no restart where none can help: program or settings are wrong, the job makes no progress, or goes on
+        without this host."""
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(
@@ -143,6 +144,11 @@ class TtpAgent(LocalElasticAgent):
                 EXIT_BAD_CONFIG,
             )
             self._remaining_restarts = 0
+        rendezvous = worker_group.spec.rdzv_handler
+        if self._remaining_restarts and isinstance(rendezvous, Rescheduling) and self._host.is_drained():
+            logger.warning("this host is drained: it leaves its place in the job to another one")
+            self._remaining_restarts = 0
+            rendezvous.leave()
         unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
         if unsaved and self._remaining_restarts and self._host.is_final():
             self._remaining_restarts = 0

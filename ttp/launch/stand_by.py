@@ -16,6 +16,7 @@ from typing import Any
 
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousTimeoutError
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
 from ttp.errors import ConfigError
 from ttp.launch.rendezvous import WrappedRendezvous
@@ -26,6 +27,7 @@ LOOK_S = 1.0
 VACANT_S = 2.0
 """Hosts that restart leave the round and enter the next one at once."""
 LATE_S = 10.0
+LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
 
 
@@ -40,7 +42,7 @@ class Rescheduling(WrappedRendezvous):
     def __init__(self, inner: Any, wait_s: float) -> None:
         super().__init__(inner)
         self._wait_s = wait_s
-        self._seated = False
+        self._seated = self._left = False
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others; from the second time on within the limit.
@@ -61,6 +63,16 @@ class Rescheduling(WrappedRendezvous):
             raise
         self._seated = True
         return info
+
+    def leave(self) -> None:
+        """Give up this host's place; the rendezvous goes on without it."""
+        self._left = True
+        self._inner._stop_heartbeats()
+        self._inner._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
+
+    def shutdown(self) -> bool:
+        """See torch. A host without a place does not end the rendezvous of the others."""
+        return super().shutdown() if self._seated and not self._left else True
 
 
 class StandBy(Rescheduling):
@@ -118,10 +130,6 @@ class StandBy(Rescheduling):
             return False
         self._turn = self._turn or self._inner._get_store().add(TURN_KEY, 1)
         return self._turn <= empty or for_s >= LATE_S
-
-    def shutdown(self) -> bool:
-        """See torch. A host without a place does not end the rendezvous of the others."""
-        return super().shutdown() if self._seated else True
 
 
 def is_dynamic(rendezvous: Any) -> bool:
