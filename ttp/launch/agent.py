@@ -126,7 +126,7 @@ class TtpAgent(LocalElasticAgent):
 
     def _say_imports(self) -> None:
         """To hosts that stand by, once in each launch."""
-        group = self._worker_group
+        group: Any = self._worker_group
         if group.group_rank == 0 and (group.group_world_size or 1) > 1 and self._said_in is not group.store:
             imports = self._host.warm.imports()
             if imports:
