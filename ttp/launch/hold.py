@@ -6,12 +6,8 @@ Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s 
 - somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
 - armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
   after a death;
-<<<<<<< HEAD
 - all who live were released to go on in their processes: leave them alone;
-- others were released (exit 75 or 70) and somebody armed has no lease: it is hung or stopped. The job is saved
-=======
 - others were released (exit 75, 70 or 64) and somebody armed has no lease: it is hung or stopped. The job is saved
->>>>>>> main
   without it, and SIGTERM would be waited for in vain for 30 s: kill it.
 """
 

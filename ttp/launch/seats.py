@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import Mapping
 from subprocess import Popen
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed
 from torch.distributed.elastic.multiprocessing import api
@@ -125,8 +125,7 @@ class Seats:
 
     def _fill(self, ranks: list[int]) -> None:
         agent = self._agent
-        group, pcontext = agent._worker_group, agent._pcontext
-        assert pcontext is not None
+        group, pcontext = agent._worker_group, cast("Any", agent._pcontext)
         address = str(group.master_addr)
         self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
         launch = group.spec.max_restarts - agent._remaining_restarts
@@ -145,9 +144,10 @@ class Seats:
         self._host.watch(agent._workers())
 
     def _start(self, pcontext: Any, local_rank: int, changed: dict[str, str]) -> Any:
+        make: Any = api
         pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **changed}
         with forking(self._host.warm):
-            handler = api.get_subprocess_handler(
+            handler = make.get_subprocess_handler(
                 entrypoint=pcontext.entrypoint,
                 args=pcontext.args[local_rank],
                 env=pcontext.envs[local_rank],
