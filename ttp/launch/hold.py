@@ -99,7 +99,7 @@ class Hold:
 
     def _going_on(self, scene: WorkersNow, alive: frozenset[Pid]) -> HoldDecision:
         """All who live have nothing to lose. One that left in good order shows that not all go on."""
-        if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED) for code in scene.exits.values()):
+        if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for code in scene.exits.values()):
             return HoldDecision.AGAIN
         self.hung = alive
         self._given_up |= alive
