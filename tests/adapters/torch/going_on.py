@@ -38,13 +38,14 @@ class Program:
     extra_state: Any = None
     also: Mapping[str, Any] = field(default_factory=dict)
 
-    def register(self) -> TorchAdapter:
+    def register(self, undo: str | None = None) -> TorchAdapter:
         return TorchAdapter(
             self.optimizer,
             model=self.model,
             scheduler=self.scheduler,
             scaler=self.scaler,
             extra_state=self.extra_state,
+            undo=undo,
         )
 
     def state(self) -> dict[str, str]:
