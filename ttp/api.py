@@ -15,6 +15,7 @@ from ttp import session
 from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
+from ttp.processor.last_words import asked_for, leave_word
 
 log = logging.getLogger("ttp")
 
@@ -83,6 +84,7 @@ def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any
 def _leave_misconfigured(problem: Exception) -> NoReturn:
     log.error("%s", problem)
     print(f"ttp: {problem}", file=sys.stderr)
+    leave_word(problem)
     sys.exit(EXIT_BAD_CONFIG)
 
 
@@ -160,6 +162,7 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
+    asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
     if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
@@ -187,6 +190,7 @@ def register(
     from ttp.store.writable import check_places
 
     current = session.current()
+    asked_for(str(save_dir))
     directory = current.config.save_dir or str(save_dir)
     path = Path(directory)
     if current.enabled:

@@ -291,6 +291,9 @@ class Config:
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
 
+    reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
+    """How long hosts that start again wait for one that is missing, under a rendezvous that lets hosts in later."""
+
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""
 

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
 from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.last_words import write_error_file
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -362,22 +362,3 @@ def configure_logging(config: Config) -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(config.log_level.upper())
-
-
-def write_error_file(problem: BaseException) -> None:
-    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    import json
-
-    trace = "".join(traceback.format_exception(problem))
-    content = {
-        "message": {
-            "message": describe(problem),
-            "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
-        }
-    }
-    with contextlib.suppress(OSError):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content))

@@ -83,6 +83,16 @@ def test_another_job_begins_with_nothing() -> None:
     assert verdict.released(75, "", "").code == 75
 
 
+def test_a_drained_host_is_one_until_the_next_launch() -> None:
+    verdict = launched(fruitless=0)
+    verdict.drained.add("n17")
+    verdict.released(75, "saved", "")
+    verdict.starts()  # the launcher of another host was faster
+    assert verdict.drained == {"n17"}
+    verdict.launch_begins(same_job=True)
+    assert not verdict.drained
+
+
 def test_a_job_that_has_trained_to_its_end_got_on() -> None:
     verdict = launched(fruitless=2)
     verdict.finished()

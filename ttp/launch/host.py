@@ -168,6 +168,11 @@ class Host:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
 
+    def is_drained(self) -> bool:
+        """Whether somebody has asked that this host starts no ranks again."""
+        answer = ask_verdict(self._places(), self._config.token, "", EXIT_TRAINED) if self._address else None
+        return answer is not None and self._name in answer.drained
+
     def close(self, several_nodes: bool, code: int) -> int:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
 
@@ -206,6 +211,11 @@ class Host:
                 break
             answer = again
         return settled_code(code, answer)
+
+    @property
+    def reschedule_s(self) -> float:
+        """How long a restart waits for a host in the place of a lost one."""
+        return self._config.reschedule_s
 
     @property
     def _name(self) -> str:

@@ -110,6 +110,13 @@ class LauncherSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class HostsDrained:
+    """The launchers of these hosts are not to start ranks again: other hosts take their places."""
+
+    hosts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RankWasWrong:
     """A rank has left with 64, or will: its configuration or its program is wrong."""
 
@@ -148,6 +155,7 @@ Event = (
     | SaveRequested
     | Accused
     | LauncherSaid
+    | HostsDrained
     | RankWasWrong
     | Remembered
     | ProgramEvent

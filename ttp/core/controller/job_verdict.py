@@ -43,6 +43,8 @@ class JobVerdict:
         """This one has brought one."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked at its end."""
+        self.drained: set[str] = set()
+        """Hosts whose launchers are not to start ranks again after this launch."""
         self._launched = False
         self._forget()
 
@@ -60,7 +62,7 @@ class JobVerdict:
             self.fruitless = 0
         elif self._launched:
             self.fruitless = 0 if self.progress else self.fruitless + 1
-        self._launched, self.progress = True, False
+        self._launched, self.progress, self.drained = True, False, set()
         self._forget()
 
     def remember(self, fruitless: int, progress: bool) -> None:

@@ -85,6 +85,28 @@ class WarmStarter:
         elif self._process.poll() is not None:
             self._give_up(f"the process to fork from has ended with {self._process.returncode}")
 
+    def imports(self) -> bytes | None:
+        """What the ranks of this host have said that they import, as ``prepare`` takes it; None: nothing yet."""
+        path = self._run_dir / FILE
+        return path.read_bytes() if not self._off and path.exists() else None
+
+    def prepare(self, command: Sequence[str], environ: Mapping[str, str], imports: bytes | None) -> None:
+        """Start the process before there are ranks on this host. Call it now and then instead of ``look``.
+
+        Args:
+            command: of the ranks to come.
+            environ: theirs, but for what differs between them.
+            imports: what ranks of other hosts import; None: not known yet.
+        """
+        if self._first is None and imports and not self._off:
+            wanted = program(command, sys.executable)
+            if isinstance(wanted, str):
+                self._give_up(wanted)
+                return
+            (self._run_dir / FILE).write_bytes(imports)
+            self._first = wanted, dict(environ)
+        self.look()
+
     def refuse(self, reason: str) -> None:
         """Workers are started as always, and why."""
         if not self._off:

@@ -1859,12 +1859,15 @@ class ReportFaultRequest(google.protobuf.message.Message):
     PIDS_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
     reason: builtins.str
     kind: global___FaultKind.ValueType
     exit_code: builtins.int
     """of the accused ranks' processes; 0: not known"""
+    drain: builtins.bool
+    """launchers of their hosts do not start again, so that other hosts take their places"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1885,8 +1888,9 @@ class ReportFaultRequest(google.protobuf.message.Message):
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
         exit_code: builtins.int = ...,
+        drain: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 
@@ -1947,6 +1951,7 @@ class GetVerdictResponse(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     HOSTS_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
     code: builtins.int
     """64, 70, 75 or 0; absent: this controller knows of no end"""
     text: builtins.str
@@ -1959,6 +1964,10 @@ class GetVerdictResponse(google.protobuf.message.Message):
     def hosts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of which no launcher has asked at its end yet"""
 
+    @property
+    def drained(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """hosts whose launchers are not to start again"""
+
     def __init__(
         self,
         *,
@@ -1968,9 +1977,10 @@ class GetVerdictResponse(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         term: builtins.int = ...,
         hosts: collections.abc.Iterable[builtins.str] | None = ...,
+        drained: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_code", b"_code", "code", b"code"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "drained", b"drained", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_code", b"_code"]) -> typing.Literal["code"] | None: ...
 
 global___GetVerdictResponse = GetVerdictResponse
