@@ -63,12 +63,10 @@ WAYS = [in_place, behind_the_counter, replaced]
 class Job:
     """Steps of a program, and whether what follows an update is waited for."""
 
-    def __init__(
-        self, directory: Path, model: nn.Module, trained: nn.Module, undo: str | None = None, **parts: Any
-    ) -> None:
+    def __init__(self, directory: Path, model: nn.Module, trained: nn.Module, **parts: Any) -> None:
         self.model, self.optimizer = model, torch.optim.SGD(trained.parameters(), lr=0.1)
         self.program = Program(model, self.optimizer, lambda _number: None, **parts)
-        self.adapter = self.program.register(undo=undo)
+        self.adapter = self.program.register()
         join(self.adapter, StubProcessor(directory), directory / "pages")
 
     def step(self, after: Callable[[], Any] = lambda: None, forward: Any = None) -> bool:
