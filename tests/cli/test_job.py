@@ -36,7 +36,7 @@ def test_status_of_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
     controller = start()
     said = ttp("status", "--port", controller.port)
     assert said.code == 0
-    assert "waiting · no job has said hello yet" in said.out
+    assert "waiting · no rank has joined yet" in said.out
     seen = ttp("status", "--port", controller.port, "--json").json
     assert seen["ranks"] == []
     assert seen["last_incident"] is None
