@@ -29,6 +29,7 @@ VACANT_S = 2.0
 LATE_S = 10.0
 LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
+"""With the number of the round that is about to form: who was not needed in one round comes first in a later one."""
 
 
 class Rescheduling(WrappedRendezvous):
@@ -128,7 +129,9 @@ class StandBy(Rescheduling):
         if for_s < VACANT_S:
             self._turn = 0
             return False
-        self._turn = self._turn or self._inner._get_store().add(TURN_KEY, 1)
+        if not self._turn:
+            meeting = self._inner._state_holder.state
+            self._turn = self._inner._get_store().add(f"{TURN_KEY}/{meeting.round + meeting.complete}", 1)
         return self._turn <= empty or for_s >= LATE_S
 
 
