@@ -9,6 +9,8 @@ import pytest
 
 pytest.importorskip("torch")
 
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
+
 from ttp.errors import ConfigError
 from ttp.launch.run import _parse
 from ttp.launch.stand_by import LATE_S, VACANT_S, StandBy, vacancies
@@ -66,6 +68,15 @@ def test_of_two_the_first_takes_a_place_at_once_and_the_second_the_next_one() ->
     state.round, state.complete = 1, True
     assert not second._may_enter(1, 0.0), "hosts that restart leave a place for a moment"
     assert second._may_enter(1, VACANT_S), "another place: it is the first one now"
+
+
+def test_a_rendezvous_that_has_gone_lets_a_host_leave_that_was_not_needed() -> None:
+    def is_closed() -> bool:
+        raise RendezvousConnectionError("the connection has failed")
+
+    inner = SimpleNamespace(_state_holder=None, is_closed=is_closed, settings=SimpleNamespace(max_nodes=2))
+    with pytest.raises(RendezvousGracefulExitError):
+        StandBy(inner, 1.0, lambda store: None).next_rendezvous()
 
 
 @pytest.mark.parametrize(

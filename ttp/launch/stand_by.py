@@ -14,7 +14,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
@@ -102,10 +106,14 @@ class StandBy(Rescheduling):
         """Wait until a host is missing, if this one has no place yet; then meet the others.
 
         Raises:
-            RendezvousGracefulExitError: the job has ended and did not need this host.
+            RendezvousGracefulExitError: the job has ended and did not need this host, or cannot be reached any more.
         """
         if not self._seated:
-            self._wait()
+            try:
+                self._wait()
+            except RendezvousConnectionError as problem:  # its host may be the first to leave a job that has ended
+                logger.warning("the rendezvous does not answer any more: this host stands by no longer. %s", problem)
+                raise RendezvousGracefulExitError from problem
         return super().next_rendezvous()
 
     def _wait(self) -> None:
