@@ -1,4 +1,4 @@
-"""What is inside a process group can be exchanged; a torch that is not as it has to be is refused, and nothing breaks."""
+"""What is inside a process group can be exchanged; a torch in which it cannot is refused, and nothing breaks."""
 
 from __future__ import annotations
 
