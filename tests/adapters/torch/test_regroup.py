@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from ttp.adapters.torch import regroup
 
+_dist: Any = dist
+
 
 def test_this_torch_lets_backends_be_exchanged() -> None:
     assert regroup.self_test() == ""
@@ -30,7 +32,7 @@ def test_a_torch_that_does_not_is_refused(breaks: str, monkeypatch: pytest.Monke
 
 def test_groups_that_nobody_has_seen_being_made_are_not_exchanged() -> None:
     helper = regroup._c10d._new_process_group_helper
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=_dist.HashStore(), rank=0, world_size=1)
     try:
         groups = regroup.Groups(seat=False)
         groups.enter()
@@ -44,7 +46,7 @@ def test_groups_of_the_loop_are_seen_and_a_seat_makes_its_groups_alone() -> None
     stock = regroup._c10d._new_process_group_helper, regroup._c10d._store_based_barrier
     groups = regroup.Groups(seat=True)
     try:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=1, world_size=2)  # nobody else is there
+        dist.init_process_group("gloo", store=_dist.HashStore(), rank=1, world_size=2)  # nobody else is there
         dist.barrier()
         groups.enter()
         assert groups.why_not() == ""
