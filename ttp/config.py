@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import math
@@ -36,21 +37,18 @@ NAMES_OF_MINDIO = frozenset({
 OTHER_CODES = (1, EXIT_BAD_CONFIG, EXIT_NOT_SAVED)
 """Exit codes of ``ttp run`` that mean something else than "saved"."""
 COUNT_MAX = 2**31 - 1
-SECONDS_MAX = 1e7
-"""Nearly four months: more is a slip, such as milliseconds."""
+SECONDS_MAX = 1e7  # nearly four months: more is a slip, such as milliseconds
 NAME_MAX = 4000
 """Characters; a little less than a message or a system call takes."""
 
 
 def _within(text: str, kind: type[int] | type[float], low: float, high: float, wanted: str) -> Any:
     """``text`` as a number from ``low`` to ``high``. Raises ``ValueError(wanted)``: not Python's words, ours."""
-    try:
+    with contextlib.suppress(ValueError):
         value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not low <= value <= high:
-        raise ValueError(wanted)
-    return value
+        if low <= value <= high:
+            return value
+    raise ValueError(wanted)
 
 
 def _port(text: str) -> int:
