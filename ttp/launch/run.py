@@ -143,6 +143,11 @@ def _parse(argv: list[str]) -> Any:
             "--stand-by takes the place of a host that is lost while others go on waiting, and --nnodes says one host: "
             "give the same --nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
         )
+    runs_a_file = not (arguments.module or arguments.no_python)
+    if arguments.stand_by and runs_a_file and not os.path.exists(arguments.training_script):
+        raise ConfigError(
+            f"there is no {arguments.training_script} here: this host could not take the place of another"
+        )
     if arguments.elastic:
         arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
     arguments.rdzv_conf = _rendezvous_settings(arguments)
