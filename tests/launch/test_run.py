@@ -43,6 +43,7 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "several nodes, no port": ({}, ["--nnodes", "2", "x.py"], "needs TTP_PORT"),
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
+    "a place of nobody": ({}, ["--stand-by", "--standalone", "x.py"], "--stand-by takes the place of another host"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
     "run dir": ({"TTP_RUN_DIR": "/dev/null/x"}, ["x.py"], "TTP_RUN_DIR"),
