@@ -145,7 +145,7 @@ class ControllerService(rpc.ControllerServicer):
         if request.drain:
             members = self._driver.machine.job.members
             self._driver.feed(ce.HostsDrained(frozenset(members[rank].hello.host for rank in meant.ranks)))
-        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages)
+        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages, limits.text("seat", request.seat))
         text = (
             f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )

@@ -1,7 +1,8 @@
 """A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
-``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there).
+``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there; ``"launch"``: in
+this launch only, as torchelastic counts them, in words).
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class Injector:
 
     def at(self, phase: str) -> None:
         for fault in FAULTS:
-            mine = RANK in fault.get("ranks", [fault.get("rank")])
+            launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            mine = RANK in fault.get("ranks", [fault.get("rank")]) and fault.get("launch", launch) == launch
             if mine and fault["step"] == self.step and fault["phase"] == phase:
                 marker = JOB_DIR / "done" / f"{fault['id']}.{RANK}"
                 if marker.exists():

@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.conftest import SOLO, Run, solo_env
 from tests.e2e.forked import Forked, ForkedJob
+from ttp.cli.main import main
 from ttp.store.manifest import Manifest
 from ttp.store.share import Share
 
@@ -52,6 +53,17 @@ def test_a_port_that_is_none(solo: Run, tmp_path: Path, port: str) -> None:
 def test_an_environment_that_describes_no_rank(solo: Run, tmp_path: Path, env: dict[str, str], text: str) -> None:
     done = solo(tmp_path, 1, **env)
     assert done.returncode == 64 and text in done.stderr
+
+
+def test_a_rank_that_leaves_with_64_before_any_has_joined_leaves_word(
+    solo: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch script that asks for the verdict would start the job again for ever. A good launch overrides it."""
+    assert solo(tmp_path / "ck", 1, RANK="3", TORCHELASTIC_RUN_ID="mine").returncode == 64
+    assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 64
+    assert "RANK=3 is not in 0..0" in capsys.readouterr().err
+    assert solo(tmp_path / "ck", 1, TORCHELASTIC_RUN_ID="mine").returncode == 0
+    assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 0
 
 
 def test_a_port_held_by_something_else_is_named_with_its_owner(solo: Run, tmp_path: Path) -> None:

@@ -168,6 +168,7 @@ class Hello:
     copies_at: str = ""  # takes copies of other ranks' shards there (host:port); empty: this rank keeps none
     pages_at: str = ""  # takes pages of other ranks there (host:port); empty: pages are not mirrored
     stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
+    can_continue: bool = False  # this process can go on when another one is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,11 +435,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
+    """Leave with ``exit_code``; with ``again`` a rank that said ``can_continue`` begins train() again instead."""
+
     rank: Rank
     term: int
     incident: str
     exit_code: int
     text: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.preparation import EXIT_FAILED, verdict
+from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic
 from ttp.launch.warm.torch_workers import forking
@@ -49,6 +50,7 @@ class TtpAgent(LocalElasticAgent):
     def __init__(self, *args: Any, host: Host, token: SharedToken, stand_by: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._host, self._token = host, token
+        self._seats = Seats(self, host, host.config)
         self._said_in: Any = None
         self.job_code = EXIT_FAILED
         """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
@@ -97,6 +99,7 @@ class TtpAgent(LocalElasticAgent):
         )
         with forking(self._host.warm):
             ids = super()._start_workers(worker_group)
+        self._seats.begin()
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
 
@@ -107,16 +110,24 @@ class TtpAgent(LocalElasticAgent):
         """
         workers = self._workers()
         self._fail_open(self._host.warm.look)
+        self._fail_open(lambda: self._seats.look(workers))
         self._fail_open(self._say_imports)
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
             self._fail_open(self._host.warm.hurry)
-            self._fail_open(lambda: self._host.hold(workers))
-            self._fail_open(lambda: self._host.expect_stop(workers))
+            self._fail_open(lambda: self._hold(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
             self._fail_open(lambda: self._forgo_restarts(worker_group, workers))
         result.failures = _root_causes_first(result.failures)
         return result
+
+    def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """Let those that live save, and go on where they can; else they may be stopped when this returns."""
+        self._seats.second_fault(workers)
+        if self._host.hold(workers):
+            self._seats.fill(workers)
+        if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
+            self._fail_open(lambda: self._host.expect_stop(workers))
 
     def _restart_workers(self, worker_group: Any) -> None:
         """Where nobody failed a host wants to come in: ranks are asked to save at once."""
@@ -181,7 +192,7 @@ class TtpAgent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return {ranks[local_rank]: handler.proc for local_rank, handler in handlers.items()}
 
-    def _fail_open(self, action: Callable[[], None]) -> None:
+    def _fail_open(self, action: Callable[[], object]) -> None:
         try:
             action()
         except SignalException:  # torch's way to say that the agent got a signal

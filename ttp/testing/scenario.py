@@ -133,6 +133,7 @@ class Scenario:
         stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
         uneven: this rank deals its shards out in another way than its replicas.
         relays: ranks speak to controllers through the relay of their host.
+        keep: survivors of a death may go on in their processes, and launchers can start the dead alone.
     """
 
     seed: int
@@ -150,6 +151,7 @@ class Scenario:
     stripes: int = WHOLE
     uneven: Rank | None = None
     relays: bool = False
+    keep: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -200,6 +202,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         stripes=rng.choice((WHOLE, AUTO, AUTO, 2, 3)),
         uneven=Rank(rng.randrange(world)) if rng.random() < 0.1 else None,
         buddy=bool(layout.unreplicated()) and rng.random() < 0.5,
+        keep=seed % 3 == 0,
     )
     return with_relays(scenario) if rng.random() < 0.15 else scenario
 

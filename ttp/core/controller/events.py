@@ -98,6 +98,8 @@ class Accused:
     reason: str
     pids: tuple[int, ...] = ()
     pages: tuple[m.Mirror, ...] = ()
+    seat: str = ""
+    """``ready``: their launcher can start these ranks alone; else why it cannot; empty: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -102,6 +102,7 @@ class FaultReports:
                 continue  # an earlier process of this rank
             text = f"{member.name}: {event.reason}"
             if event.kind is m.FaultKind.EXITED:
+                member.seat = event.seat or member.seat
                 self._exited(member, text, now)
             else:
                 self._job.mark_failed(rank, text)

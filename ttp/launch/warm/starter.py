@@ -67,11 +67,16 @@ class WarmStarter:
         self._first: tuple[Program, dict[str, str]] | None = None
         self._ready: Ready | None = None
         self._hurried = False
-        self._off = "" if config.continuity == "warm" else "TTP_CONTINUITY=off"
+        self._off = "" if config.continuity != "off" else "TTP_CONTINUITY=off"
         for name in (FILE, STATUS_FILE):
             (run_dir / name).unlink(missing_ok=True)
         if self._off:
             self._note(self._off)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can be forked at once, as far as is known."""
+        return self._ready is not None and not self._off
 
     def look(self) -> None:
         """Start the process once the ranks have said what they import; hear what it says."""
