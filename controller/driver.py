@@ -144,9 +144,10 @@ class Driver:
         reason: str,
         pids: tuple[int, ...],
         pages: tuple[m.Mirror, ...] = (),
+        seat: str = "",
     ) -> None:
-        """Evidence from outside, with what is left of dead ranks."""
-        self.feed(ce.Accused(ranks, kind, reason, pids, pages))
+        """Evidence from outside, with what is left of dead ranks, and whether they can be started alone."""
+        self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
     async def save(self, reason: str) -> ce.AnswerSave:
         """A checkpoint now; returns when it is committed or refused."""

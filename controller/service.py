@@ -142,7 +142,10 @@ class ControllerService(rpc.ControllerServicer):
             return pb.ReportFaultResponse(text=meant.problem or "nobody is accused: give ranks or a host")
         reason = limits.text("reason", request.reason) or "reported from outside"
         pids = tuple(pid_of.get(rank, 0) for rank in meant.ranks) if request.pids else ()
-        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages)
+        if request.drain:
+            members = self._driver.machine.job.members
+            self._driver.feed(ce.HostsDrained(frozenset(members[rank].hello.host for rank in meant.ranks)))
+        self._driver.add_evidence(meant.ranks, kind, reason, pids, pages, limits.text("seat", request.seat))
         text = (
             f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )
@@ -169,6 +172,7 @@ class ControllerService(rpc.ControllerServicer):
             incarnation=machine.job.incarnation,
             term=machine.term,
             hosts=machine.unheard_hosts,
+            drained=machine.drained_hosts,
         )
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from ttp.launch import host
 from ttp.launch.warm import template
+from ttp.launch.warm.rules import digest
 from ttp.launch.warm.starter import Ready, WarmStarter
 from ttp.launch.warm.worker import ForkedWorker
 from ttp.processor import import_list
@@ -136,6 +137,12 @@ def _register_plugins() -> None:
     rendezvous._register_out_of_tree_handlers()
 
 
+def _imports(modules: list[Any]) -> dict[str, Any]:
+    """What a rank would have said of these that leaves its variables as they are; see ``ttp.processor.import_list``."""
+    environ = {name: digest(value) for name, value in os.environ.items()}
+    return {"path": sys.path[1:], "modules": modules, "environ": environ, "bytes": 0}
+
+
 def _importing(modules: Sequence[str]) -> type[WarmStarter]:
     """Ranks are forked from a process that has imported these."""
 
@@ -143,7 +150,7 @@ def _importing(modules: Sequence[str]) -> type[WarmStarter]:
         def _worker(self, *worker: Any) -> Any:
             if self._process is None:
                 files = [(name, importlib.util.find_spec(name).origin) for name in modules]  # type: ignore[union-attr]
-                (self._run_dir / import_list.FILE).write_text(json.dumps({"path": sys.path[1:], "modules": files}))
+                (self._run_dir / import_list.FILE).write_text(json.dumps(_imports(files)))
                 super()._worker(*worker)  # it learns what to start
                 self.look()
             return super()._worker(*worker)
@@ -155,14 +162,15 @@ def _forking_this() -> type[WarmStarter]:
     """Ranks are forked from a fork of this process, which has all the imports."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with tempfile.NamedTemporaryFile("w", delete=False) as nothing:
-        json.dump({"path": sys.path[1:], "modules": []}, nothing)
+        json.dump(_imports([]), nothing)
     launcher = os.getpid()
     pid = os.fork()
     if not pid:
         ours.close()
         template.main(theirs.detach(), launcher, nothing.name, "")
     theirs.close()
-    assert ours.recv(1 << 20)  # it has read the file
+    said = json.loads(ours.recv(1 << 20))  # it has read the file
+    assert said["state"] == "ready", said
     Path(nothing.name).unlink()
 
     class FromTheFirst(WarmStarter):

@@ -15,6 +15,8 @@ from ttp import session
 from ttp.config import RankEnv
 from ttp.core.layout import Layout
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
+from ttp.processor import continuing
+from ttp.processor.last_words import asked_for, leave_word
 
 log = logging.getLogger("ttp")
 
@@ -44,10 +46,13 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
     Args:
         func: the function; ``@ttp_to_persist`` and ``@ttp_to_persist(...)`` both work.
         exit_on_bad_config: leave with code 64 on a ``ConfigError``, ``RefusedError`` or ``UsageError`` instead of
-            raising it; a ``UsageError`` after the job has formed ends the process with 64 in any case.
+            raising it; a ``UsageError`` or ``ConfigError`` after this rank has joined the job ends all its ranks with
+            64 in any case.
     """
 
     def decorate(train: F) -> F:
+        continuing.prepare()
+
         @functools.wraps(train)
         def protected(*args: Any, **kwargs: Any) -> Any:
             return _run(train, args, kwargs, exit_on_bad_config)
@@ -59,29 +64,50 @@ def ttp_to_persist(func: F | None = None, *, exit_on_bad_config: bool = True) ->
 
 def _run(train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exit_on_bad_config: bool) -> Any:
     try:
-        current = session.current()
-        if not current.enabled or current.in_train:
-            return train(*args, **kwargs)
-        current.in_train = True
-        try:
-            return _protected(current, train, args, kwargs)
-        except UsageError as problem:
-            if not exit_on_bad_config:
-                raise
-            traceback.print_exc()  # where the program calls us is what has to be changed
-            _leave_misconfigured(problem)
-        finally:
-            current.in_train = False
-            session.reset()
+        while True:
+            try:
+                return _run_once(train, args, kwargs, exit_on_bad_config)
+            except continuing.TrainAgain:
+                pass
+            _begin_again()
     except (ConfigError, RefusedError) as problem:
         if not exit_on_bad_config:
             raise
         _leave_misconfigured(problem)
 
 
+def _run_once(
+    train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], exit_on_bad_config: bool
+) -> Any:
+    current = session.current()
+    if not current.enabled or current.in_train:
+        return train(*args, **kwargs)
+    current.in_train = True
+    try:
+        if (goes_on := continuing.current()) is not None:
+            goes_on.enter()
+        return _protected(current, train, args, kwargs)
+    except UsageError as problem:
+        if not exit_on_bad_config:
+            raise
+        traceback.print_exc()  # where the program calls us is what has to be changed
+        _leave_misconfigured(problem)
+    finally:
+        current.in_train = False
+        session.reset()
+
+
+def _begin_again() -> None:
+    """This rank goes on in its process: wait until all can begin. Nothing holds what the last train() has made."""
+    goes_on = continuing.current()
+    assert goes_on is not None
+    goes_on.await_launcher()
+
+
 def _leave_misconfigured(problem: Exception) -> NoReturn:
     log.error("%s", problem)
     print(f"ttp: {problem}", file=sys.stderr)
+    leave_word(problem)
     sys.exit(EXIT_BAD_CONFIG)
 
 
@@ -89,7 +115,8 @@ def _protected(
     current: session.Session, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
-        result = train(*args, **kwargs)
+        with continuing.watched():
+            result = train(*args, **kwargs)
     except KeyboardInterrupt:
         current.left()
         raise
@@ -99,7 +126,7 @@ def _protected(
         else:
             current.raised(leaving)
         raise
-    except (ConfigError, RefusedError):
+    except RefusedError:
         current.left()
         raise
     except BaseException as problem:
@@ -159,6 +186,7 @@ def wrap_optimizer(
         RefusedError: the controller does not accept this rank; the text says why.
         UsageError: called twice, or with objects of no known framework.
     """
+    asked_for(str(save_dir))
     if undo not in UNDO_WAYS:
         raise ConfigError(f"undo={undo!r} is not a way to undo an update; use one of {', '.join(map(repr, UNDO_WAYS))}")
     if "mindspore" in _families(optimizer) and not isinstance(optimizer, (list, tuple)):
@@ -186,6 +214,7 @@ def register(
     from ttp.store.writable import check_places
 
     current = session.current()
+    asked_for(str(save_dir))
     directory = current.config.save_dir or str(save_dir)
     path = Path(directory)
     if current.enabled:

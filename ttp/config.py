@@ -20,7 +20,7 @@ from ttp.launch.token_file import secret_in
 PREFIX = "TTP_"
 DIGEST_MODES = ("sample", "all", "off")
 RELAY_MODES = ("auto", "on", "off")
-CONTINUITY_MODES = ("off", "warm")
+CONTINUITY_MODES = ("off", "warm", "keep")
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 MINDIO_FORCE = "force"
 MINDIO_SWITCH = "TTP_MINDIO"
@@ -286,10 +286,17 @@ class Config:
     """Whether the ranks of a host share one stream to the controller; auto: in jobs of more than 256 ranks."""
 
     continuity: str = _setting("TTP_CONTINUITY", _one_of(*CONTINUITY_MODES), "warm")
-    """How a job goes on after a failure: off (new interpreters), or warm (workers are forked, their imports done)."""
+    """How a job goes on after a failure: off (new interpreters), warm (workers are forked, their imports done), or keep
+    (only the dead are, and the others call train() again in their processes)."""
+
+    continue_s: float = _setting("TTP_CONTINUE_S", _seconds, 30.0)
+    """With keep: seconds that ranks have from the checkpoint to their next update, else all are started anew."""
 
     warm_skip: tuple[str, ...] = _setting("TTP_WARM_SKIP", _modules, ())
     """Modules and packages that are not imported ahead for warm restarts."""
+
+    reschedule_s: float = _setting("TTP_RESCHEDULE_S", _seconds, 270.0)
+    """How long hosts that start again wait for one that is missing, under a rendezvous that lets hosts in later."""
 
     log_level: str = _setting("TTP_LOG", _level, "INFO")
     """Level of the ``ttp`` logger in ranks and controller."""

@@ -9,7 +9,6 @@ import logging
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +20,9 @@ from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal
+from ttp.processor import continuing
 from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.last_words import write_error_file
 from ttp.processor.source import StateSource
 
 if TYPE_CHECKING:
@@ -136,7 +137,8 @@ class Session:
         self.config, address = admitted(self.config, env.master_addr, several=spans_hosts(os.environ, env.world_size))
         env = dataclasses.replace(env, master_addr=address)
         allow_journal(self.config.resolved_run_dir(), save_dir, self.fallback_dir)
-        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy)
+        goes_on = continuing.able(layout, source) if self.in_train else None
+        processor = Processor(self.config, env, layout, source, str(save_dir), buddy=buddy, goes_on=goes_on)
         if prepare is not None:
             prepare(processor)
         processor.start()
@@ -182,17 +184,29 @@ class Session:
         """``train()`` has raised: report it, wait for the release. Returns only when no controller can be reached."""
         if self.processor is None:
             return
+        self._go_on(problem)
         kind = FaultKind.COLLECTIVE if is_collective_error(problem) else FaultKind.EXCEPTION
         detail = "".join(traceback.format_exception(problem))
         log.error("rank %s: %s\n%s", self.processor.env.rank, describe(problem), detail)
         write_error_file(problem)
         text = f"rank {self.processor.env.rank} raised {describe(problem)}"
-        wrong = isinstance(problem, UsageError)  # a restart would not help
+        wrong = isinstance(problem, (ConfigError, UsageError))  # a restart would not help
         self.processor.report(kind, text, detail[-8000:], then=EXIT_BAD_CONFIG if wrong else None)
         self.processor.wait_released()
+        self._go_on(problem)
         log.error("no controller came to the rescue; the error is raised as it would be without ttp")
         self.processor.close()
         self.processor = None
+
+    def _go_on(self, problem: BaseException | None) -> None:
+        """If this rank was released to go on in its process: end this session, and have train() called again."""
+        goes_on, processor = continuing.current(), self.processor
+        if goes_on is None or not goes_on.releasing or processor is None:
+            return
+        if self._preemption is not None:
+            self._preemption.uninstall()
+        adapter, self.adapter, self.processor = self.adapter, None, None
+        goes_on.out(problem, processor, adapter)
 
     def _leave(self, reason: GoodbyeReason) -> None:
         if self._preemption is not None:
@@ -200,6 +214,8 @@ class Session:
             self._preemption = None
         if self.processor is not None:
             self.processor.leave(reason)
+            if reason is GoodbyeReason.DONE:
+                self._go_on(None)
             self.processor = None
 
     def _at_exit(self, pid: int) -> None:
@@ -362,22 +378,3 @@ def configure_logging(config: Config) -> None:
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s [ttp rank {rank}] %(message)s"))
     logger.addHandler(handler)
     logger.setLevel(config.log_level.upper())
-
-
-def write_error_file(problem: BaseException) -> None:
-    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not path:
-        return
-    import json
-
-    trace = "".join(traceback.format_exception(problem))
-    content = {
-        "message": {
-            "message": describe(problem),
-            "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
-        }
-    }
-    with contextlib.suppress(OSError):
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(content))

@@ -6,6 +6,7 @@ import sys
 from types import TracebackType
 
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RefusedError, UsageError
+from ttp.processor.last_words import leave_word
 
 _MISTAKES = (ConfigError, RefusedError, UsageError)
 
@@ -30,4 +31,5 @@ class _Hook:
         assert callable(self._before)
         self._before(kind, problem, trace)
         if isinstance(problem, _MISTAKES):
+            leave_word(problem)
             raise SystemExit(EXIT_BAD_CONFIG)

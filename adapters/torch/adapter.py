@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -103,6 +103,8 @@ class TorchAdapter(Restoring):
         self._processor: Processor | None = None
         self._looked = False  # at what the optimizers keep
         self._followers: Followers | None = None
+        self._following: list[Tensor] = []  # parameters that no optimizer has and that the program moves
+        self._source.may_follow = lambda: self._followers is not None
         self._barrier: UpdateBarrier | None = None
         self._post_step: PostStepState | None = None
         self._resumed = False
@@ -157,12 +159,12 @@ class TorchAdapter(Restoring):
         ddps = ddps_of(self._model)
         others = {} if gathering(self._model) else unowned(self._names.parameters, [self._optimizer, *self._given])
         post_step = self._post_step = source.post_step = self._make_post_step(bool(others))
-        self._followers = Followers(self._model, others, source.on_host, post_step.followed) if others else None
+        self._followers = Followers(self._model, others, source.on_host, self._followed) if others else None
         self._buckets = source.buckets = LayoutWatch(ddps, self._names)
         self._trial = self._make_trial(processor, sharding)
         source.exchanges = is_sharded(self._optimizer)
         if self._undo is not None:
-            source.preimage = PreImage(unwrap_optimizer(self._optimizer), self._extra.modules.values(), source.runtimes)
+            source.preimage = self._make_preimage(unwrap_optimizer(self._optimizer))
         self._barrier = self._make_barrier(processor)
         takers = [taker for each in self._given for taker in turn_takers(each)]
         if is_sharded(self._optimizer):
@@ -196,6 +198,18 @@ class TorchAdapter(Restoring):
             runtimes=self._source.runtimes if self._scaler is not None else (),
         )
 
+    def _make_preimage(self, optimizer: Optimizer, *, reserve: bool = True) -> PreImage:
+        modules, runtimes = self._extra.modules.values(), self._source.runtimes
+        return PreImage(optimizer, modules, runtimes, followers=self._following, reserve=reserve)
+
+    def _followed(self, names: Sequence[str]) -> None:
+        """These parameters, which no optimizer has, were moved behind an update."""
+        assert self._post_step is not None
+        self._post_step.followed()
+        known = set(map(id, self._following))
+        found = (self._names.parameters[name] for name in names)
+        self._following += [parameter for parameter in found if id(parameter) not in known]
+
     def _make_trial(self, processor: Processor, sharding: Sharding) -> Trial:
         trial = Trial(members_of(self._optimizer), self._model, self._names, self._source.everything)
         buckets = self._buckets
@@ -208,14 +222,15 @@ class TorchAdapter(Restoring):
     def _calls(self, turns: Turns, takers: Sequence[Sequence[Optimizer]], whole: bool) -> Calls:
         """What is to be done around an update."""
         owners = [[owner for owner in members_of(self._optimizer) if owner in _owners(taker)] for taker in takers]
-        modules, runtimes = self._extra.modules.values(), self._source.runtimes
+        if is_sharded(self._optimizer):
+            owners = [[]]  # what it exchanges behind the step is no part of what could be kept
         between = self._source.between = BetweenSteps(
-            turns, owners, whole, lambda: PreImage(self._optimizer, modules, runtimes, reserve=False)
+            turns, owners, whole, lambda: self._make_preimage(self._optimizer, reserve=False)
         )
         self._between = between if turns.several else None
         calls = Calls(self._before_gate, after_update=self._updated, after_end=self._after_end)
-        if self._source.preimage is not None:
-            return calls._replace(before_update=self._source.preimage.take)
+        if (preimage := self._source.preimage) is not None:
+            return calls._replace(before_update=preimage.take, before_turn=lambda *_: not preimage.broken)
         return calls._replace(before_turn=between.before_turn)
 
     def _before_gate(self) -> None:

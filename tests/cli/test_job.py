@@ -21,6 +21,7 @@ from ttp.cli.connection import UnreachableError, Where
 from ttp.cli.status import picture
 from ttp.config import Config
 from ttp.errors import ConfigError
+from ttp.launch.job_verdict import ask_verdict
 from ttp.launch.run_dir import prepare_run_dir
 from ttp.launch.token_file import write_token
 from ttp.wire.v1 import controller_pb2 as pb
@@ -168,6 +169,17 @@ def test_report_fault_of_a_host(ttp: Ttp, start: Start) -> None:
     seen = ttp("report-fault", "--host", "right", "--json", "--port", controller.port).json
     assert seen["accused"] == [2, 3]
     assert set(seen) <= keys_in_help(ttp, "report-fault")
+
+
+def test_a_host_that_is_drained_is_told_to_its_launcher(ttp: Ttp, start: Start) -> None:
+    controller = start()
+    controller.ranks(4)
+    alone = ttp("report-fault", "--rank", 2, "--drain", "--port", controller.port)
+    assert alone.code == 64 and "--drain is of a whole host: give --host NAME" in alone.err
+    ask = [f"127.0.0.1:{controller.port}"], controller.token, "", 0
+    assert list(ask_verdict(*ask).drained) == []
+    assert ttp("report-fault", "--host", "right", "--drain", "--port", controller.port).code == 0
+    assert list(ask_verdict(*ask).drained) == ["right"]
 
 
 def test_report_fault_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: Start) -> None:

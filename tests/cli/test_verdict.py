@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ttp.cli.main import main
-from ttp.store.history import FILE, line_of
+from ttp.store.history import FILE, WORD, line_of
 
 Facts = dict[str, Any]
 
@@ -115,6 +115,50 @@ def test_a_newer_launch_is_not_excused_by_an_old_incident(place: Path, capsys: p
     incident(place, "20261120-094512-1-3fa9", OPENED, {"kind": "released", "exit_code": 75, "text": ""})
     (place / "incidents" / FILE).write_text(begins(at_s=300.0))
     assert said(capsys, "verdict", place)[0] == 70
+
+
+def word_of_a_rank(place: Path, at_s: float, run_id: str = "job") -> None:
+    facts = {"kind": "wrong", "run_id": run_id, "unix_s": at_s, "text": "rank 3 left with 64: no model"}
+    (place / "incidents" / WORD).write_text(json.dumps(facts))
+
+
+LEFT_WITH_64: dict[str, tuple[str, float, int]] = {
+    "nobody else came": ("", 50.0, 64),
+    "after the end of an older launch": (begins() + SAVED, 112.0, 64),
+    "in a launch that is cut off": (begins() + DONE + begins(at_s=130.0), 131.0, 64),
+    "a moment before the others of its launch came": (begins(at_s=130.0), 129.0, 64),
+    "long before a launch that is cut off": (begins(at_s=9000.0), 129.0, 70),
+    "before a launch that was saved": (begins(at_s=130.0) + SAVED.replace("111.0", "140.0"), 129.0, 75),
+    "of a stray, while the job went on and trained": (begins() + DONE, 115.0, 0),
+}
+
+
+@pytest.mark.parametrize("name", LEFT_WITH_64)
+def test_a_rank_that_left_with_64_before_any_had_joined(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    story, at_s, wanted = LEFT_WITH_64[name]
+    if story:
+        (place / "incidents" / FILE).write_text(story)
+    word_of_a_rank(place, at_s)
+    code, _, err = said(capsys, "verdict", place, "--run-id", "job")
+    assert (code, "no model" in err) == (wanted, wanted == 64)
+
+
+def test_the_word_of_a_rank_of_another_job_or_time(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    word_of_a_rank(place, 50.0, run_id="other")
+    assert said(capsys, "verdict", place, "--run-id", "job")[0] == 70
+    assert said(capsys, "verdict", place, "--run-id", "other", "--since", 51)[0] == 70
+    assert said(capsys, "verdict", place, "--run-id", "other", "--since", 49)[0] == 64
+    incident(place, "20261120-094512-1-3fa9", OPENED, {"kind": "released", "exit_code": 75, "text": ""})
+    assert said(capsys, "verdict", place)[0] == 75, "a later incident says more"
+
+
+@pytest.mark.parametrize("content", ["", "null", "[" * 500, '{"unix_s": "x"}', '{"unix_s": NaN}', "\udcff{"])
+def test_a_word_that_cannot_be_read_is_none(content: str, place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (place / "incidents" / FILE).write_text(begins() + SAVED)
+    (place / "incidents" / WORD).write_text(content, errors="surrogateescape")
+    assert said(capsys, "verdict", place)[0] == 75
 
 
 @pytest.mark.parametrize("kind", ["missing", "file", "foreign"])

@@ -20,9 +20,9 @@ FROZEN = "HoldLease CloseGate"
 class Rank1:
     """The machine of rank 1 and a clock."""
 
-    def __init__(self, *, joined: bool = True, **timeouts: Any) -> None:
+    def __init__(self, *, joined: bool = True, can_continue: bool = False, **timeouts: Any) -> None:
         self.now = 0.0
-        self.machine = ProcessorMachine(hello(1, grid(1, 3)), RankTimeouts(**timeouts), 0.0)
+        self.machine = ProcessorMachine(hello(1, grid(1, 3), can_continue=can_continue), RankTimeouts(**timeouts), 0.0)
         self.did: list[act.Action] = []
         if joined:
             self.event(ev.StreamUp())

@@ -129,9 +129,11 @@ class Talk:
         self.now = end
         return self.event(Tick())
 
-    def fault(self, rank: int, kind: m.FaultKind = m.FaultKind.EXCEPTION, subject: int | None = None) -> str:
+    def fault(
+        self, rank: int, kind: m.FaultKind = m.FaultKind.EXCEPTION, subject: int | None = None, *, wrong: bool = False
+    ) -> str:
         about = Rank(rank if subject is None else subject)
-        return self.report(rank, m.Fault(Rank(rank), about, kind, f"{kind.value} of {about}"))
+        return self.report(rank, m.Fault(Rank(rank), about, kind, f"{kind.value} of {about}", wrong=wrong))
 
     def frozen(
         self, rank: int, version: int, phase: m.Phase = m.Phase.IDLE, *, together: bool = False, **more: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from tests.core.talk import LOST, Talk, frozen_at_7
 from ttp.core import messages as m
+from ttp.core.layout import Rank
 from ttp.testing.scenario import grid
 
 
@@ -61,3 +62,26 @@ def test_all_ranks_die_at_once() -> None:
         talk.lost(rank)
     assert talk.after(1) == "[released] [closed]"
     assert talk.after(120) == "[stopped] stop"
+
+
+def test_what_one_rank_knows_to_be_wrong_all_leave_with() -> None:
+    """Also after another fault, and whether or not anything could be saved."""
+    talk = Talk()
+    assert talk.fault(1, wrong=True) == "[wrong] [opened] Freeze:0,1,2 [evidence]"
+    frozen_at_7(talk, 0, 1, 2)
+    talk.saved(0)
+    assert talk.committed(0) == "[committed] [released] Release(64):0,1,2"
+    (text,) = {order.text for order in talk.orders(m.Release)}
+    assert "exception of 1" in text and "goes on with step 8" in text
+
+    talk = Talk(grid(2, 1))
+    talk.lost(0)
+    talk.fault(1, wrong=True)
+    talk.frozen(1, 7)
+    assert talk.after(1) == "[released] Release(64):1"
+
+
+def test_who_says_of_another_that_it_is_wrong_is_not_heard() -> None:
+    talk = Talk()
+    about = m.Fault(Rank(0), Rank(1), m.FaultKind.COLLECTIVE, "x", wrong=True)
+    assert "[wrong]" not in talk.report(0, about)

@@ -40,7 +40,10 @@ def test_what_is_wrong_comes_first(order: str) -> None:
     verdict = launched()
     if order == "before":
         verdict.is_wrong("rank 3 exited with code 64")
-    verdict.released(75, "saved", "rank 3 exited with code 64")
+    told = verdict.released(75, "saved", "rank 3 exited with code 64")
+    assert (told.code, "rank 3" in told.text, "saved" in told.text) == (
+        (64, True, True) if order == "before" else (75, False, True)
+    )
     if order == "after":
         verdict.is_wrong("rank 3 exited with code 64")
     if order == "claimed":
@@ -78,6 +81,16 @@ def test_another_job_begins_with_nothing() -> None:
     verdict = launched(fruitless=2)
     verdict.launch_begins(same_job=False)
     assert verdict.released(75, "", "").code == 75
+
+
+def test_a_drained_host_is_one_until_the_next_launch() -> None:
+    verdict = launched(fruitless=0)
+    verdict.drained.add("n17")
+    verdict.released(75, "saved", "")
+    verdict.starts()  # the launcher of another host was faster
+    assert verdict.drained == {"n17"}
+    verdict.launch_begins(same_job=True)
+    assert not verdict.drained
 
 
 def test_a_job_that_has_trained_to_its_end_got_on() -> None:

@@ -128,7 +128,16 @@ def test_a_broken_rank_waits_for_the_rescue() -> None:
     rank = Rank1()
     assert rank.event(ev.Raised(m.FaultKind.EXCEPTION, "ValueError: x")) == ">Fault"
     fault = rank.sent(m.Fault)
-    assert (fault.subject, fault.kind, fault.nonce) == (1, m.FaultKind.EXCEPTION, "n1")
+    assert (fault.subject, fault.kind, fault.nonce, fault.wrong) == (1, m.FaultKind.EXCEPTION, "n1", False)
+
+
+def test_what_is_wrong_is_said_to_a_new_controller_too() -> None:
+    rank = Rank1()
+    rank.event(ev.Raised(m.FaultKind.EXCEPTION, "UsageError: x", wrong=True))
+    rank.event(ev.StreamDown("gone"))
+    rank.event(ev.StreamUp())
+    assert rank.order(m.Welcome(ME, 2, 1, "1")) == "Joined >Fault"
+    assert rank.sent(m.Fault).wrong
 
 
 def test_nobody_comes_to_the_rescue() -> None:

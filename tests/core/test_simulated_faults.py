@@ -245,3 +245,13 @@ def test_a_shard_without_replicas_comes_back_from_its_second_copy(kind: str) -> 
         assert "] nothing_new" not in trace
     without, _ = run(grid(2, 1), fault, steps=8, hosts=("h0", "h1"), seed=seed)
     assert without[0] == [70, None]
+
+
+@pytest.mark.parametrize("others", [(), (Fault("controller", 0.12, Rank(0)),), (kill(2, "before update", times=3),)])
+def test_what_one_rank_alone_finds_wrong_ends_all_with_64(others: tuple[Fault, ...]) -> None:
+    """Also where the controller, or another rank, dies about then; what was finished is saved."""
+    for seed in range(4):
+        exits, trace = run(grid(1, 3), Fault("raise", 3, Rank(1), "refused"), *others, seed=seed)
+        assert {code for code in exits[0] if code is not None} == {64}, trace
+        assert "] committed" in trace
+        assert exits[1] == [0, 0, 0]

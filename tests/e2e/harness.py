@@ -54,6 +54,8 @@ class Job:
     nodes: list[list[str]] = field(default_factory=lambda: [[]])
     hosts: list[str] = field(default_factory=list)
     """Name of each node's host; none: all are this one."""
+    local: int = 0
+    """Ranks of each node; 0: all nodes have ranks at once."""
     protected: bool = True
     script: Path = JOB
     port: int = 0
@@ -62,6 +64,12 @@ class Job:
     def start(self) -> Job:
         self.directory.mkdir(parents=True, exist_ok=True)
         self.port = self.port or free_port()
+        self.log = self.directory / "launcher.log"
+        self.processes = [self.launch(index) for index in range(len(self.nodes))]
+        return self
+
+    def launch(self, index: int) -> Process:
+        """The launcher of one node."""
         base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
         base |= {
             "JOB_DIR": str(self.directory),
@@ -75,15 +83,11 @@ class Job:
         base |= self.env
         ours = self.launcher == "ttp" and self.protected
         flags = self.flags or ([] if any(self.nodes) else ["--standalone"])
-        local = str(self.ranks // len(self.nodes))
-        self.log = self.directory / "launcher.log"
-        self.processes = []
-        for index, node in enumerate(self.nodes):
-            restarts = ["--max-restarts", str(self.max_restarts)]
-            arguments = [*flags, *node, "--nproc-per-node", local, *restarts, str(self.script)]
-            module, arguments = ("ttp", ["run", *arguments]) if ours else ("torch.distributed.run", arguments)
-            self.processes.append(ForkedPython(module, arguments, base | self._place(index), self.log))
-        return self
+        local = str(self.local or self.ranks // len(self.nodes))
+        restarts = ["--max-restarts", str(self.max_restarts)]
+        arguments = [*flags, *self.nodes[index], "--nproc-per-node", local, *restarts, str(self.script)]
+        module, arguments = ("ttp", ["run", *arguments]) if ours else ("torch.distributed.run", arguments)
+        return ForkedPython(module, arguments, base | self._place(index), self.log)
 
     def _place(self, node: int) -> dict[str, str]:
         if not self.hosts:

@@ -1,7 +1,8 @@
 """A small, deterministic DDP job that can be hurt at every point. Run by the tests through real launchers.
 
 Environment: ``JOB_DIR`` (outputs), ``JOB_STEPS``, ``JOB_FAULTS`` (JSON list, each fault done once per directory:
-``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there).
+``{"id", "rank" or "ranks", "step", "phase", "action"}``; ``"when"``: not before this file is there; ``"launch"``: in
+this launch only, as torchelastic counts them, in words).
 """
 
 from __future__ import annotations
@@ -43,10 +44,12 @@ class Injector:
     def __init__(self) -> None:
         self.step = 0
         self.model: nn.Module | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
 
     def at(self, phase: str) -> None:
         for fault in FAULTS:
-            mine = RANK in fault.get("ranks", [fault.get("rank")])
+            launch = os.environ.get("TORCHELASTIC_RESTART_COUNT")
+            mine = RANK in fault.get("ranks", [fault.get("rank")]) and fault.get("launch", launch) == launch
             if mine and fault["step"] == self.step and fault["phase"] == phase:
                 marker = JOB_DIR / "done" / f"{fault['id']}.{RANK}"
                 if marker.exists():
@@ -73,6 +76,9 @@ class Injector:
             raise ValueError("a wrong turn in the training loop")
         elif action == "misuse":
             ttp.wrap_optimizer(object())
+        elif action == "odd":
+            assert self.optimizer is not None
+            next(iter(self.optimizer.state.values()))["odd"] = object()  # no save could write that
         elif action == "flip":
             flip_a_bit()
         elif action == "stop":
@@ -173,8 +179,12 @@ def build() -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """``JOB_OPTIMIZER``: empty, ``replicated:COPIES`` or ``zero``."""
+    """``JOB_OPTIMIZER``: empty, ``replicated:COPIES``, ``zero`` or ``lbfgs``."""
     kind, _, copies = os.environ.get("JOB_OPTIMIZER", "").partition(":")
+    if kind == "lbfgs":
+        return torch.optim.LBFGS(
+            model.parameters(), lr=0.1, max_iter=3, history_size=3, tolerance_grad=0, tolerance_change=0
+        )
     if kind == "replicated":
         from ttp.adapters.torch import ReplicatedOptimizer
 
@@ -210,7 +220,7 @@ def train() -> None:
         extra_state=losses,
         undo=os.environ.get("JOB_UNDO"),
     )
-    injector.model = model
+    injector.model, injector.optimizer = model, optimizer
     start = ttp.restore()
     note("start", start)
     scheduler.armed = True
@@ -223,6 +233,37 @@ def train() -> None:
 
 
 def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: int) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        step_with_closure(model, optimizer, losses, step)
+    else:
+        plain_step(model, optimizer, losses, step)
+    injector.at("stepped")
+    note("version", step + 1)
+    scheduler.step()
+    injector.at("scheduled")
+
+
+def step_with_closure(model: Any, optimizer: Any, losses: Losses, step: int) -> None:
+    """It is evaluated several times, before and after the optimizer has written."""
+    evaluations = 0
+
+    def closure() -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        optimizer.zero_grad()
+        data, target = batch(step, 0)
+        loss = nn.functional.cross_entropy(model(data), target)
+        if evaluations == 1:
+            losses.values.append(float(loss.detach()))
+        if evaluations == 2:
+            injector.at("again")
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss
+
+    optimizer.step(closure)
+
+
+def plain_step(model: Any, optimizer: Any, losses: Losses, step: int) -> None:
     total = 0.0
     optimizer.zero_grad()
     for micro in range(ACCUMULATION):
@@ -238,10 +279,6 @@ def one_step(model: Any, optimizer: Any, scheduler: Any, losses: Losses, step: i
             loss.backward()  # type: ignore[no-untyped-call]
     injector.at("allreduced")
     optimizer.step()
-    injector.at("stepped")
-    note("version", step + 1)
-    scheduler.step()
-    injector.at("scheduled")
 
 
 def note(kind: str, value: int) -> None:
@@ -257,13 +294,19 @@ def digest(*parts: bytes) -> str:
     return h.hexdigest()
 
 
+def raw(value: Any) -> bytes:
+    if isinstance(value, torch.Tensor):
+        return value.numpy().tobytes()
+    return b"".join(map(raw, value)) if isinstance(value, list) else repr(value).encode()
+
+
 def finish(model: Any, optimizer: Any, scheduler: Any, losses: Losses) -> None:
     state = getattr(optimizer, "optim", optimizer).state
     numbered = enumerate(p for group in optimizer.param_groups for p in group["params"])
     result = {
         "weights": digest(*(t.detach().numpy().tobytes() for t in model.module.state_dict().values())),
         "optimizer": {
-            str(number): digest(*(v.numpy().tobytes() for _, v in sorted(state[p].items())))
+            str(number): digest(*(raw(state[p][key]) for key in sorted(state[p])))
             for number, p in numbered
             if p in state
         },

@@ -3,7 +3,8 @@
 ``python solo.py SAVE_DIR STEPS [WIDTH]``: prints ``start N``, trains, prints ``weights DIGEST``. ``SOLO_SAVE``: the
 step after which it asks for a checkpoint; ``SOLO_FSIZE``: no file may be larger from then on, as on a full disk;
 ``SOLO_AFTER``: it fails after training; ``SOLO_TELL``: prints ``trained`` after its first step; ``SOLO_MISUSE``: the
-step after which it calls ttp as it may not; ``SOLO_ODD``: its optimizer keeps what cannot be saved.
+step after which it calls ttp as it may not; ``SOLO_ODD``: its optimizer keeps what cannot be saved; ``SOLO_STRANGER``:
+it gets a parameter that the model does not have.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ def train(save_dir: str, steps: int, width: int) -> None:
         ema.update_parameters(model)
         if os.environ.get("SOLO_STEP_DONE"):
             ttp.step_done()
+        if step == start and os.environ.get("SOLO_STRANGER"):
+            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))]})
         if step == start and os.environ.get("SOLO_TELL"):
             print("trained", flush=True)
         if step + 1 == int(os.environ.get("SOLO_MISUSE", "-1")):

@@ -8,12 +8,14 @@ import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import SOLO, Run, solo_env
-from tests.e2e.forked import Forked
+from tests.e2e.forked import Forked, ForkedJob
+from ttp.cli.main import main
 from ttp.store.manifest import Manifest
 from ttp.store.share import Share
 
@@ -53,6 +55,17 @@ def test_an_environment_that_describes_no_rank(solo: Run, tmp_path: Path, env: d
     assert done.returncode == 64 and text in done.stderr
 
 
+def test_a_rank_that_leaves_with_64_before_any_has_joined_leaves_word(
+    solo: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A batch script that asks for the verdict would start the job again for ever. A good launch overrides it."""
+    assert solo(tmp_path / "ck", 1, RANK="3", TORCHELASTIC_RUN_ID="mine").returncode == 64
+    assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 64
+    assert "RANK=3 is not in 0..0" in capsys.readouterr().err
+    assert solo(tmp_path / "ck", 1, TORCHELASTIC_RUN_ID="mine").returncode == 0
+    assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 0
+
+
 def test_a_port_held_by_something_else_is_named_with_its_owner(solo: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -81,6 +94,26 @@ def test_state_that_cannot_be_saved_ends_the_job_with_64_before_its_second_updat
     done = solo(tmp_path / "ck", 9, SOLO_ODD="1")
     assert done.returncode == 64, done.stderr
     assert "optim.state.0.weight.odd is a builtins.object, which has no form on disk" in done.stderr
+
+
+def test_a_configuration_that_shows_to_be_wrong_in_training_is_reported_too(solo: Run, tmp_path: Path) -> None:
+    """Other ranks would wait for one that just left."""
+    done = solo(tmp_path / "ck", 9, SOLO_STRANGER="1")
+    assert done.returncode == 64
+    assert "exits with 64: a configuration or a program is wrong: rank 0 raised ConfigError: the opt" in done.stderr
+
+
+def test_what_one_rank_alone_is_refused_ends_every_rank_with_64_and_says_why(
+    forked_job: Callable[..., ForkedJob],
+) -> None:
+    """Its peers stand in the next all-reduce; what was finished is saved."""
+    odd = {"id": "odd", "rank": 1, "step": 0, "phase": "in_step", "action": "odd"}
+    job = forked_job(ranks=2, steps=4, faults=[odd])
+    assert job.live(100) == [64, 64], job.story()
+    said = (job.directory / "rank0.out").read_text()
+    assert "rank 0 exits with 64" in said and "rank 1 raised UsageError: this training state could not" in said
+    assert "odd is a builtins.object, which has no form on disk" in said, said
+    assert job.committed() in ([1], [2]), job.story()
 
 
 def test_a_wrong_call_without_ttp_is_an_error_like_any_other(solo: Run, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -65,6 +66,29 @@ def test_a_launcher_ends_ranks_that_cannot_end_by_themselves(make_job: MakeJob, 
     job = make_job(ranks=2, steps=46, max_restarts=2, faults=faults, env=QUICK)
     assert job.run(TIMEOUT_S - 40) == 0, job.story()
     check(job, unbroken, {1: "stopped", 0: "in act"})
+
+
+@pytest.mark.slow
+@pytest.mark.supports("LBFGS")
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("hangs")
+def test_ranks_that_wait_in_a_closure_go_back_to_where_the_step_began(forked_job: MakeForked, tmp_path: Path) -> None:
+    """One is killed in the second evaluation of a step of LBFGS, later one hangs there; the weights have changed."""
+    env = QUICK | {"JOB_OPTIMIZER": "lbfgs"}
+    faults = [
+        {"id": "kill", "rank": 1, "step": 2, "phase": "again", "action": "kill"},
+        {"id": "deadlock", "rank": 0, "step": 24, "phase": "again", "action": "deadlock"},
+    ]
+    job = forked_job(ranks=2, steps=27, faults=faults, env=env)
+    assert job.live(TIMEOUT_S / 4) == [75, -9], job.story()
+    assert job.live(TIMEOUT_S / 4) == [75, 75], job.story()
+    assert job.live(TIMEOUT_S / 4) == [0, 0], job.story()
+    assert job.committed() == [2, 24] and job.starts() == [0, 2, 24], job.story()
+    plans = [e for events in job.incidents() for e in events if e["kind"] == "plan"]
+    assert [set(e["how"].values()) for e in plans] == [{"undo"}] * 2
+    reference = ForkedJob(tmp_path / "unbroken", 2, 27, env=env, module="tests.e2e.job", protected=False)
+    assert reference.live(TIMEOUT_S / 4) == [0, 0], reference.story()
+    assert job.results() == reference.results()
 
 
 def check(job: Job, unbroken: Unbroken, hung: dict[int, str]) -> None:

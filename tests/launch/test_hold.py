@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from ttp.launch.hold import STRAGGLER_S, Hold, HoldDecision, WorkersNow
 
 WAIT, LEFT, STOP = HoldDecision.WAIT, HoldDecision.LEFT, HoldDecision.STOP
-KILL, LATE = HoldDecision.KILL_HUNG, HoldDecision.OUT_OF_PATIENCE
+KILL, LATE, AGAIN = HoldDecision.KILL_HUNG, HoldDecision.OUT_OF_PATIENCE, HoldDecision.AGAIN
 
 EVERYBODY = frozenset({1, 2, 3})
 Look = tuple[float, set[int], dict[int, int], dict[int, float], HoldDecision]
@@ -21,7 +21,10 @@ Look = tuple[float, set[int], dict[int, int], dict[int, float], HoldDecision]
 def scene(
     alive: set[int], exits: Mapping[int, int], deadlines: Mapping[int, float], armed: frozenset[int] = EVERYBODY
 ) -> WorkersNow:
-    return WorkersNow(frozenset(alive), exits, armed, deadlines)
+    """Deadlines of negative pids are of those that go on."""
+    again = {-pid: until for pid, until in deadlines.items() if pid < 0}
+    leases = {pid: until for pid, until in deadlines.items() if pid > 0}
+    return WorkersNow(frozenset(alive), exits, armed - again.keys(), leases, again)
 
 
 STORIES: dict[str, list[Look]] = {
@@ -46,6 +49,19 @@ STORIES: dict[str, list[Look]] = {
         (10.0, {2}, {3: -9, 1: 75}, {}, WAIT),  # its freeze may be on the way
         (10.0 + STRAGGLER_S, {2}, {3: -9, 1: 75}, {}, KILL),
         (12.0, {2}, {3: -9, 1: 75}, {}, LEFT),  # it dies when the kernel lets it
+    ],
+    "all who live go on: only the dead are to be started": [
+        (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (0.1, {1, 2}, {3: -9}, {2: 60, -1: 30}, WAIT),
+        (0.2, {1, 2}, {3: -9}, {-1: 30, -2: 30}, AGAIN),
+    ],
+    "one went on too long": [
+        (31.0, {1, 2}, {3: -9}, {-1: 30, -2: 31.5}, STOP),
+    ],
+    "one that was to go on has left: the others have nothing to lose": [
+        (0.0, {1, 2}, {3: -9}, {1: 60, 2: 60}, WAIT),
+        (0.2, {2}, {3: -9, 1: 75}, {-2: 30}, KILL),
+        (0.3, {2}, {3: -9, 1: 75}, {-2: 30}, LEFT),
     ],
     "all were released before the first look": [
         (0.0, {2}, {3: -9, 1: 75}, {}, WAIT),

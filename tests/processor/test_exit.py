@@ -19,6 +19,7 @@ import threading
 from tests.processor.fake_source import FakeSource
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout
+from ttp.core.rank import actions as act
 from ttp.processor import exiting
 from ttp.processor.processor import Processor
 
@@ -35,7 +36,7 @@ if "threads" in sys.argv:
     threading.Thread.start = refuse
 if "pages" in sys.argv:
     processor.host.close = refuse
-processor._exit(75, "saved")
+processor._exit(act.Exit(75, "saved"))
 """
 
 

@@ -78,6 +78,22 @@ def test_a_torn_final_page_leaves_the_provisional_one(directory: Path, writer: P
     assert read(directory, 4) == Page(4, False, b"before the update")
 
 
+def test_what_was_written_provisionally_and_holds_is_final_where_it_stands(directory: Path, writer: PageWriter) -> None:
+    for version in range(1, 9):
+        writer.write(version, False, [b"%d" % version])
+        assert read(directory, version) == Page(version, False, b"%d" % version)
+        assert writer.finish(version)
+        held = range(max(1, version - 2), version + 1)
+        assert [read(directory, v) for v in held] == [Page(v, True, b"%d" % v) for v in held]
+    writer.write(9, False, [b"torn"])
+    with (directory / page_name(RANK)).open("r+b") as file:
+        file.seek(record_of(writer, 9))
+        file.write(page_file.SEQUENCE.pack(3))
+    assert data_of(directory, 6) == b"6", "the slot that was written was another one"
+    writer.close(unlink=True)
+    assert not writer.finish(9)
+
+
 def test_it_grows_and_keeps_what_it_had(directory: Path, writer: PageWriter) -> None:
     writer.write(1, True, [b"small"])
     for version, size in ((2, 10_000), (3, 1_000_000)):

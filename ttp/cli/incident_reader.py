@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ttp.errors import EXIT_SAVED, CheckpointError
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_SAVED, CheckpointError
 from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
 from ttp.store.plain_file import open_plain
@@ -94,7 +94,7 @@ class IncidentLog:
     def saved(self) -> bool:
         """Whether nothing was lost: a checkpoint was committed, or was there already."""
         released = self.last("released")
-        if released is not None:
+        if released is not None and released.facts.get("exit_code") != EXIT_BAD_CONFIG:
             return released.facts.get("exit_code") == EXIT_SAVED
         return self.last("committed", "nothing_new") is not None
 

@@ -18,6 +18,13 @@ Host = Annotated[
         help="Accuse every rank of this host: its name as `ttp status` spells it, its short name, or its address.",
     ),
 ]
+Drain = Annotated[
+    bool,
+    typer.Option(
+        "--drain",
+        help="The host's launcher does not start again: one that stands by (`ttp run --stand-by`) takes its place.",
+    ),
+]
 Reason = Annotated[str, typer.Option("--reason", help="What is wrong, for the incident's file.")]
 
 
@@ -25,6 +32,7 @@ def report_fault(
     *,
     rank: Ranks = None,
     host: Host = "",
+    drain: Drain = False,
     reason: Reason = "reported with `ttp report-fault`",
     address: Address = None,
     port: Port = None,
@@ -34,15 +42,18 @@ def report_fault(
     """Report that ranks are broken, as a node monitor or an operator sees it.
 
     The whole job then saves its newest step and exits with 75, so that its launcher starts it again: this ends the
-    present incarnation. For a checkpoint without a restart see `ttp save`. Exits with 1 when no such rank is known.
+    present incarnation. With --drain the accused host is left out of it. For a checkpoint without a restart see `ttp
+    save`. Exits with 1 when no such rank is known.
 
     JSON keys: accused (ranks), text (what happened, in words).
     """
     if not rank and not host:
         raise UsageError("report-fault needs --rank N or --host NAME")
+    if drain and not host:
+        raise UsageError("--drain is of a whole host: give --host NAME")
     where = find(address, port, token)
     with connected(where) as client:
-        answer = client.report_fault(rank or [], host, reason)
+        answer = client.report_fault(rank or [], host, reason, drain)
     if json:
         print_json({"accused": list(answer.accused), "text": answer.text})
     elif answer.accused:

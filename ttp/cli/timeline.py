@@ -133,6 +133,14 @@ def _committed(f: Facts) -> str:
     return f"version {f.get('version')} exists: {name}, {size_text(int(f.get('size') or 0))}"
 
 
+def _released(facts: Facts) -> str:
+    if facts.get("again"):
+        return f"the survivors go on in their processes: {facts.get('text')}"
+    why = facts.get("why_not_again")
+    kept = f"; nobody goes on in its process: {why}" if why else ""
+    return f"every rank exits with {facts.get('exit_code')}: {facts.get('text')}{kept}"
+
+
 def _closed(f: Facts) -> str:
     left = f.get("left_behind")
     return f"ranks {compact_ranks(left)} did not leave in time" if isinstance(left, list) and left else "all have left"
@@ -183,7 +191,7 @@ _WORDS: dict[str, Callable[[Facts], str]] = {
     "committed": _committed,
     "commit_failed": lambda f: f"rank {f.get('rank')}: {f.get('text')}",
     "thawed": lambda f: f"all gates open, training goes on: {f.get('reason')}",
-    "released": lambda f: f"every rank exits with {f.get('exit_code')}: {f.get('text')}",
+    "released": _released,
     "closed": _closed,
     "joined": lambda f: f"rank {f.get('rank')} said hello (pid {f.get('pid')} on {f.get('host')})",
     "gone": lambda f: (

@@ -13,7 +13,7 @@ from ttp.cli.output import Json, complain, print_json, say
 from ttp.core.controller.job_verdict import FRUITLESS_MAX, Verdict
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED, CheckpointError, UsageError
 from ttp.store.catalog import scan
-from ttp.store.history import Launch, fruitless, read_launches
+from ttp.store.history import Launch, WrongWord, fruitless, read_launches, read_word
 from ttp.store.names import INCIDENTS
 
 WORDS = {EXIT_TRAINED: "trained", EXIT_BAD_CONFIG: "wrong", EXIT_NOT_SAVED: "lost", EXIT_SAVED: "saved"}
@@ -44,9 +44,10 @@ def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, js
     launches = [launch for launch in read_launches(place) if run_id is None or launch.run_id == run_id]
     recent = [launch for launch in launches if since is None or launch.began_unix_s >= since]
     incident = None if recent and recent[-1].code is not None else _last_fault(place, run_id, since)
-    if not launches and incident is None:
+    word = _word(place, run_id, since)
+    if not launches and incident is None and word is None:
         _check_ours(place, run_id)
-    found = _judge(recent, incident)
+    found = _judge(recent, incident, word)
     assert found.code is not None
     if json:
         facts = {"word": WORDS[found.code], "exit_code": found.code, "text": found.text, "run_id": run_id or ""}
@@ -57,8 +58,10 @@ def verdict(directory: SaveDir, *, run_id: RunId = None, since: Since = None, js
     raise typer.Exit(found.code)
 
 
-def _judge(launches: list[Launch], incident: IncidentLog | None) -> Verdict:
+def _judge(launches: list[Launch], incident: IncidentLog | None, word: WrongWord | None) -> Verdict:
     """The verdict on the last launch. Where its end was not recorded, the newest incident decides."""
+    if word is not None and word.holds(launches) and (incident is None or word.unix_s >= incident.opened_unix_s):
+        return Verdict(EXIT_BAD_CONFIG, word.text)
     last = launches[-1] if launches else None
     if last is None and incident is None:
         return Verdict(
@@ -90,6 +93,14 @@ def _last_fault(place: Path, run_id: str | None, since: float | None) -> Inciden
             continue
         return log if since is None or log.opened_unix_s >= since else None
     return None
+
+
+def _word(place: Path, run_id: str | None, since: float | None) -> WrongWord | None:
+    """What a rank of the job has left that ended with 64, and was perhaps known to nobody else."""
+    word = read_word(place)
+    if word is None or (run_id is not None and word.run_id != run_id) or (since is not None and word.unix_s < since):
+        return None
+    return word
 
 
 def _check_ours(place: Path, run_id: str | None) -> None:

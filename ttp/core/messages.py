@@ -168,6 +168,7 @@ class Hello:
     copies_at: str = ""  # takes copies of other ranks' shards there (host:port); empty: this rank keeps none
     pages_at: str = ""  # takes pages of other ranks there (host:port); empty: pages are not mirrored
     stripes: int = 0  # into how many parts its shards may be cut; 0: it writes whole ones only; -1: as many as help
+    can_continue: bool = False  # this process can go on when another one is replaced
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +185,10 @@ class Heartbeat:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job."""
+    """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job.
+
+    ``wrong``: it is the program or its configuration, which no restart mends: whatever is saved, all leave with 64.
+    """
 
     rank: Rank
     subject: Rank
@@ -192,6 +196,7 @@ class Fault:
     text: str
     detail: str = ""
     nonce: str = ""  # of the accused process, where the witness knows it
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,11 +435,14 @@ class Commit:
 
 @dataclass(frozen=True, slots=True)
 class Release:
+    """Leave with ``exit_code``; with ``again`` a rank that said ``can_continue`` begins train() again instead."""
+
     rank: Rank
     term: int
     incident: str
     exit_code: int
     text: str
+    again: bool = False
 
 
 @dataclass(frozen=True, slots=True)

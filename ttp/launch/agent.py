@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from subprocess import Popen
 from typing import Any
 
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
@@ -22,10 +23,17 @@ from ttp.launch.deaths import ORDERLY_EXITS
 from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.preparation import EXIT_FAILED, verdict
+from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
+from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic
 from ttp.launch.warm.torch_workers import forking
 
 logger = logging.getLogger("ttp.launch")
+
+IMPORTS_KEY = "ttp/imports"
+"""In the store of a launch: what its ranks have imported."""
+OF_WORKERS = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
+"""Variables that torch's agent gives to all workers alike."""
 
 
 class TtpAgent(LocalElasticAgent):
@@ -34,22 +42,31 @@ class TtpAgent(LocalElasticAgent):
     Args:
         host: what ttp does on this host.
         token: the job's, which nodes agree on when they have met.
+        stand_by: wait until a host of the job is missing.
         args: as ``LocalElasticAgent``.
         kwargs: as ``LocalElasticAgent``.
     """
 
-    def __init__(self, *args: Any, host: Host, token: SharedToken, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, host: Host, token: SharedToken, stand_by: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._host, self._token = host, token
+        self._seats = Seats(self, host, host.config)
+        self._said_in: Any = None
         self.job_code = EXIT_FAILED
         """Exit code of the whole job, once ``run`` is over; without a controller to ask, as seen from this host."""
-        give_fresh_stores(self._worker_group.spec)
+        spec = self._worker_group.spec
+        give_fresh_stores(spec)
+        wait_s = host.reschedule_s
+        if stand_by:
+            spec.rdzv_handler = StandBy(spec.rdzv_handler, wait_s, self._prepare)
+        elif is_dynamic(spec.rdzv_handler):
+            spec.rdzv_handler = Rescheduling(spec.rdzv_handler, wait_s)
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """Run the job as torch does; then end what ttp started, and set ``job_code``."""
         result = None
         try:
-            result = super().run(*args, **kwargs)
+            result = super().run(*args, **kwargs) or RunResult(WorkerState.SUCCEEDED)  # None: stood by, not needed
             return result
         finally:
             trained = result is not None and not result.is_failed()
@@ -67,6 +84,12 @@ class TtpAgent(LocalElasticAgent):
         codes = [worker.poll() for worker in self._workers().values()]
         return [code for code in codes if code is not None]
 
+    def _prepare(self, store: Any) -> None:
+        """Import ahead, on a host that stands by, what the ranks of the job have imported."""
+        spec = self._worker_group.spec
+        command = [str(spec.entrypoint), *(str(argument) for argument in spec.args)]
+        self._fail_open(lambda: self._host.warm.prepare(command, os.environ | OF_WORKERS, _heard(store)))
+
     def _start_workers(self, worker_group: Any) -> Any:
         job = self._token.agree(worker_group.store, first=worker_group.group_rank == 0)
         self._host.use(job)
@@ -76,6 +99,7 @@ class TtpAgent(LocalElasticAgent):
         )
         with forking(self._host.warm):
             ids = super()._start_workers(worker_group)
+        self._seats.begin()
         self._fail_open(lambda: self._host.watch(self._workers()))
         return ids
 
@@ -86,18 +110,43 @@ class TtpAgent(LocalElasticAgent):
         """
         workers = self._workers()
         self._fail_open(self._host.warm.look)
+        self._fail_open(lambda: self._seats.look(workers))
+        self._fail_open(self._say_imports)
         if any(worker.poll() not in (None, 0) for worker in workers.values()):
             self._fail_open(self._host.warm.hurry)
-            self._fail_open(lambda: self._host.hold(workers))
-            self._fail_open(lambda: self._host.expect_stop(workers))
+            self._fail_open(lambda: self._hold(workers))
         result = super()._monitor_workers(worker_group)
         if result.is_failed():
-            self._fail_open(lambda: self._forgo_restarts(workers))
+            self._fail_open(lambda: self._forgo_restarts(worker_group, workers))
         result.failures = _root_causes_first(result.failures)
         return result
 
-    def _forgo_restarts(self, workers: Mapping[int, Popen[Any]]) -> None:
-        """Allow no restart where none can help: program or settings are wrong, or the job makes no progress."""
+    def _hold(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """Let those that live save, and go on where they can; else they may be stopped when this returns."""
+        self._seats.second_fault(workers)
+        if self._host.hold(workers):
+            self._seats.fill(workers)
+        if any(worker.poll() not in (None, 0) for worker in self._workers().values()):
+            self._fail_open(lambda: self._host.expect_stop(workers))
+
+    def _restart_workers(self, worker_group: Any) -> None:
+        """Where nobody failed a host wants to come in: ranks are asked to save at once."""
+        if worker_group.state is WorkerState.HEALTHY:
+            self._fail_open(lambda: self._host.stop(self._workers(), signal.SIGTERM, GRACE_S))
+        super()._restart_workers(worker_group)
+
+    def _say_imports(self) -> None:
+        """To hosts that stand by, once in each launch."""
+        group: Any = self._worker_group
+        if group.group_rank == 0 and (group.group_world_size or 1) > 1 and self._said_in is not group.store:
+            imports = self._host.warm.imports()
+            if imports:
+                group.store.set(IMPORTS_KEY, imports)
+                self._said_in = group.store
+
+    def _forgo_restarts(self, worker_group: Any, workers: Mapping[int, Popen[Any]]) -> None:
+        """Allow no restart where none can help: program or settings are wrong, the job makes no progress, or goes on
+        without this host."""
         wrong = [rank for rank, worker in workers.items() if worker.poll() == EXIT_BAD_CONFIG]
         if wrong and self._remaining_restarts:
             logger.error(
@@ -106,6 +155,11 @@ class TtpAgent(LocalElasticAgent):
                 EXIT_BAD_CONFIG,
             )
             self._remaining_restarts = 0
+        rendezvous = worker_group.spec.rdzv_handler
+        if self._remaining_restarts and isinstance(rendezvous, Rescheduling) and self._host.is_drained():
+            logger.warning("this host is drained: it leaves its place in the job to another one")
+            self._remaining_restarts = 0
+            rendezvous.leave()
         unsaved = any(worker.poll() == EXIT_NOT_SAVED for worker in workers.values())
         if unsaved and self._remaining_restarts and self._host.is_final():
             self._remaining_restarts = 0
@@ -138,13 +192,18 @@ class TtpAgent(LocalElasticAgent):
         ranks = {worker.local_rank: worker.global_rank for worker in self._worker_group.workers}
         return {ranks[local_rank]: handler.proc for local_rank, handler in handlers.items()}
 
-    def _fail_open(self, action: Callable[[], None]) -> None:
+    def _fail_open(self, action: Callable[[], object]) -> None:
         try:
             action()
         except SignalException:  # torch's way to say that the agent got a signal
             raise
         except Exception:
             logger.exception("ttp cannot protect this job here; going on as torchrun does")
+
+
+def _heard(store: Any) -> bytes | None:
+    """What the ranks of this launch have imported; None: they have not said so yet."""
+    return bytes(store.get(IMPORTS_KEY)) if store.check([IMPORTS_KEY]) else None
 
 
 def _world_size(worker_group: Any) -> int:

@@ -51,6 +51,7 @@ class FaultReporter:
         home: the address that the job was started with (``host:port``).
         token: the job's shared secret; may be empty.
         pages_after: what is to be handed over when a rank has died; must not raise.
+        seat: whether the dead can be started alone; see ``ttp.core.controller.continuing``.
     """
 
     def __init__(
@@ -59,12 +60,13 @@ class FaultReporter:
         home: str,
         token: str,
         pages_after: Callable[[int], Sequence[Mirror]] = lambda rank: (),
+        seat: Callable[[], str] = lambda: "",
     ) -> None:
         from ttp.wire.channel import metadata
 
         self._places = places
         self._around: tuple[str, ...] = (home,)
-        self._pages_after = pages_after
+        self._pages_after, self._seat = pages_after, seat
         self._metadata = metadata(token)
         self._channels: dict[str, tuple[Any, Any]] = {}
         self._lock = threading.Lock()
@@ -81,7 +83,7 @@ class FaultReporter:
         from ttp.wire.v1 import controller_pb2 as wire
 
         request = wire.ReportFaultRequest(ranks=[rank], pids=[pid], reason=reason, kind=wire.FAULT_KIND_EXITED)
-        request.exit_code = code
+        request.exit_code, request.seat = code, self._seat()
         for page in self._pages_after(rank):
             request.pages.add(
                 rank=page.rank,

@@ -12,14 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import torch.distributed
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo, RendezvousStoreInfo
+
+from ttp.launch.rendezvous import WrappedRendezvous
 
 _TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
 
 KEY = "ttp/workers_store_port"
 
 
-class FreshStoreRendezvous(RendezvousHandler):
+class FreshStoreRendezvous(WrappedRendezvous):
     """Torch's static rendezvous with another store for the workers after each restart.
 
     Args:
@@ -28,7 +30,7 @@ class FreshStoreRendezvous(RendezvousHandler):
     """
 
     def __init__(self, inner: Any, master_addr: str) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._master_addr = master_addr
         self._attempt = 0
         self._store: Any = None  # held: the server ends with its last reference
@@ -49,35 +51,6 @@ class FreshStoreRendezvous(RendezvousHandler):
             self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
             info.store.set(key, str(self._store.port))
         return int(info.store.get(key))
-
-    @property
-    def use_agent_store(self) -> bool:
-        """Whether workers connect to a store that runs in an agent: always, as with torch's own."""
-        return bool(self._inner.use_agent_store)
-
-    def get_backend(self) -> str:
-        """The name of the inner rendezvous."""
-        return str(self._inner.get_backend())
-
-    def is_closed(self) -> bool:
-        """See torch."""
-        return bool(self._inner.is_closed())
-
-    def set_closed(self) -> None:
-        """See torch."""
-        self._inner.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See torch."""
-        return int(self._inner.num_nodes_waiting())
-
-    def get_run_id(self) -> str:
-        """See torch."""
-        return str(self._inner.get_run_id())
-
-    def shutdown(self) -> bool:
-        """See torch."""
-        return bool(self._inner.shutdown())
 
 
 def give_fresh_stores(spec: Any) -> None:

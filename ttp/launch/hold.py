@@ -6,7 +6,8 @@ Torch's agent sends SIGTERM as soon as it sees one worker dead and SIGKILL 30 s 
 - somebody holds a lease: not before it has left or its lease is over, at most ``patience_s`` in all;
 - armed, but no lease yet: ``first_lease_s`` for the first one; it comes with the controller's freeze, milliseconds
   after a death;
-- others were released (exit 75 or 70) and somebody armed has no lease: it is hung or stopped. The job is saved
+- all who live were released to go on in their processes: leave them alone;
+- others were released (exit 75, 70 or 64) and somebody armed has no lease: it is hung or stopped. The job is saved
   without it, and SIGTERM would be waited for in vain for 30 s: kill it.
 """
 
@@ -14,9 +15,9 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
+from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED
 
 FIRST_LEASE_S = 5.0
 """Outlasts losing and restarting a controller, which is what delays a freeze most."""
@@ -34,6 +35,7 @@ class HoldDecision(enum.Enum):
     LEFT = "left"  # nobody is left to wait for
     KILL_HUNG = "kill hung"  # the ones without a lease outlived their released peers
     STOP = "stop"  # go on as the stock launcher does
+    AGAIN = "again"  # who lives goes on in its process: start the dead alone
     OUT_OF_PATIENCE = "out of patience"  # the same, though somebody was still saving
 
 
@@ -46,12 +48,14 @@ class WorkersNow:
         exits: exit codes of those that ended.
         armed: pids (of any process) that may ask for a lease.
         deadlines: their leases, seconds on the clock of ``now``.
+        again: until when those may take that were released to go on, on the same clock.
     """
 
     alive: frozenset[Pid]
     exits: Mapping[Pid, int]
     armed: frozenset[Pid]
     deadlines: Mapping[Pid, float]
+    again: Mapping[Pid, float] = field(default_factory=dict)
 
 
 class Hold:
@@ -84,12 +88,22 @@ class Hold:
             self._quiet_since = now
         if not alive:
             return HoldDecision.LEFT
+        if all(scene.again.get(pid, now) > now for pid in alive):
+            return self._going_on(scene, alive)
         armed = alive & (scene.armed | holding)
         if not armed:
             return HoldDecision.STOP
         if now - self._started >= self._patience_s:
             return HoldDecision.OUT_OF_PATIENCE if holding else HoldDecision.STOP
         return HoldDecision.WAIT if holding else self._without_lease(now, scene, frozenset(armed))
+
+    def _going_on(self, scene: WorkersNow, alive: frozenset[Pid]) -> HoldDecision:
+        """All who live have nothing to lose. One that left in good order shows that not all go on."""
+        if not any(code in (EXIT_SAVED, EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for code in scene.exits.values()):
+            return HoldDecision.AGAIN
+        self.hung = alive
+        self._given_up |= alive
+        return HoldDecision.KILL_HUNG
 
     def _without_lease(self, now: float, scene: WorkersNow, armed: frozenset[Pid]) -> HoldDecision:
         assert self._quiet_since is not None
@@ -103,4 +117,4 @@ class Hold:
     def _peers_were_released(self, exits: Mapping[Pid, int]) -> bool:
         """Whether peers were released. A 70 of a rank without a lease is no proof: fenced ranks exit with it, too."""
         saved = any(code == EXIT_SAVED for code in exits.values())
-        return saved or any(exits.get(pid) == EXIT_NOT_SAVED for pid in self._held)
+        return saved or any(exits.get(pid) in (EXIT_NOT_SAVED, EXIT_BAD_CONFIG) for pid in self._held)

@@ -8,13 +8,14 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
 from ttp.errors import EXIT_TRAINED, ConfigError
+from ttp.launch.again import Again
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
 from ttp.launch.fault_report import FaultReporter
@@ -53,7 +54,7 @@ class Host:
     """
 
     def __init__(self, config: Config, run_dir: Path) -> None:
-        self._config = config
+        self.config = config
         self._run_dir = run_dir
         self._leases = Leases(run_dir)
         self._keeper = ControllerKeeper(config, run_dir)
@@ -64,6 +65,9 @@ class Host:
         self._address = ""
         self._relay: RelayServer | None = None
         self.warm = WarmStarter(config, run_dir)
+        self.again = Again(run_dir)
+        self.seat: Callable[[], str] = lambda: ""
+        """Asked on any thread whether a dead worker can be started alone; see ``ttp.core.controller.continuing``."""
         self._leases.sweep()
         forget_ring(run_dir)
 
@@ -73,9 +77,9 @@ class Host:
         Raises:
             ConfigError: the token cannot be written.
         """
-        if config.token and config.token != self._config.token:
+        if config.token and config.token != self.config.token:
             write_token(self._run_dir, config.token)
-        self._config = config
+        self.config = config
         self._keeper.use(config)
 
     def forget_token(self) -> None:
@@ -90,6 +94,7 @@ class Host:
                 logged: training without protection is better than none.
         """
         self._leases.sweep()
+        self.again.clear()
         first_start, self._address = not self._address, address
         self._keep_relay(world_size)
         try:
@@ -101,18 +106,18 @@ class Host:
                 raise
             logger.error("the job restarts without a controller: a failure would lose steps. %s", problem)
         if not first_start:
-            say_start(self._places(), self._config.token, self._name)
+            say_start(self._places(), self.config.token, self._name)
 
     def _keep_relay(self, world_size: int) -> None:
         """Start the relay of this host where one is wanted. If that fails, ranks connect by themselves."""
-        if self._relay is not None or self._config.relay == "off":
+        if self._relay is not None or self.config.relay == "off":
             return
         from ttp.launch import relay
 
-        if not relay.wanted(self._config, world_size):
+        if not relay.wanted(self.config, world_size):
             return
         try:
-            self._relay = relay.RelayServer(self._config, self._run_dir)
+            self._relay = relay.RelayServer(self.config, self._run_dir)
         except Exception as problem:
             logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
 
@@ -122,7 +127,8 @@ class Host:
             self._reporter.close()
         pids = {rank: worker.pid for rank, worker in workers.items()}
         pages = DeadPages(self._run_dir, pids)
-        self._reporter = FaultReporter(self._places, self._home, self._config.token, pages.after)
+        token = self.config.token
+        self._reporter = FaultReporter(self._places, self._home, token, pages.after, self.seat)
         self._watch.watch(workers, self._reporter)
         self._sentinels.watch(pids, self._on_death)
 
@@ -130,15 +136,24 @@ class Host:
         """Whether the program of a worker has come to its end: what kills the process afterwards is no failure."""
         return self._leases.has_ended(worker.pid)
 
-    def hold(self, workers: Workers) -> None:
+    def hold(self, workers: Workers) -> bool:
         """A worker failed, or the group is to be restarted: return when the survivors may be stopped.
 
         Survivors that are armed but get no lease are asked with SIGTERM, which a processor understands as "save now".
+
+        Returns:
+            Whether the survivors go on instead, and only the dead are to be started.
         """
-        verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, FIRST_LEASE_S))
+        verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, FIRST_LEASE_S))
         if verdict is HoldDecision.STOP and self._armed(workers):
             logger.warning("no rank asked for time to save within %.0f s of the failure", FIRST_LEASE_S)
             self.stop(workers, signal.SIGTERM, GRACE_S)
+        return verdict is HoldDecision.AGAIN
+
+    def stop_going_on(self, workers: Workers, why: str) -> None:
+        """All are started anew: kill those that have nothing to lose, as they were going on from a checkpoint."""
+        logger.warning("ranks do not go on in their processes: %s", why)
+        self._send(self.again.marks(), signal.SIGKILL, workers)
 
     def stop(self, workers: Workers, how: signal.Signals, grace_s: float) -> None:
         """Send ``how`` to the workers and wait while they save; kill armed ones that neither save nor leave.
@@ -153,7 +168,7 @@ class Host:
         if not self._armed(workers):
             return
         self._send(_alive(workers), how, workers)
-        verdict = self._wait(workers, Hold(time.monotonic(), self._config.rescue_patience_s, grace_s))
+        verdict = self._wait(workers, Hold(time.monotonic(), self.config.rescue_patience_s, grace_s))
         if verdict in (HoldDecision.STOP, HoldDecision.OUT_OF_PATIENCE):
             self._send(self._armed(workers), signal.SIGKILL, workers)
 
@@ -163,10 +178,15 @@ class Host:
 
     def is_final(self) -> bool:
         """Whether the job's verdict says that no restart helps."""
-        answer = ask_verdict(self._places(), self._config.token, "", EXIT_TRAINED) if self._address else None
+        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
         if answer is not None and answer.final:
             logger.error("the job is not started again: %s", answer.text)
         return answer is not None and bool(answer.final)
+
+    def is_drained(self) -> bool:
+        """Whether somebody has asked that this host starts no ranks again."""
+        answer = ask_verdict(self._places(), self.config.token, "", EXIT_TRAINED) if self._address else None
+        return answer is not None and self._name in answer.drained
 
     def close(self, several_nodes: bool, code: int) -> int:
         """End what was started for the job. With several nodes the controller is kept until no launcher needs it.
@@ -198,18 +218,23 @@ class Host:
         if not self._address:
             return code
         deadline_s = time.monotonic() + OTHERS_S
-        answer = ask_verdict(self._places(), self._config.token, self._name, code)
+        answer = ask_verdict(self._places(), self.config.token, self._name, code)
         while self._keeps and several_nodes and answer is not None and answer.hosts and time.monotonic() < deadline_s:
             time.sleep(LOOK_S * 10)
-            again = ask_verdict(self._places(), self._config.token, self._name, code)
+            again = ask_verdict(self._places(), self.config.token, self._name, code)
             if again is None:
                 break
             answer = again
         return settled_code(code, answer)
 
     @property
+    def reschedule_s(self) -> float:
+        """How long a restart waits for a host in the place of a lost one."""
+        return self.config.reschedule_s
+
+    @property
     def _name(self) -> str:
-        return self._config.host or socket.gethostname()
+        return self.config.host or socket.gethostname()
 
     def _on_death(self, rank: int, pid: int) -> None:
         """Report a death at once, before the kernel has freed the memory. ``WorkerWatch`` reports later how it died."""
@@ -227,10 +252,10 @@ class Host:
                 break
             elif not waiting:
                 waiting = True
-                logger.info("waiting up to %.0f s for ranks that save", self._config.rescue_patience_s)
+                logger.info("waiting up to %.0f s for ranks that save", self.config.rescue_patience_s)
             time.sleep(LOOK_S)
         if verdict is HoldDecision.OUT_OF_PATIENCE:
-            patience_s = self._config.rescue_patience_s
+            patience_s = self.config.rescue_patience_s
             logger.error("%s still saving after TTP_OT=%.0f s", _names(workers, _alive(workers)), patience_s)
         return verdict
 
@@ -241,6 +266,7 @@ class Host:
             exits={pid: code for pid, code in exits.items() if code is not None},
             armed=frozenset(self._leases.armed()),
             deadlines=self._leases.deadlines(),
+            again=self.again.marks(),
         )
 
     def _armed(self, workers: Workers) -> set[int]:
@@ -254,14 +280,14 @@ class Host:
 
     def _wait_for_other_nodes(self) -> None:
         """Wait while ranks of other nodes save; all ranks of this node may have died."""
-        deadline_s = time.monotonic() + self._config.rescue_patience_s
-        while time.monotonic() < deadline_s and job_is_busy(self._places(), self._config.token):
+        deadline_s = time.monotonic() + self.config.rescue_patience_s
+        while time.monotonic() < deadline_s and job_is_busy(self._places(), self.config.token):
             time.sleep(LOOK_S * 10)
 
     @property
     def _home(self) -> str:
-        assert self._config.port is not None
-        return target(self._address, self._config.port)
+        assert self.config.port is not None
+        return target(self._address, self.config.port)
 
     def _places(self) -> tuple[str, ...]:
         """Places (``host:port``) where the job's controller may be now."""

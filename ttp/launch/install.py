@@ -17,7 +17,9 @@ from ttp.launch.shared_token import SharedToken
 logger = logging.getLogger("ttp.launch")
 
 
-def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None) -> Callable[..., Any]:
+def agent_maker(
+    config: Config, made: Callable[[Any], None] = lambda agent: None, *, stand_by: bool = False
+) -> Callable[..., Any]:
     """A stand-in for ``LocalElasticAgent`` in torch's launcher.
 
     Exports what workers and torch's rendezvous must know to this process' environment.
@@ -25,6 +27,7 @@ def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None
     Args:
         config: settings; ``config.port`` is set.
         made: is told of the agent.
+        stand_by: wait until a host of the job is missing.
 
     Raises:
         ConfigError: the run directory cannot be used.
@@ -39,7 +42,7 @@ def agent_maker(config: Config, made: Callable[[Any], None] = lambda agent: None
     os.environ.update(nccl.settings(os.environ, config))
 
     def make(*args: Any, **kwargs: Any) -> TtpAgent:
-        agent = TtpAgent(*args, host=Host(config, run_dir), token=SharedToken(config), **kwargs)
+        agent = TtpAgent(*args, host=Host(config, run_dir), token=SharedToken(config), stand_by=stand_by, **kwargs)
         made(agent)
         return agent
 

@@ -33,29 +33,29 @@ class Leases:
 
     def arm(self, pid: int) -> None:
         """Say that a processor is running in ``pid``."""
-        _remove(self._ended / str(pid))
-        _write(self._armed / str(pid), "")
+        remove(self._ended / str(pid))
+        write_whole(self._armed / str(pid), "")
 
     def disarm(self, pid: int) -> None:
         """Undo ``arm`` and any lease: nobody has to wait for this process any more."""
-        _remove(self._armed / str(pid))
-        _remove(self._leases / str(pid))
+        remove(self._armed / str(pid))
+        remove(self._leases / str(pid))
 
     def end(self, pid: int) -> None:
         """Say that the program of ``pid`` has ended: a later crash, of a library that is unloaded, is no failure."""
-        _write(self._ended / str(pid), "")
+        write_whole(self._ended / str(pid), "")
 
     def grant(self, pid: int, deadline_s: float) -> None:
         """Ask that ``pid`` be left alone until ``deadline_s`` of ``time.monotonic()``; replaces an earlier lease."""
-        _write(self._leases / str(pid), repr(float(deadline_s)))
+        write_whole(self._leases / str(pid), repr(float(deadline_s)))
 
     def revoke(self, pid: int) -> None:
         """End the lease: the process has nothing to save any more."""
-        _remove(self._leases / str(pid))
+        remove(self._leases / str(pid))
 
     def armed(self) -> set[int]:
         """Processes that armed themselves and did not disarm; some may be dead."""
-        return {int(path.name) for path in _entries(self._armed)}
+        return {int(path.name) for path in entries(self._armed)}
 
     def has_ended(self, pid: int) -> bool:
         """Whether ``end`` was called for it."""
@@ -64,7 +64,7 @@ class Leases:
     def deadlines(self) -> dict[int, float]:
         """Deadline (seconds of ``time.monotonic()``) by pid. A file that cannot be read is no lease."""
         found: dict[int, float] = {}
-        for path in _entries(self._leases):
+        for path in entries(self._leases):
             with contextlib.suppress(OSError, ValueError):
                 deadline_s = float(path.read_text())
                 if math.isfinite(deadline_s):
@@ -73,19 +73,20 @@ class Leases:
 
     def sweep(self) -> None:
         """Remove the files of processes that do not exist (any more)."""
-        for path in (*_entries(self._armed), *_entries(self._leases), *_entries(self._ended)):
+        for path in (*entries(self._armed), *entries(self._leases), *entries(self._ended)):
             if not _exists(int(path.name)):
-                _remove(path)
+                remove(path)
 
 
-def _entries(directory: Path) -> list[Path]:
+def entries(directory: Path) -> list[Path]:
+    """Files that are named after a process."""
     try:
         return [path for path in directory.iterdir() if path.name.isascii() and path.name.isdigit()]
     except OSError:
         return []
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
     """Write a draft and rename it, so that a reader never sees half a number."""
     draft = path.with_name(f".{path.name}.draft")
     try:
@@ -96,7 +97,8 @@ def _write(path: Path, text: str) -> None:
         logger.warning("cannot write %s (%s): the launcher may not wait for this rank to save", path, problem)
 
 
-def _remove(path: Path) -> None:
+def remove(path: Path) -> None:
+    """Remove a file, if it is there and can be."""
     try:
         path.unlink(missing_ok=True)
     except OSError as problem:

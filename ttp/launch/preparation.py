@@ -22,7 +22,8 @@ EXIT_FAILED = 1
 
 CONTINUITY_HELP = (
     "how the job is started again: warm, workers are forked from a process that has imported what they import "
-    "(default), or off, each is a new interpreter. Like TTP_CONTINUITY"
+    "(default); off, each is a new interpreter; keep, as warm, but only those that died, and the others call train() "
+    "again in their processes, where that can be. Like TTP_CONTINUITY"
 )
 SAVED_CODE_HELP = (
     "exit with N instead of 75 when the job is saved and wants to be started again, for launchers that take 1 to 127 "

@@ -39,6 +39,17 @@ ttp run --mindspore --help.
 """
 
 MINDSPORE = "--mindspore"
+ELASTIC_HELP = (
+    "go on with the hosts that are left when one is lost and none takes its place (--nnodes 1:N), and with more again "
+    "when one comes; the checkpoint is read by another number of ranks"
+)
+LETS_IN = ("c10d", "etcd-v2")
+"""Backends of torch's dynamic rendezvous."""
+FEW_NODES = 64
+STAND_BY_HELP = (
+    "wait until a host of the job is lost, and take its place: on a host more than --nnodes says, with the same flags "
+    "as on the others, which need --rdzv-backend c10d"
+)
 
 
 class Launch(Protocol):
@@ -124,7 +135,24 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--mindio", action="store_true", help=MINDIO_HELP)
     parser.add_argument("--continuity", choices=CONTINUITY_MODES, help=CONTINUITY_HELP)
     parser.add_argument("--saved-exit-code", type=saved_code, metavar="N", help=SAVED_CODE_HELP)
-    return parser.parse_args(argv)
+    parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
+    parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
+    arguments = parser.parse_args(argv)
+    if arguments.elastic:
+        arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
+    arguments.rdzv_conf = _rendezvous_settings(arguments)
+    return arguments
+
+
+def _rendezvous_settings(arguments: Any) -> str:
+    """The user's, and that a host is taken for gone when the rendezvous has not heard of it for 3 s, not for 15.
+
+    It matters only while hosts meet. In large jobs each beat costs more: all hosts are one value in torch's store.
+    """
+    given = str(arguments.rdzv_conf)
+    if "keep_alive_interval" in given or arguments.rdzv_backend not in LETS_IN or _nodes(arguments.nnodes) > FEW_NODES:
+        return given
+    return ",".join(filter(None, (given, "keep_alive_interval=1")))
 
 
 def _put_mindio_into_place(config: Config) -> None:
@@ -138,11 +166,12 @@ def _put_mindio_into_place(config: Config) -> None:
     tell_children(os.environ)
 
 
-def _several_nodes(nnodes: str) -> bool:
+def _nodes(nnodes: str) -> int:
+    """The largest number of hosts that ``--nnodes`` allows."""
     from torch.distributed.run import parse_min_max_nnodes
 
     try:
-        return bool(parse_min_max_nnodes(nnodes)[1] > 1)
+        return int(parse_min_max_nnodes(nnodes)[1])
     except (RuntimeError, ValueError):
         raise ConfigError(f"--nnodes {nnodes!r} is neither a number nor MIN:MAX") from None
 
@@ -152,7 +181,7 @@ class _TorchLaunch:
 
     def __init__(self, argv: list[str]) -> None:
         self._arguments = _parse(argv)
-        self.several_nodes = _several_nodes(self._arguments.nnodes)
+        self.several_nodes = _nodes(self._arguments.nnodes) > 1
         self.mindio: bool = self._arguments.mindio
         self.continuity: str | None = self._arguments.continuity
         self.saved_exit_code: int | None = self._arguments.saved_exit_code
@@ -186,7 +215,7 @@ class _TorchLaunch:
         if unknown:
             logger.warning("this torch is not as ttp knows it; ranks may be stopped while they save: %s", unknown)
             return nullcontext()
-        return installed(agent_maker(config, self._remember))
+        return installed(agent_maker(config, self._remember, stand_by=self._arguments.stand_by))
 
     def _remember(self, agent: Any) -> None:
         self._agent = agent

@@ -33,6 +33,7 @@ def _expectations() -> list[tuple[str, bool]]:
         ("LocalElasticAgent keeps its workers in _pcontext", "_pcontext" in _names(LocalElasticAgent._start_workers)),
         ("_monitor_workers(worker_group)", _accepts(LocalElasticAgent._monitor_workers, "worker_group")),
         ("_start_workers(worker_group)", _accepts(LocalElasticAgent._start_workers, "worker_group")),
+        ("_restart_workers(worker_group)", _accepts(LocalElasticAgent._restart_workers, "worker_group")),
         ("_shutdown(death_sig)", _accepts(LocalElasticAgent._shutdown, "death_sig")),
         ("_stop_workers calls _shutdown", "_shutdown" in _names(LocalElasticAgent._stop_workers)),
         ("run calls _shutdown", "_shutdown" in _names(SimpleElasticAgent.run)),

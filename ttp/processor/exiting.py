@@ -10,6 +10,9 @@ import sys
 import threading
 from collections.abc import Callable
 
+from ttp.errors import EXIT_BAD_CONFIG
+from ttp.processor.last_words import leave_word
+
 log = logging.getLogger("ttp.processor")
 
 EXIT_S = 10.0
@@ -33,6 +36,8 @@ def end_process(code: int, text: str, before_exit: Callable[[], None] | None, le
         signal.setitimer(signal.ITIMER_REAL, 2 * EXIT_S)
     log.warning("%s", text)
     try:
+        if code == EXIT_BAD_CONFIG:
+            leave_word(text)
         if before_exit is not None:
             _aside(before_exit, EXIT_S / 2)
         let_go()

@@ -25,9 +25,10 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.actions import not_done
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
-from ttp.errors import ConfigError, TtpError
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
+from ttp.processor.continuing import Continuing
 from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.transfer import open_receiver
 from ttp.processor.errands import Errands, aside
@@ -58,6 +59,7 @@ class Processor:
         save_dir: where checkpoints go.
         version: finished updates at the start.
         buddy: keep second copies where a shard has only one; see ``ttp.core.replication``.
+        goes_on: how this process goes on after a failure of another; None: it ends.
     """
 
     incarnation = 0
@@ -80,16 +82,17 @@ class Processor:
         version: int = 0,
         *,
         buddy: bool = False,
+        goes_on: Continuing | None = None,
     ) -> None:
         if layout.world_size != env.world_size:
             raise ConfigError(f"the layout is for {layout.world_size} ranks, WORLD_SIZE is {env.world_size}")
-        self.config, self.env, self.layout, self.source = config, env, layout, source
+        self.config, self.env, self.layout, self.source, self._goes_on = config, env, layout, source, goes_on
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
-        self._imports = ImportList(self.run_dir, wanted=config.continuity == "warm" and env.local_rank == 0)
+        self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
         self._inbox: queue.SimpleQueue[ev.Event | Snapshot] = queue.SimpleQueue()
         put = self._inbox.put
         copies = buddy and bool(layout.unreplicated())
@@ -97,7 +100,7 @@ class Processor:
         self.copying = Copying(source, layout, config, env, receiver, put) if copies and receiver is not None else None
         at = "" if receiver is None else target(own_address(config, env.master_addr), receiver.port)
         keeps = at if copies else "", at if config.mirror else ""
-        greeting = hello(config, env, layout, source, save_dir, version, *keeps)
+        greeting = hello(config, env, layout, source, save_dir, version, *keeps, goes_on is not None)
         self._machine = ProcessorMachine(greeting, timeouts(config, env), time.monotonic(), in_parts(layout))
         self.speak_for(NoHandlers(), lambda action: None)
         self._let_go = threading.Event()  # nothing more comes from the controller
@@ -144,6 +147,8 @@ class Processor:
 
     def begin_update(self, again: bool = False) -> None:
         """See ``UpdateReporter``."""
+        if self._goes_on is not None and self._goes_on.runs:
+            self._goes_on.over()
         if self.copying is not None:
             self.copying.hold()
         self.gate.begin_update(again)
@@ -193,11 +198,12 @@ class Processor:
             kind: of fault.
             text: what happened.
             detail: more of it.
-            then: exit code of this process after the rescue, whatever came of it; None: as the controller says.
+            then: exit code of this process after the rescue, whatever came of it; None: as the controller says. With
+                64 all ranks leave with that.
         """
         self._exit_code = then
         self.gate.mark_torn()
-        self._inbox.put(ev.Raised(kind, text, detail))
+        self._inbox.put(ev.Raised(kind, text, detail, wrong=then == EXIT_BAD_CONFIG))
 
     def speak_for(self, program: RankProgram, perform: Callable[[act.ProgramAction], None]) -> None:
         """The program saves and repairs itself. Before ``start``; ``perform`` must not block."""
@@ -336,8 +342,8 @@ class Processor:
                 self._joining.decide(decision)
             case act.LetGo():
                 self._let_go.set()
-            case act.Exit(code, text):
-                self._exit(code, text)
+            case act.Exit() | act.GoOn():
+                self._exit(action)
             case act.ProbeHost() | act.StartStandby() | act.TakeStack():
                 self._errands.run(action)
             case act.KeepPage(keep):
@@ -365,18 +371,10 @@ class Processor:
 
     def _make_saver(self) -> Saver:
         return Saver(
-            self.config,
-            self.env,
-            self.layout,
-            self.source,
-            self.save_dir,
-            self.copying,
-            version=lambda: self.gate.version,
-            wait_pages=self.host.wait_stored,
-            put=self._inbox.put,
-            wrote=self._wrote,
-            look_again=self._inspector.look_again,
-        )
+            self.config, self.env, self.layout, self.source, self.save_dir, self.copying,
+            version=lambda: self.gate.version, wait_pages=self.host.wait_stored, put=self._inbox.put,
+            wrote=self._wrote, look_again=self._inspector.look_again,
+        )  # fmt: skip
 
     def _wrote(self, count: int) -> None:
         self.written += count
@@ -387,10 +385,14 @@ class Processor:
             self.source.close()
         self.host.close()
 
-    def _exit(self, code: int, text: str) -> None:
-        """End the process, with the program's own exit code if it has one."""
-        code = code if self._exit_code is None else self._exit_code
-        end_process(code, f"rank {self.env.rank} exits with {code}: {text}", self.before_exit, self._hang_up)
+    def _exit(self, order: act.Exit | act.GoOn) -> None:
+        """End the process, with the program's own exit code if it has one; or the training thread's loop alone."""
+        if isinstance(order, act.Exit):
+            code = order.code if self._exit_code is None else self._exit_code
+            end_process(code, f"rank {self.env.rank} exits with {code}: {order.text}", self.before_exit, self._hang_up)
+        elif self._goes_on is not None:
+            self._goes_on.released(self.gate.halt)
+            self._let_go.set()
 
     def _hang_up(self) -> None:
         with contextlib.suppress(Exception):

@@ -4,22 +4,37 @@
 (``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
 were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller.
 A line that cannot be read, such as half of one, is passed over.
+
+A rank that leaves with 64 before any has joined is known to no controller that knows the directory. It leaves a word
+of its own, ``save_dir/incidents/wrong.json``: the last one, as there may be thousands.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_TRAINED, CheckpointError
+from ttp.store.durable import make_directory, write_durably
 from ttp.store.json_text import parse_json
 from ttp.store.names import INCIDENTS
-from ttp.store.plain_file import open_plain
+from ttp.store.plain_file import open_plain, read_plain
+
+log = logging.getLogger("ttp.store")
 
 FILE = "launches.log"
+WORD = "wrong.json"
+WORD_BYTES_MAX = 1 << 16
+WORD_S = 3.0
+"""How long a rank that leaves waits for the storage to take its word."""
+FORMING_S = 600.0
+"""A word this much older than the beginning of a launch may still be of that launch, whose other ranks came later."""
 TAIL_BYTES = 4 << 20
 """The newest lines, as many as are ever looked at."""
 TEXT_MAX = 2000
@@ -52,6 +67,57 @@ class Launch:
     text: str = ""
     version: int | None = None
     ended_unix_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class WrongWord:
+    """What a rank has left that ended with 64.
+
+    Args:
+        run_id: of its job.
+        unix_s: when.
+        text: why.
+    """
+
+    run_id: str
+    unix_s: float
+    text: str
+
+    def holds(self, launches: Sequence[Launch]) -> bool:
+        """Whether it counts beside the launches that are known: no later one, or later end of one, overrides it."""
+        if not launches:
+            return True
+        last = launches[-1]
+        if last.code is not None or last.progress:
+            return self.unix_s >= max(last.began_unix_s, last.ended_unix_s)
+        return self.unix_s >= last.began_unix_s - FORMING_S
+
+
+def leave_word(save_dir: Path, run_id: str, text: str) -> None:
+    """Write down that a rank ends with 64. Where the storage refuses or hangs it is left at that: never raises."""
+
+    def write() -> None:
+        facts = {"kind": "wrong", "run_id": run_id, "unix_s": round(time.time(), 3), "text": text[:TEXT_MAX]}
+        try:
+            make_directory(save_dir / INCIDENTS)
+            write_durably(save_dir / INCIDENTS / WORD, json.dumps(facts).encode())
+        except (OSError, ValueError) as problem:
+            log.info("ttp verdict will not know of this, as nothing can be written to %s: %s", save_dir, problem)
+
+    writer = threading.Thread(target=write, name="ttp-word", daemon=True)  # the exit code must not hang with a disk
+    writer.start()
+    writer.join(WORD_S)
+
+
+def read_word(save_dir: Path) -> WrongWord | None:
+    """The last word of ``leave_word``; None: there is none that can be read."""
+    try:
+        found = parse_json(read_plain(save_dir / INCIDENTS / WORD, WORD_BYTES_MAX))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(found, dict) or not (at_s := _seconds(found.get("unix_s"))):
+        return None
+    return WrongWord(str(found.get("run_id", "")), at_s, str(found.get("text", ""))[:TEXT_MAX])
 
 
 def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:

@@ -52,7 +52,7 @@ def check_places(save_dir: str, fallback_dir: str | None, *, restart: bool = Fal
     """
     if fallback_dir is None:
         return check_writable(save_dir)
-    path = _as_path(save_dir)
+    path = as_path(save_dir)
     if path == Path(fallback_dir):
         raise ConfigError(f"{FALLBACK} is the save_dir itself, {path}; give a directory on other storage, or none")
     broken = [(what, text) for what, place in (("save_dir", save_dir), (FALLBACK, fallback_dir))
@@ -88,7 +88,7 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
     Raises:
         ConfigError: it is no path of a mounted file system, or something of this is refused; says what to do.
     """
-    path = _as_path(save_dir, what)
+    path = as_path(save_dir, what)
     probe = path / f"{names.PROBE_PREFIX}{uuid.uuid4().hex}"
     disk = Disk()
     try:
@@ -108,7 +108,12 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
     return path
 
 
-def _as_path(save_dir: str, what: str = "save_dir") -> Path:
+def as_path(save_dir: str, what: str = "save_dir") -> Path:
+    """The absolute path that is meant.
+
+    Raises:
+        ConfigError: it is empty, or a URL.
+    """
     text = os.fspath(save_dir)
     if not text.strip():
         raise ConfigError(f"{what} is empty; give the directory where checkpoints shall be kept")

@@ -25,7 +25,7 @@ from ttp.testing.scenario import KINDS, LASTS, POINTS, Fault, random_fault
 
 _ITEM = re.compile(r"(?P<kind>[a-z_]+)(?::(?P<target>[^@+=]+))?(?:@(?P<when>[^@+=]+))?(?:\+(?P<lasts>[^@+=]+))?")
 _COUNT = re.compile(r"(?P<kind>[a-z_]+)=(?P<count>\d+)")
-_RAISES = ("forward", "update")
+_RAISES = ("forward", "update", "refused")
 _OF_NOBODY = ("controller", "controller_restart", "controller_twice", "controller_stop", "split", "sigterm", "save")
 _ALL_THE_TIME = ("write", "commit", "slow")
 

@@ -1,4 +1,4 @@
-"""The invariants I1 to I7, checked against the truth of a simulated world.
+"""The invariants I1 to I8, checked against the truth of a simulated world.
 
 ====  ==================================================================================================================
 I1    one (incarnation, version) per checkpoint, every shard exactly once (``toy.ToyStorage.commit``), and its bits
@@ -8,6 +8,7 @@ I4    success is never declared with a torn, short or stale file (``toy.ToyStora
 I5    the previous checkpoint stays until the new one is there
 I6    a run ends; 70 only if Statement 1 has no plan; no healthy rank is killed by a launcher that lost patience
 I7    the resumed run equals the run without faults, bit for bit
+I8    ranks go on in their processes only from a checkpoint that exists, after deaths alone, and no rank that has raised
 ====  ==================================================================================================================
 """
 
@@ -101,16 +102,18 @@ class Judge:
                 if version not in self._world.storage.checkpoints:
                     raise InvariantBroken(f"I4: version {version} is called saved and does not exist")
             case "released":
+                if record.facts.get("again"):
+                    self._released_again(machine, incident)
                 self._released(machine, incident, record.facts["exit_code"], record.facts["text"])
             case "thawed":
                 if machine.job.in_doubt or machine.job.broken:
                     raise InvariantBroken(f"I6: thawed while ranks {machine.job.broken} cannot train on")
 
     def _released(self, machine: ControllerMachine, incident: Incident, exit_code: int, text: str) -> None:
-        assert incident.plan is not None or exit_code == 70
+        assert incident.plan is not None or exit_code in (64, 70)
         if machine.job.silent and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: released for a doubt: nothing comes from ranks {sorted(machine.job.silent)}")
-        if exit_code == 75:
+        if exit_code == 75 or (exit_code == 64 and incident.saved):
             version = incident.saved
             if version not in self._world.storage.checkpoints and version > 0:
                 raise InvariantBroken(f"I4: released with 75, version {version} does not exist")
@@ -119,6 +122,19 @@ class Judge:
         able = machine.job.live - incident.failures.keys() - _silent(incident)
         if best is not None and best > self.base.version and able and "TTP_OT" not in text:
             raise InvariantBroken(f"I6: given up ({text}), version {best} was possible")
+
+    def _released_again(self, machine: ControllerMachine, incident: Incident) -> None:
+        if incident.saved not in self._world.storage.checkpoints:
+            raise InvariantBroken(f"I8: ranks are to go on from step {incident.saved}, which does not exist")
+        undead = [r for r, process in self._world.ranks.items() if process.alive and r not in machine.job.live]
+        if undead:
+            raise InvariantBroken(f"I8: the seats of ranks {undead} are to be filled, and they live")
+
+    def goes_on(self, rank: SimRank) -> None:
+        """A rank goes on in its process."""
+        broken = rank.machine._state.broken
+        if broken is not None and broken.kind is not m.FaultKind.COLLECTIVE:
+            raise InvariantBroken(f"I8: rank {rank.rank} goes on, and has raised: {broken.text}")
 
     def _best(self, machine: ControllerMachine, incident: Incident) -> Version | None:
         """By the truth about every rank that the controller can speak to and that has not failed or kept silent.

@@ -55,7 +55,7 @@ KINDS = {
     "controller_restart": "the same, and it is started again at once",
     "controller_twice": "the same, its successor dies too, and that is started again at once",
     "controller_stop": "SIGSTOP of the controller, SIGCONT after LASTS: it may find another one in its place",
-    "raise": "the training code of a rank raises; POINT is forward or update",
+    "raise": "the training code of a rank raises; POINT is forward, update or refused (all leave with 64)",
     "sigterm": "SIGTERM to every rank",
     "save": "somebody asks for a checkpoint",
     "write": "the disk of a rank refuses to write pieces for LASTS after the first one",
@@ -102,7 +102,7 @@ class Fault:
         kind: one of ``KINDS``.
         at: virtual time in seconds after the launch; with a point: the how-maniest time there.
         rank: whom, or whose host, it hits.
-        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward`` or ``update``.
+        point: one of ``POINTS``: it strikes there; for ``raise`` ``forward``, ``update`` or ``refused``.
         lasts_s: how long.
     """
 
@@ -133,6 +133,7 @@ class Scenario:
         stripes: into how many parts shards are cut, as in ``TTP_STRIPES``.
         uneven: this rank deals its shards out in another way than its replicas.
         relays: ranks speak to controllers through the relay of their host.
+        keep: survivors of a death may go on in their processes, and launchers can start the dead alone.
     """
 
     seed: int
@@ -150,6 +151,7 @@ class Scenario:
     stripes: int = WHOLE
     uneven: Rank | None = None
     relays: bool = False
+    keep: bool = False
 
 
 def grid(shards: int, replicas: int) -> Layout:
@@ -200,6 +202,7 @@ def random_scenario(seed: int, shards: int | None = None, replicas: int | None =
         stripes=rng.choice((WHOLE, AUTO, AUTO, 2, 3)),
         uneven=Rank(rng.randrange(world)) if rng.random() < 0.1 else None,
         buddy=bool(layout.unreplicated()) and rng.random() < 0.5,
+        keep=seed % 3 == 0,
     )
     return with_relays(scenario) if rng.random() < 0.15 else scenario
 

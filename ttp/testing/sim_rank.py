@@ -18,7 +18,7 @@ from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
 from ttp.core.stripes import PART_BYTES_MIN
-from ttp.errors import EXIT_NOT_SAVED
+from ttp.errors import EXIT_NOT_SAVED, EXIT_SAVED
 from ttp.processor.gate.gate import GateState
 from ttp.testing.network import Stream
 from ttp.testing.sim_copies import SimCopies
@@ -215,6 +215,10 @@ class SimRank:
             case act.Exit(code, text):
                 self.world.trace(self.name, f"exits {code}: {text}")
                 self.exit(code)
+            case act.GoOn(text):  # all that is left of it is a process: it begins as any other of the next launch
+                self.world.judge.goes_on(self)
+                self.world.trace(self.name, f"goes on: {text}")
+                self.exit(EXIT_SAVED)
             case act.ProbeHost() | act.StartStandby() | act.TakeStack() | act.KeepPage():
                 self._serve(action)
             case act.NameKeeper(order):

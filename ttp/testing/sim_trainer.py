@@ -225,6 +225,8 @@ class Trainer:
         world, rank = self._world, self._rank
         if world.barrier:
             yield from self._pass_barrier()
+        if world.raises(rank, "refused"):
+            yield from self._raise("what no restart mends", wrong=True)
         self.mark = 5
         world.reached("before update", rank)
         yield from self._pass_gate()
@@ -308,9 +310,9 @@ class Trainer:
         if self._world.scenario.mirror:
             self._rank.mirror(version, self.random)
 
-    def _raise(self, where: str, kind: m.FaultKind = m.FaultKind.EXCEPTION) -> Thread:
+    def _raise(self, where: str, kind: m.FaultKind = m.FaultKind.EXCEPTION, *, wrong: bool = False) -> Thread:
         self._world.trace(self._rank.name, f"raises {where}")
         self.gate.mark_torn()
-        self._rank.put(ev.Raised(kind, f"rank {self._rank.rank} raised {where}"))
+        self._rank.put(ev.Raised(kind, f"rank {self._rank.rank} raised {where}", wrong=wrong))
         while True:
             yield None

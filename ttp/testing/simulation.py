@@ -21,6 +21,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
+from ttp.core.controller.continuing import SEAT_READY
 from ttp.core.controller.events import Accused, ConnectionId, ControllerTimeouts, SaveRequested
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Rank, Version
@@ -226,6 +227,7 @@ class Simulation(Clock):
             fallback_dir="/fallback" if self.scenario.fallback else "",
             pages_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.mirror else "",
             copies_at=f"{self.scenario.hosts[rank]}:1" if self.scenario.buddy else "",
+            can_continue=self.scenario.keep,
         )
 
     # -------------------------------------------------------------------------------------------- the launcher, people
@@ -244,8 +246,10 @@ class Simulation(Clock):
                 self._somebody_died = True
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
             self._neighbours_see(rank)
-            if self.rng.random() < 0.4 and not self.roads.learns_late(rank):  # nor has its launcher power
-                accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,))
+            told = 0.9 if self.scenario.keep else 0.4
+            if self.rng.random() < told and not self.roads.learns_late(rank):  # nor has its launcher power
+                seat = SEAT_READY if self.scenario.keep else ""
+                accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,), seat=seat)
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
         self.collectives.broken_by(rank.rank)
 

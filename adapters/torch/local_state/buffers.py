@@ -14,6 +14,7 @@ import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import is_
 from typing import Any
 
 import torch
@@ -93,7 +94,7 @@ class BufferTable:
         self._absent: list[tuple[dict[str, Tensor | None], str]] = []
         self._owners: list[dict[str, Tensor | None]] = []  # of all, absent ones too
         self._keys: list[str] = []
-        self._ids: list[int] = []
+        self._found: list[Tensor | None] = []
         self._tensors: list[Tensor] = []
         self._addresses: list[int] = []
         self._uncounted: set[str] = set()
@@ -109,8 +110,8 @@ class BufferTable:
 
         A ResNet has 160 of them: so nothing here is done by the interpreter for each.
         """
-        found = [*map(id, map(dict.get, self._owners, self._keys))]
-        return found == self._ids and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
+        same = all(map(is_, map(dict.get, self._owners, self._keys), self._found))
+        return same and [*map(Tensor.data_ptr, self._tensors)] == self._addresses
 
     def refresh(self) -> None:
         """Scan again if a buffer was replaced since."""
@@ -137,8 +138,8 @@ class BufferTable:
         entries = [*self.small, *self.large]
         self._owners = [entry.owner for entry in entries] + [owner for owner, _ in self._absent]
         self._keys = [entry.key for entry in entries] + [key for _, key in self._absent]
-        self._ids = [id(entry.tensor) for entry in entries] + [id(None)] * len(self._absent)
         self._tensors = [entry.tensor for entry in entries]
+        self._found = self._tensors + [None] * len(self._absent)
         self._addresses = [entry.address for entry in entries]
 
     def _add(self, owner: nn.Module, key: str, name: str, tensor: Tensor) -> None:

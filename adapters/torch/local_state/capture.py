@@ -184,15 +184,13 @@ class LocalCapture:
                 kept = self._with_apart(host.capture_large())
             else:
                 kept = ()
-            image = b"".join(self._parts)
-            if final:
-                self._in_page = _NOWHERE
-            else:
-                known = self._in_page
-                if version == known[0] and image == known[1] and kept is known[2]:
-                    return
-                self._in_page = (version, image, kept)
-            if page.write(version, final, (image,), kept) and self.on_written is not None:
+            image, known = b"".join(self._parts), self._in_page
+            self._in_page = _NOWHERE if final else (version, image, kept)
+            if version != known[0] or image != known[1] or kept is not known[2]:
+                written = page.write(version, final, (image,), kept)
+            else:  # it is there already
+                written = final and page.finish(version)
+            if written and self.on_written is not None:
                 self.on_written(version, final)
         except Exception as problem:
             self._host = self._device = None

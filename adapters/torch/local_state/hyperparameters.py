@@ -24,9 +24,9 @@ ParamGroups = list[dict[str, Any]]
 """The hyperparameters of an optimizer's param groups, without the parameters."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # frozen it would take three times as long to make
 class _Columns:
-    """All groups of one optimizer.
+    """All groups of one optimizer; not to be changed.
 
     Args:
         lengths: values in each group.
@@ -87,7 +87,7 @@ def _looked_at(groups: list[dict[str, Any]], last: _Columns | None) -> _Columns:
     values = [*_chained(map(dict.values, groups))]
     if last is None or last.copies is not None or lengths != last.lengths or names != last.names:
         return _new(groups, lengths, names, values)
-    if _equal(values, last.values):
+    if last.few is None and _equal(values, last.values):
         return last
     others, known = last.others, last.values
     if [*map(type, values)] == last.types and _equal([values[n] for n in others], [known[n] for n in others]):

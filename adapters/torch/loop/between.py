@@ -9,6 +9,9 @@ The step that ends a version makes what was kept worthless when it begins. It is
 from the finished version, because other shards may not be able to make it, and where the loop says itself when a
 version ends.
 
+A step that evaluates its closure when it may have written (LBFGS, sharpness-aware optimizers) is stood in likewise, and
+what it changes is copied before it.
+
 Until it is known whether the loop learns between the steps, copies are made; where it does not, they are given up.
 """
 
@@ -42,16 +45,26 @@ class BetweenSteps:
         self.preimage: PreImage | None = None
         self._told = False
 
-    def before_turn(self, version: int, number: int) -> None:
-        """This optimizer is about to step, in the update after ``version``. Never raises."""
-        whole = self._whole or self._turns.by_hand
-        if self._turns.is_last(number) and not whole:
+    def before_turn(self, version: int, number: int, within: bool) -> bool:
+        """This optimizer is about to step, in the update after ``version``. Never raises.
+
+        Args:
+            version: finished updates.
+            number: of the optimizer.
+            within: training may stand in its step too.
+
+        Returns:
+            Whether there is a way back to ``version``.
+        """
+        whole, owners = self._whole or self._turns.by_hand, self._owners[number]
+        if not owners or (self._turns.is_last(number) and not (whole or within)):
             if self.preimage is not None:
                 self.preimage.forget()
-            return
+            return False
         if self.preimage is None:
             self.preimage = self._make()
-        self.preimage.take(version, self._owners[number], modules=whole)
+        self.preimage.take(version, owners, modules=whole)
+        return not self.preimage.broken
 
     def after_update(self) -> None:
         """A version is finished."""

@@ -29,9 +29,9 @@ EVALUATING = "a forward pass without gradients"
 
 _WHOLE_STEP = (
     "{0}.step(closure) may write before its closure has run, or runs it more than once, as far as its code shows: the "
-    "whole step counts as the update, forward and backward passes included. If a rank is lost in it, this step cannot "
-    'be saved before it ends; with undo="preimage" ranks that get an exception from the loss can go back. To have the '
-    "update begin later, call the closure yourself: loss = closure(); optimizer.step()"
+    "whole step counts as the update, forward and backward passes included, and what it changes is copied before. If a "
+    "rank is lost in it, the others go back to where the step began. To save the copy, and to have the update begin "
+    "later, call the closure yourself where the optimizer allows it: loss = closure(); optimizer.step()"
 )
 
 _LEFT = (
@@ -57,14 +57,19 @@ def _nothing(*_: object) -> None:
     """There is nothing to do."""
 
 
+def _no_way_back(_version: int, _number: int, _within: bool) -> bool:
+    """Nothing is kept."""
+    return False
+
+
 class Calls(NamedTuple):
     """Who else has something to do around an update. All are called on the training thread.
 
     Args:
         before_gate: when the gradient is reduced; may block, and raise like any collective.
         before_update: behind the gate, with the number of finished updates; may not raise.
-        before_turn: the same before each step of several, with the number of the optimizer too, where training may
-            stand between the steps of one version.
+        before_turn: the same before a step behind or in which training may stand before the version is finished: with
+            the number of the optimizer, and whether it may stand in that step. Returns whether there is a way back.
         after_update: after each update; may not block.
         after_end: when the update was reported as finished, before ``step()`` returns; may block, and raise
             ``UsageError``.
@@ -72,7 +77,7 @@ class Calls(NamedTuple):
 
     before_gate: Callable[[], None] = _nothing
     before_update: Callable[[int], None] = _nothing
-    before_turn: Callable[[int, int], None] = _nothing
+    before_turn: Callable[[int, int, bool], bool] = _no_way_back
     after_update: Callable[[], None] = _nothing
     after_end: Callable[[], None] = _nothing
 
@@ -109,6 +114,7 @@ class Bracket:
         "_turns",
         "_untouched",
         "_version",
+        "_way_back",
         "redoable",
     )
 
@@ -134,7 +140,8 @@ class Bracket:
         self._stepping = Stepping(())
         self._begun = False
         self._stands = False  # training may stand between the steps of the open update
-        self._between = False  # it does
+        self._between = False  # it does; or in the closure that a step evaluates
+        self._way_back = False  # to where the step began that evaluates one
         self._turns, self._untouched = turns, untouched
         self._numbers: dict[int, int] = {}  # of the optimizers, by identity
         self._number = 0  # whose turn it is
@@ -194,11 +201,12 @@ class Bracket:
             return None
         self._again = False  # it makes a gradient of its own
         kind: Any = type(optimizer)
-        if not evaluates_first(kind):
+        first = evaluates_first(kind)
+        if not first:
             self._say_once(_WHOLE_STEP.format(kind.__name__))
-            self._open(redoable=False)
+            self._open(redoable=False, within=True)
         self._stepping.entered()
-        return with_closure(partial(self._evaluate, closure), args, kwargs)
+        return with_closure(partial(self._evaluate if first else self._evaluate_again, closure), args, kwargs)
 
     def _take_turn(self, number: int) -> None:
         """It is the turn of this optimizer; nothing of its step is done yet."""
@@ -221,18 +229,43 @@ class Bracket:
                 self._open(redoable=True)
         return result
 
-    def _open(self, redoable: bool) -> None:
-        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one."""
+    def _evaluate_again(self, closure: Closure, *args: Any, **kwargs: Any) -> Any:
+        """The same for one that may have written, and may go on to: while the closure runs the copy stands still.
+
+        It is of no version, and the ranks may wait in it for one that is dead. With a way back they are frozen there.
+        """
+        if self._way_back:
+            self._between = True
+            self._reporter.stand_between()
+        result = self._evaluate(closure, *args, **kwargs)
+        if self._between:
+            with torch.no_grad():
+                self._go_on()
+        return result
+
+    def _open(self, redoable: bool, *, within: bool = False) -> None:
+        """The optimizer whose turn it is is about to write: it begins an update, or goes on with one.
+
+        Args:
+            redoable: see there.
+            within: training may stand in this step.
+        """
         fresh, self._opened = not self._left, True  # what was left half made is nothing to go back to
-        if not self._begun:
+        begins = not self._begun
+        if begins:
             self._begin(redoable)
         elif self._between:
-            self._pass()
-            self._capture.look_again(self._next_version())
-            self._reporter.begin_update()
-            self._between = False
-        if self._stands and fresh:
-            self._calls.before_turn(self._version(), self._number)
+            self._go_on()
+        if self._stands or within:
+            known = fresh and (self._stands or begins)  # what has stepped before was copied too
+            self._way_back = known and self._calls.before_turn(self._version(), self._number, within)
+
+    def _go_on(self) -> None:
+        """With the update that training stood in; who stood there is frozen like anybody before the gate."""
+        self._pass()
+        self._capture.look_again(self._next_version())
+        self._reporter.begin_update()
+        self._between = False
 
     def _begin(self, redoable: bool) -> None:
         again, turns = self._again, self._turns

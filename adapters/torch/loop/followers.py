@@ -37,7 +37,7 @@ class Followers:
         model: the registered one: its forward pass ends what follows an update.
         parameters: which no optimizer has, by name.
         on_host: whether a tensor is on the host: only there it can be compared without waiting for a device.
-        found: called when some are moved before the next forward pass.
+        found: called with names, when these are moved before the next forward pass.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Followers:
         model: nn.Module,
         parameters: Mapping[str, Tensor],
         on_host: Callable[[Tensor], bool],
-        found: Callable[[], None],
+        found: Callable[[list[str]], None],
     ) -> None:
         self._named = {name: p for name, p in parameters.items() if not is_distributed(p)}
         self._found = found
@@ -76,7 +76,7 @@ class Followers:
         """
         moved = self._moved()
         if moved and not self._entered:  # nobody knows when the forward pass was
-            self._found()
+            self._found(moved)
         elif moved:
             more = f" and {len(moved) - _LISTED_MAX} more" if len(moved) > _LISTED_MAX else ""
             raise UsageError(
@@ -97,8 +97,8 @@ class Followers:
             return
         if module.training and torch.is_grad_enabled():
             self._entered = True
-            if self._moved():  # behind the update, or behind one that a scaler has left out
-                self._found()
+            if moved := self._moved():  # behind the update, or behind one that a scaler has left out
+                self._found(moved)
 
     def _moved(self) -> list[str]:
         """Which were changed since this was asked last."""

@@ -46,8 +46,9 @@ class Stepping:
 
     def returned(self) -> int:
         """``step()`` has returned; how many calls still run."""
-        self.depth = depth = max(0, self.depth - 1)
-        return depth
+        if self.depth:
+            self.depth -= 1
+        return self.depth
 
     def was_left(self, *, entering: bool = False) -> bool:
         """Whether calls were left by an exception; from then on they are forgotten. On any thread.

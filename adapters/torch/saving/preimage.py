@@ -1,9 +1,9 @@
 """The state before an update, kept until the next one: what ``undo="preimage"`` costs memory for.
 
-Just before the first write of each update, parameters, the optimizer's tensors and registered averages are copied into
-memory that is used again for every update: one more copy of them, no more. Numbers and lists in the optimizer's state
-are remembered beside; the hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by
-the pages.
+Just before the first write of each update, parameters, the optimizer's tensors, registered averages, and what of the
+model was seen to follow the weights as an average does (``followers.py``) are copied into memory that is used again for
+every update: one more copy of them, no more. Numbers and lists in the optimizer's state are remembered beside; the
+hyperparameters of a version are kept by ``PostStepState``, buffers and random streams by the pages.
 
 An update is undone by writing the checkpoint from these copies. The live tensors are left as they are: nobody may
 write to the state of a frozen rank, the order may come twice or be followed by one for the newer version, and a false
@@ -74,6 +74,7 @@ class PreImage:
         optimizer: whose parameters and state; may be several combined.
         modules: averages of the weights that belong to the version.
         runtimes: the devices of the state; none: the host.
+        followers: parameters of no optimizer that follow the weights; may grow.
         reserve: set the memory for all parameters aside now: a job that has too little finds out at once.
     """
 
@@ -83,10 +84,11 @@ class PreImage:
         modules: Iterable[nn.Module] = (),
         runtimes: Sequence[Runtime] = (),
         *,
+        followers: Sequence[Tensor] = (),
         reserve: bool = True,
     ) -> None:
         self._members = members_of(optimizer)
-        self._modules = tuple(modules)
+        self._modules, self._followers = tuple(modules), followers
         self._runtimes = runtimes
         self._begun, self._taken = make_fence(runtimes, -1, newest=True), make_fence(runtimes, -1)
         self._images: deque[Image] = deque(maxlen=AHEAD_MAX if runtimes else 1)
@@ -157,7 +159,7 @@ class PreImage:
 
     def _copy_modules(self, image: Image, copies: _Copies) -> None:
         live = [tensor for module in self._modules for tensor in (*module.parameters(), *module.buffers())]
-        for position, tensor in enumerate(live):
+        for position, tensor in enumerate([*live, *self._followers]):
             image.copies[id(tensor)] = self._copy(tensor, ("module", position), copies)
         image.modules = True
 
@@ -189,6 +191,11 @@ class PreImage:
         """Of what is kept; None while nothing is, or while it is being replaced."""
         image = self._kept()
         return None if image is None else image.version
+
+    @property
+    def broken(self) -> bool:
+        """Whether no copies are made any more."""
+        return self._broken
 
     @property
     def whole(self) -> bool:

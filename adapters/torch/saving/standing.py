@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,8 @@ class Standing(PagedSource):
         self.reduced: Fence = make_fence(self.runtimes)  # the gradient of that version is
         self.preimage: PreImage | None = None
         self.between: BetweenSteps | None = None
+        self.may_follow: Callable[[], bool] = lambda: False
+        """Whether it is not known yet which parameters of no optimizer are moved behind an update."""
         self.stream_barrier: StreamBarrier | None = None
         self._mixed = (-1, False)  # of a version of the host: whether some of the state is there
         self._attachment: Attachment | None = None
@@ -137,7 +139,7 @@ class Standing(PagedSource):
             return preimage.version == state.version
         finished = self.finished.finished_version()  # the host may be ahead of it
         whole = not self.on_device or self.begun.finished_version() <= finished
-        return whole and preimage.whole and preimage.version == finished - 1
+        return whole and preimage.whole and preimage.version == finished - 1 and not self.may_follow()
 
     def forget_images(self) -> None:
         """The state was replaced: what is kept of another one belongs to nothing."""

@@ -118,9 +118,10 @@ class Trial:
         if not self._checked:
             self._checked = True
             self._refuse_replaced()
-        if self._groups != (groups := [len(each.param_groups) for each in self._optimizers]):
-            self._groups, self.due = groups, True
-            self._refuse_unsaved()
+        for number, optimizer in enumerate(self._optimizers):
+            if len(optimizer.param_groups) != self._groups[number]:
+                self._groups[number], self.due = len(optimizer.param_groups), True
+                self._refuse_unsaved()
         if self._thread is not None:
             self._finish(self._thread)
 

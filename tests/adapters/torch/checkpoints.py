@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import signal
 import sys
 import traceback
 import warnings
@@ -123,9 +124,14 @@ def main() -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     for world, no_dist in JOBS:
-        ranks = [os.fork() or _load(world, no_dist, rank) for rank in range(world)]
-        for pid in ranks:
-            assert os.waitpid(pid, 0)[1] == 0
+        ranks = {os.fork() or _load(world, no_dist, rank) for rank in range(world)}
+        while ranks:
+            pid, status = os.wait()
+            ranks.remove(pid)
+            if status != 0:  # the others would wait for it
+                for other in ranks:
+                    os.kill(other, signal.SIGKILL)
+                sys.exit(f"a rank of {world} ended with {os.waitstatus_to_exitcode(status)}")
 
 
 def _load(world: int, no_dist: bool, rank: int) -> NoReturn:

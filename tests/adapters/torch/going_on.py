@@ -25,7 +25,7 @@ class Program:
     """What a program registers, and one of its steps.
 
     Args:
-        model: and ``optimizer``, ``scheduler``, ``scaler``, ``extra_state``: as for ``wrap_optimizer``.
+        model: and ``optimizer``, ``scheduler``, ``scaler``, ``extra_state``, ``undo``: as for ``wrap_optimizer``.
         step: by its number; returns the loss.
         also: what else has to be equal.
     """
@@ -36,6 +36,7 @@ class Program:
     scheduler: Any = None
     scaler: Any = None
     extra_state: Any = None
+    undo: str | None = None
     also: Mapping[str, Any] = field(default_factory=dict)
 
     def register(self) -> TorchAdapter:
@@ -45,6 +46,7 @@ class Program:
             scheduler=self.scheduler,
             scaler=self.scaler,
             extra_state=self.extra_state,
+            undo=self.undo,
         )
 
     def state(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""A GAN's loop: who stands between the two steps of an iteration is gone back to the last version, bit for bit."""
+"""Who stands between two steps of an iteration (a GAN), or in a step, is gone back to the last version, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from torch import nn
 
 from tests.adapters.torch.checkpoints import digest
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from tests.adapters.torch.test_supported_several import SAM
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.core.decide import How
 from ttp.core.messages import Phase
 from ttp.errors import UsageError
+
+RMSprop: Any = torch.optim.RMSprop
 
 
 def network(inputs: int, outputs: int) -> nn.Module:
@@ -27,13 +30,12 @@ def network(inputs: int, outputs: int) -> nn.Module:
 class Gan:
     """Both networks, their optimizers and schedules, under a stub processor. Remembers how each version looked."""
 
-    def __init__(self, directory: Path, scaler: Any = None) -> None:
+    def __init__(self, directory: Path, scaler: Any = None, second: Any = RMSprop) -> None:
         torch.manual_seed(5)
         self.critic, self.generator = network(4, 1), network(3, 4)
         self.model = nn.ModuleDict({"critic": self.critic, "generator": self.generator})
         self.of_critic = torch.optim.Adam(self.critic.parameters(), lr=1e-2)
-        first: Any = torch.optim.RMSprop
-        self.of_generator = first(self.generator.parameters(), lr=1e-2)
+        self.of_generator = second(self.generator.parameters(), lr=1e-2)
         self.schedulers = [torch.optim.lr_scheduler.StepLR(o, 1, 0.9) for o in (self.of_critic, self.of_generator)]
         self.adapter = TorchAdapter(
             [self.of_critic, self.of_generator],
@@ -266,3 +268,130 @@ def test_a_step_that_the_scaler_leaves_out(gan: Callable[..., Gan]) -> None:
         scaler.update()
         versions.append(job.processor.gate.version)
     assert versions == [1, 1, 2, 2, 3], "an iteration without the generator ends with its next step"
+
+
+class Evaluating:
+    """A loop whose optimizer evaluates its closure when it may have written; ``asked`` is called in each evaluation."""
+
+    def __init__(self, directory: Path, kind: str, **given: Any) -> None:
+        torch.manual_seed(7)
+        self.model, self.kind = network(4, 2), kind
+        self.optimizer: Any = (
+            torch.optim.LBFGS(self.model.parameters(), lr=0.1, max_iter=4, history_size=3)
+            if kind == "LBFGS"
+            else SAM(self.model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+        )
+        self.adapter = TorchAdapter(
+            self.optimizer, model=self.model, scheduler=None, extra_state=None, scaler=None, **given
+        )
+        self.processor = StubProcessor(directory)
+        self.asked: Callable[[], None] = lambda: None
+
+    def facts(self) -> Any:
+        owner = getattr(self.optimizer, "base_optimizer", self.optimizer)
+        return digest(self.model.state_dict(), owner), torch.get_rng_state().sum().item()
+
+    def closure(self) -> Any:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.randn(6, 4)).square().mean()
+        loss.backward()
+        self.asked()
+        return loss
+
+    def train(self, steps: int) -> None:
+        for _ in range(steps):
+            if self.kind == "SAM":
+                self.closure()
+            self.optimizer.step(self.closure)
+
+
+@pytest.fixture
+def evaluating(tmp_path: Path) -> Iterator[Callable[..., Evaluating]]:
+    made: list[Evaluating] = []
+
+    def start(kind: str, **given: Any) -> Evaluating:
+        made.append(one := Evaluating(tmp_path / "checkpoints", kind, **given))
+        join(one.adapter, one.processor, tmp_path / f"pages{len(made)}")
+        return one
+
+    yield start
+    for each in made:
+        each.adapter.source.close()
+
+
+@pytest.mark.supports("LBFGS")
+@pytest.mark.supports("optimizer containers and wrappers")
+@pytest.mark.parametrize("undo", [None, "preimage"])
+@pytest.mark.parametrize(("kind", "number"), [("LBFGS", 1), ("LBFGS", 3), ("SAM", 2)])
+def test_who_is_stopped_in_a_closure_saves_where_the_step_began(
+    evaluating: Callable[..., Evaluating], kind: str, number: int, undo: Any
+) -> None:
+    """And goes on when it was a false alarm. The weights were changed before; nobody waits for the step to end."""
+    unbroken = evaluating(kind)
+    unbroken.train(5)
+    job = evaluating(kind, undo=undo)
+    job.train(3)
+    before, evaluations, saved = job.facts(), [0], []
+
+    def asked() -> None:
+        evaluations[0] += 1
+        if evaluations[0] != number:
+            return
+        gate, now = job.processor.gate, job.facts()[0]
+        assert gate.state().phase is Phase.UPDATING
+        gate.close()
+        assert gate.state().phase is Phase.TORN and job.adapter.source.has_preimage
+        saved.append(save(job.adapter, job.processor, 3, How.UNDO))
+        assert job.facts()[0] == now, "nobody writes to the state of a frozen rank"
+        gate.open()
+
+    job.asked = asked
+    job.train(2)
+    assert job.facts() == unbroken.facts() and job.processor.gate.version == 5
+    other = Evaluating(saved[0].parent, kind)
+    assert other.adapter.load(saved[0], 0, 1, protected=False) == 3
+    assert other.facts() == before
+
+
+def test_who_is_frozen_in_a_closure_stands_at_its_end(evaluating: Callable[..., Evaluating]) -> None:
+    job = evaluating("LBFGS")
+    job.train(1)
+    job.asked = lambda: (job.processor.gate.close(), None)[1]
+    waits = threading.Thread(target=job.train, args=(1,))
+    waits.start()
+    while not job.processor.gate.state().parked:
+        pass
+    assert job.processor.gate.state().phase is Phase.TORN
+    job.asked = lambda: None
+    job.processor.gate.open()
+    waits.join()
+    assert job.processor.gate.version == 2 and job.processor.gate.state().phase is Phase.IDLE
+
+
+def test_in_a_closure_behind_a_step_that_was_not_copied_there_is_no_way_back(gan: Callable[..., Gan]) -> None:
+    """Of optimizers of which it was known that nothing comes between their steps."""
+    job = gan(second=Twice)
+    for _ in range(2):
+        job.learn_generator()
+        job.of_critic.step()
+        job.of_generator.step()
+    job.learn_generator()
+    job.of_critic.step()
+    phases: list[Any] = []
+
+    def closure() -> None:
+        job.processor.gate.close()
+        phases.append((job.phase, job.adapter.source.has_preimage))
+        job.processor.gate.open()
+
+    job.of_generator.step(closure)
+    assert phases == [(Phase.UPDATING, False)] * 2
+    assert job.processor.gate.version == 3
+
+
+class Twice(RMSprop):  # type: ignore[misc]
+    def step(self, closure: Any = None) -> Any:
+        if closure is not None:
+            closure()
+            closure()
+        super().step()

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, data, net, plainly
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
+from ttp.core.decide import How
 from ttp.errors import UsageError
 from ttp.processor import paged_source
 
@@ -104,6 +105,31 @@ def test_they_come_back(tmp_path: Path) -> None:
         return Program(model, optimizer, plainly(model, optimizer, after=model.follow))
 
     assert_goes_on_with_its_bits(tmp_path, make)
+
+
+@supports("parameters that no optimizer has")
+@pytest.mark.parametrize("move", WAYS)
+def test_they_are_gone_back_with(tmp_path: Path, move: Any) -> None:
+    """With ``undo="preimage"`` the copy of a version has them too, once it is known which are moved."""
+
+    def made() -> Job:
+        torch.manual_seed(3)
+        model = Teacher(move, inside=False)
+        return Job(tmp_path, model, model.student, undo="preimage")
+
+    job = made()
+    source, states = job.adapter.source, []
+    for _ in range(7):
+        job.step(job.model.follow)  # type: ignore[arg-type]
+        states.append({name: value.clone() for name, value in job.model.state_dict().items()})
+        settled = job.adapter._followers is None
+        assert source.has_preimage is settled, "a copy may lack those that are not known yet"
+    saved = save(job.adapter, job.adapter._source._processor, 6, How.UNDO)  # type: ignore[arg-type]
+    other = made()
+    assert other.adapter.load(saved, 0, 1, protected=False) == 6
+    found = other.model.state_dict()
+    assert all(torch.equal(found[name], value) for name, value in states[5].items())
+    assert not torch.equal(found["teacher.0.weight"], states[6]["teacher.0.weight"]), "else this shows nothing"
 
 
 @supports("parameters that no optimizer has")

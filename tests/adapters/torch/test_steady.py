@@ -75,7 +75,13 @@ class TestCaptures:
         capture.look_again(1)
         assert page._writes == writes + 1, "a random number was drawn since"
         capture.capture(1, final=True)
-        assert page._writes == writes + 2, "a final page is always written"
+        assert page._writes == writes + 1, "the state before the update is that behind it"
+        found = read_page(page.path.parent, 0, 1, 0)
+        assert isinstance(found, Page) and found.final
+        capture.capture(2, final=False)
+        torch.rand(1)
+        capture.capture(2, final=True)
+        assert page._writes == writes + 3, "the optimizer has drawn one"
 
     def test_what_changes_before_the_gate_is_in_the_page(self, page: PageWriter) -> None:
         """A rank that dies in its update leaves the state that it had at the gate."""

@@ -19,7 +19,7 @@ from ttp.compat.mindio.values import AILMENTS, ERROR_CODE_MAX, RET_EXIT, ReportS
 from ttp.errors import ConfigError
 from ttp.mindio.handlers import NextAction
 from ttp.processor.faults import describe
-from ttp.session import write_error_file
+from ttp.processor.last_words import write_error_file
 
 log = logging.getLogger("ttp.compat.mindio")
 

@@ -98,6 +98,8 @@ class Accused:
     reason: str
     pids: tuple[int, ...] = ()
     pages: tuple[m.Mirror, ...] = ()
+    seat: str = ""
+    """``ready``: their launcher can start these ranks alone; else why it cannot; empty: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +112,15 @@ class LauncherSaid:
 
 
 @dataclass(frozen=True, slots=True)
+class HostsDrained:
+    """The launchers of these hosts are not to start ranks again: other hosts take their places."""
+
+    hosts: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
 class RankWasWrong:
-    """A rank has left with 64: its configuration or its program is wrong."""
+    """A rank has left with 64, or will: its configuration or its program is wrong."""
 
     text: str
 
@@ -148,6 +157,7 @@ Event = (
     | SaveRequested
     | Accused
     | LauncherSaid
+    | HostsDrained
     | RankWasWrong
     | Remembered
     | ProgramEvent

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ttp.core import messages as m
-from ttp.core.controller.events import Accused, ConnectionId
+from ttp.core.controller.events import Accused, ConnectionId, RankWasWrong
 from ttp.core.controller.job_end import JobEnd
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
@@ -102,6 +102,7 @@ class FaultReports:
                 continue  # an earlier process of this rank
             text = f"{member.name}: {event.reason}"
             if event.kind is m.FaultKind.EXITED:
+                member.seat = event.seat or member.seat
                 self._exited(member, text, now)
             else:
                 self._job.mark_failed(rank, text)
@@ -125,6 +126,8 @@ class FaultReports:
             return
         if report.subject == report.rank:
             self._job.mark_failed(report.subject, report.text)
+            if report.wrong:
+                self._end.told(RankWasWrong(report.text))
         elif report.kind is m.FaultKind.EXITED:
             report = replace(report, text=f"{subject.name}: {report.text}")
             witness = self._job.members[report.rank]

@@ -123,6 +123,8 @@ class Incident:
     path: str = ""
     size: int = 0
     exit_code: int | None = None
+    again: bool = False
+    """Released to go on in their processes."""
     release_text: str = ""
     released_at: float | None = None
     outcome: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ttp.core import messages as m
-from ttp.core.controller.events import ControllerTimeouts, LauncherSaid, RankWasWrong, Remembered, Stop
+from ttp.core.controller.events import ControllerTimeouts, HostsDrained, LauncherSaid, RankWasWrong, Remembered, Stop
 from ttp.core.controller.job_verdict import JobVerdict
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
@@ -39,7 +39,7 @@ class JobEnd:
         if not self._job.live:
             self._quiet_since = now
 
-    def told(self, event: LauncherSaid | RankWasWrong | Remembered) -> None:
+    def told(self, event: LauncherSaid | HostsDrained | RankWasWrong | Remembered) -> None:
         """Somebody knows something about the one exit code of the job."""
         verdict = self._verdict
         before = verdict.now
@@ -48,6 +48,8 @@ class JobEnd:
                 verdict.starts()
             case LauncherSaid(host, False, code):
                 verdict.asks(host, code)
+            case HostsDrained(hosts):
+                verdict.drained |= hosts
             case RankWasWrong(text):
                 verdict.is_wrong(text)
             case Remembered(fruitless, progress):

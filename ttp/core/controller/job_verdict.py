@@ -10,7 +10,7 @@ alike: the ``FRUITLESS_MAX``-th is not to be started again, however well it was 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_SAVED, EXIT_TRAINED
 
@@ -43,6 +43,8 @@ class JobVerdict:
         """This one has brought one."""
         self.asked: set[str] = set()
         """Hosts whose launcher has asked at its end."""
+        self.drained: set[str] = set()
+        """Hosts whose launchers are not to start ranks again after this launch."""
         self._launched = False
         self._forget()
 
@@ -60,7 +62,7 @@ class JobVerdict:
             self.fruitless = 0
         elif self._launched:
             self.fruitless = 0 if self.progress else self.fruitless + 1
-        self._launched, self.progress = True, False
+        self._launched, self.progress, self.drained = True, False, set()
         self._forget()
 
     def remember(self, fruitless: int, progress: bool) -> None:
@@ -70,6 +72,8 @@ class JobVerdict:
     def released(self, code: int, text: str, cause: str) -> Verdict:
         """The rescue wants ranks to leave with ``code``. Returns the verdict that they are told instead."""
         self._end = Verdict(code, text)
+        if self._wrong:
+            return replace(self.now, text=f"{self.now.text}. {text}")
         launches = self.fruitless + 1
         if not self.progress and launches >= FRUITLESS_MAX:
             words = (
@@ -92,7 +96,7 @@ class JobVerdict:
             self._forget()
 
     def is_wrong(self, text: str) -> None:
-        """A rank has left with 64."""
+        """A rank has left with 64, or will."""
         self._wrong = self._wrong or text
 
     def asks(self, host: str, code: int) -> None:

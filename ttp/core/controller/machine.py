@@ -48,6 +48,7 @@ from ttp.core.controller.events import (
     ConnectionId,
     ControllerTimeouts,
     Event,
+    HostsDrained,
     LauncherSaid,
     LookedAt,
     ProgramEvent,
@@ -128,7 +129,7 @@ class ControllerMachine:
                 self._faults.accused(event, now)
             case SaveRequested():
                 self._rescue.request(event, now)
-            case LauncherSaid() | RankWasWrong() | Remembered():
+            case LauncherSaid() | HostsDrained() | RankWasWrong() | Remembered():
                 self._end.told(event)
             case ProgramEvent():
                 self._rescue.program.happened(event, incident=self.incident is not None)
@@ -230,6 +231,11 @@ class ControllerMachine:
     def verdict(self) -> Verdict:
         """One exit code for the whole job, as far as it is known."""
         return self._rescue.verdict.now
+
+    @property
+    def drained_hosts(self) -> list[str]:
+        """Hosts whose launchers are not to start ranks again."""
+        return sorted(self._rescue.verdict.drained)
 
     @property
     def unheard_hosts(self) -> list[str]:

@@ -31,6 +31,7 @@ class Member:
     fenced: bool = False  # given up: refused when it comes back
     done: bool = False
     left: bool = False  # said goodbye for good
+    seat: str = ""  # whether its launcher can start it alone; see ``continuing``
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ttp.core import messages as m
+from ttp.core.controller import continuing
 from ttp.core.controller.events import AnswerSave, ControllerTimeouts, SaveRequested
 from ttp.core.controller.evidence import Evidence, EvidenceBook
 from ttp.core.controller.freezing import Freezing
@@ -317,7 +318,7 @@ class Rescue:
             return  # is it a false alarm? The grace will tell
         if not (incident.faulty or self._job.broken):
             self._thaw(incident, "nothing is broken after all")
-        elif not incident.waiting or incident.newest_is_known():
+        elif (not incident.waiting or incident.newest_is_known()) and not continuing.waits(self._job, incident, now):
             text = f"{incident.outcome}; a restart goes on with step {incident.saved + 1}"
             self._release(incident, EXIT_SAVED, text, now)
 
@@ -363,20 +364,21 @@ class Rescue:
         self.verdict.progress |= self.saving.last_commit is not None
         end = self.verdict.released(exit_code, text, incident.cause)
         assert end.code is not None
+        again, told = continuing.judge(self._job, incident, end, self.base_version)
         exit_code, text = end.code, end.text
         incident.enter(Stage.RELEASED, text)
-        incident.exit_code, incident.release_text = exit_code, text
+        incident.exit_code, incident.release_text, incident.again = exit_code, text, again
         incident.released_at = now
         self._job.ended = True
-        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress)
+        self._outbox.record("released", exit_code=exit_code, text=text, progress=self.verdict.progress, **told)
         self._answer_requests(incident)
         for rank in sorted(self._job.live):
             self._send_release(incident, rank)
 
     def _send_release(self, incident: Incident, rank: Rank) -> None:
         assert incident.exit_code is not None
-        order = m.Release(rank, self._job.term, incident.id, incident.exit_code, incident.release_text)
-        self._outbox.send_to(rank, order)
+        code, text = incident.exit_code, incident.release_text
+        self._outbox.send_to(rank, m.Release(rank, self._job.term, incident.id, code, text, incident.again))
 
     def _maybe_close(self, incident: Incident, now: float) -> None:
         assert incident.released_at is not None

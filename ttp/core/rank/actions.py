@@ -117,6 +117,13 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
+class GoOn:
+    """Leave the job, not the process: train() is called again, as a rank of the next incarnation."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class TakeStack:
     """Find out where the threads of a process of this host are."""
 
@@ -200,6 +207,7 @@ Action = (
     | Decided
     | LetGo
     | Exit
+    | GoOn
     | TakeStack
     | ProbeHost
     | StartStandby

@@ -90,11 +90,12 @@ class CommitBroken:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """This rank cannot train on: an exception, a SIGTERM."""
+    """This rank cannot train on: an exception, a SIGTERM. ``wrong``: see ``Fault``."""
 
     kind: m.FaultKind
     text: str
     detail: str = ""
+    wrong: bool = False
 
 
 @dataclass(frozen=True, slots=True)

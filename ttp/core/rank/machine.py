@@ -249,9 +249,8 @@ class ProcessorMachine:
         match order:
             case m.Freeze() | m.Thaw() | m.Save() | m.Commit():
                 self._rescue.ordered(order, now)
-            case m.Release(_, _, _, exit_code, text):
-                self._outbox.report(m.Goodbye(self._state.rank, m.GoodbyeReason.RELEASED, self._state.version))
-                self._exit(exit_code, text)
+            case m.Release():
+                self._released(order)
             case m.RestoreDecision() if self._undecided:
                 self._undecided = False
                 self._outbox.do(act.Decided(order))
@@ -266,6 +265,17 @@ class ProcessorMachine:
                 self._ordered_program(order)
             case _:
                 pass  # late: of an incident or a generation that is over
+
+    def _released(self, order: m.Release) -> None:
+        """Leave the process, or the job only. Whoever has raised an error of its own leaves the process."""
+        state = self._state
+        self._outbox.report(m.Goodbye(state.rank, m.GoodbyeReason.RELEASED, state.version))
+        own_fault = state.broken is not None and state.broken.kind is not m.FaultKind.COLLECTIVE
+        if not (order.again and state.hello.can_continue) or own_fault:
+            self._exit(order.exit_code, order.text)
+        else:
+            self.gone = True
+            self._outbox.do(act.GoOn(order.text))
 
     def _tell_layout(self, digest: str) -> None:
         if digest == self._state.hello.layout_digest:
@@ -347,7 +357,8 @@ class ProcessorMachine:
 
     def _report_broken(self, event: ev.Raised) -> None:
         rank = self._state.rank
-        self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, self._state.hello.nonce))
+        nonce = self._state.hello.nonce
+        self._outbox.report(m.Fault(rank, rank, event.kind, event.text, event.detail, nonce, event.wrong))
 
     def _left(self, event: ev.Returned) -> None:
         self._state.returned = event

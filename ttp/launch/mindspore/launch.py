@@ -269,7 +269,7 @@ def _can_listen(port: int) -> bool:
     return True
 
 
-def _fail_open(action: Callable[[], None]) -> None:
+def _fail_open(action: Callable[[], object]) -> None:
     try:
         action()
     except Exception:

@@ -67,11 +67,16 @@ class WarmStarter:
         self._first: tuple[Program, dict[str, str]] | None = None
         self._ready: Ready | None = None
         self._hurried = False
-        self._off = "" if config.continuity == "warm" else "TTP_CONTINUITY=off"
+        self._off = "" if config.continuity != "off" else "TTP_CONTINUITY=off"
         for name in (FILE, STATUS_FILE):
             (run_dir / name).unlink(missing_ok=True)
         if self._off:
             self._note(self._off)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a worker can be forked at once, as far as is known."""
+        return self._ready is not None and not self._off
 
     def look(self) -> None:
         """Start the process once the ranks have said what they import; hear what it says."""
@@ -84,6 +89,28 @@ class WarmStarter:
             self._hear(0.0)
         elif self._process.poll() is not None:
             self._give_up(f"the process to fork from has ended with {self._process.returncode}")
+
+    def imports(self) -> bytes | None:
+        """What the ranks of this host have said that they import, as ``prepare`` takes it; None: nothing yet."""
+        path = self._run_dir / FILE
+        return path.read_bytes() if not self._off and path.exists() else None
+
+    def prepare(self, command: Sequence[str], environ: Mapping[str, str], imports: bytes | None) -> None:
+        """Start the process before there are ranks on this host. Call it now and then instead of ``look``.
+
+        Args:
+            command: of the ranks to come.
+            environ: theirs, but for what differs between them.
+            imports: what ranks of other hosts import; None: not known yet.
+        """
+        if self._first is None and imports and not self._off:
+            wanted = program(command, sys.executable)
+            if isinstance(wanted, str):
+                self._give_up(wanted)
+                return
+            (self._run_dir / FILE).write_bytes(imports)
+            self._first = wanted, dict(environ)
+        self.look()
 
     def refuse(self, reason: str) -> None:
         """Workers are started as always, and why."""

@@ -83,27 +83,12 @@ class Sender:
         Raises:
             SendError: the buddy refused it, or cannot be reached.
         """
-        files = [(piece.file, piece.size) for piece in copy.pieces]
-        files.append((INDEX, (copy.path / INDEX).stat().st_size))
-        begin = pb.StoreBegin(
-            of=rank,
-            version=version,
-            incarnation=incarnation,
-            run_id=self._run_id,
-            size=sum(size for _, size in files),
-            keep=keep,
-        )
         given_up: list[Exception] = []
         calling = threading.Event()
 
         def requests() -> Iterator[pb.StoreRequest]:
             try:
-                yield pb.StoreRequest(begin=begin)
-                for name, size in files:
-                    yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
-                    for chunk in chunks(copy.path / name):
-                        cancelled()
-                        yield pb.StoreRequest(data=bytes(chunk))
+                yield from self._requests(copy, rank, version, incarnation, keep, cancelled)
             except Exception as problem:  # grpc would print it
                 given_up.append(problem)
                 calling.wait()
@@ -118,6 +103,28 @@ class Sender:
                 raise given_up[0] from None
             details = problem.details() if isinstance(problem, grpc.Call) else str(problem)
             raise SendError(f"the buddy at {self.address} did not take it: {details}") from None
+
+    def _requests(
+        self,
+        copy: Copy,
+        rank: Rank,
+        version: Version,
+        incarnation: int,
+        keep: Collection[Version],
+        cancelled: Callable[[], None],
+    ) -> Iterator[pb.StoreRequest]:
+        files = [(piece.file, piece.size) for piece in copy.pieces]
+        files.append((INDEX, (copy.path / INDEX).stat().st_size))
+        size = sum(size for _, size in files)
+        begin = pb.StoreBegin(
+            of=rank, version=version, incarnation=incarnation, run_id=self._run_id, size=size, keep=keep
+        )
+        yield pb.StoreRequest(begin=begin)
+        for name, size in files:
+            yield pb.StoreRequest(file=pb.StoreFile(name=name, size=size))
+            for chunk in chunks(copy.path / name):
+                cancelled()
+                yield pb.StoreRequest(data=bytes(chunk))
 
     def close(self) -> None:
         """Let go of the connection."""

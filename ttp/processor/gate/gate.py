@@ -132,9 +132,14 @@ class Gate:
 
         Returns:
             Whether this rank was admitted to make the update without waiting for the others.
+
+        Raises:
+            Halted: see ``halt``.
         """
         while True:
             with self._lock:
+                if self._halted:
+                    raise Halted
                 if self._admitted or not self._closed:
                     return self._admitted
                 self._parked = True

@@ -25,6 +25,7 @@ def hello(
     version: int,
     copies_at: str,
     pages_at: str,
+    can_continue: bool,
 ) -> m.Hello:
     """Who this process is, and how it is to be saved."""
     return m.Hello(
@@ -56,6 +57,7 @@ def hello(
         stripes=config.stripes if source.writes_parts else WHOLE,
         copies_at=copies_at,
         pages_at=pages_at,
+        can_continue=can_continue,
     )
 
 

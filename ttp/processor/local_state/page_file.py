@@ -8,7 +8,7 @@
     body   prefix (version, incarnation, count of writes, rank, flags, small bytes), references to kept parts, bytes
 
 All words are little-endian. The digest of a body covers its prefix and its references; a reference carries the digest
-of what it refers to. So nothing that a reader acts on is without a digest.
+of what it refers to. So nothing that a reader acts on is without a digest; whether it is final is for people.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ HEADER_BYTES = 4096
 
 HEADER = struct.Struct("<8sIIQQ")  # magic, slots, rank, pid, incarnation
 SEQUENCE = struct.Struct("<Q")
+FINISHED = 1 << 63  # bit of a sequence word: what was written provisionally has turned out to be the final state too
 RECORD = struct.Struct("<QQQ")  # offset, length, digest of the body
 PREFIX = struct.Struct("<QQQIIQ")  # version, incarnation, count of writes, rank, final | kept parts << 1, small bytes
 REFERENCE = struct.Struct("<QQQ")  # offset, length, digest of a kept part

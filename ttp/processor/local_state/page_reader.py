@@ -10,6 +10,7 @@ from pathlib import Path
 import xxhash
 
 from ttp.processor.local_state.page_file import (
+    FINISHED,
     HEADER,
     HEADER_BYTES,
     MAGIC,
@@ -187,7 +188,7 @@ class _Reader:
         if owner != self.rank or table_end + small != len(data):
             raise _BadPageError("is garbled: its rank or its lengths do not fit")
         references = tuple(REFERENCE.iter_unpack(data[PREFIX.size : table_end]))
-        final = bool(flags & 1)
+        final = bool(flags & 1 or sequence & FINISHED)
         return _Body(slot, sequence, version, incarnation, writes, final, references, data[table_end:])
 
     def _complete(self, body: _Body) -> Page:

@@ -9,8 +9,8 @@ The writer maps the file and never makes a system call to write. The reader uses
 
 * Six slots: three versions (a rank may already write n+1 while a peer can still only save n-1), two slots each,
   written in turn. The second one is what makes a kill harmless: a page is written *provisionally* before the gradients
-  of its version leave the rank and *finally* after the update. A rank killed while it writes the final page must not
-  take the provisional one with it, because its peers will reach that version.
+  of its version leave the rank and, where something has changed since, *finally* after the update. A rank killed while
+  it writes the final page must not take the provisional one with it, because its peers will reach that version.
 * A slot is a sequence word (odd while it is written) and a digest over everything that a reader believes: version,
   incarnation, rank, lengths and bytes. After a death all stores of the dead process are visible, so on any machine the
   digest alone tells a torn page from a whole one; the sequence word makes the usual case cheap.
@@ -34,6 +34,7 @@ from pathlib import Path
 import xxhash
 
 from ttp.processor.local_state.page_file import (
+    FINISHED,
     HEADER,
     HEADER_BYTES,
     MAGIC,
@@ -244,6 +245,19 @@ class PageWriter:
         except Exception as problem:  # whatever it is, training goes on
             self._disable(problem)
             return False
+        return True
+
+    def finish(self, version: int) -> bool:
+        """What was written last, provisionally and of this version, is its final state too: it is not written again.
+
+        Returns:
+            False: this page is disabled, see ``problem``.
+        """
+        arena = self._arena
+        if arena is None:
+            return False
+        slot = self._older[version % 3].other
+        _store_sequence(arena.map, slot.record_at, slot.sequence | FINISHED)
         return True
 
     def _place(self, arena: _Arena, slot: _Slot, kept: Sequence[Kept]) -> bytes:

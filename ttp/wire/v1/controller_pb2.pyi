@@ -379,6 +379,7 @@ class Hello(google.protobuf.message.Message):
     COPIES_AT_FIELD_NUMBER: builtins.int
     STRIPES_FIELD_NUMBER: builtins.int
     PAGES_AT_FIELD_NUMBER: builtins.int
+    CAN_CONTINUE_FIELD_NUMBER: builtins.int
     rank: builtins.int
     protocol_major: builtins.int
     protocol_minor: builtins.int
@@ -409,6 +410,8 @@ class Hello(google.protobuf.message.Message):
     copies_at: builtins.str
     stripes: builtins.int
     pages_at: builtins.str
+    can_continue: builtins.bool
+    """this process can go on when another one is replaced"""
     @property
     def standbys(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]: ...
     def __init__(
@@ -445,8 +448,9 @@ class Hello(google.protobuf.message.Message):
         copies_at: builtins.str = ...,
         stripes: builtins.int = ...,
         pages_at: builtins.str = ...,
+        can_continue: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "pages_at", b"pages_at", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["address", b"address", "base_version", b"base_version", "broken", b"broken", "can_continue", b"can_continue", "copies_at", b"copies_at", "fallback_dir", b"fallback_dir", "framework", b"framework", "host", b"host", "incarnation", b"incarnation", "incident", b"incident", "keep", b"keep", "launch", b"launch", "layout_digest", b"layout_digest", "local_rank", b"local_rank", "nonce", b"nonce", "pages_at", b"pages_at", "phase", b"phase", "pid", b"pid", "protocol_major", b"protocol_major", "protocol_minor", b"protocol_minor", "rank", b"rank", "released", b"released", "resume", b"resume", "run_id", b"run_id", "save_dir", b"save_dir", "standbys", b"standbys", "stripes", b"stripes", "takeover", b"takeover", "term_seen", b"term_seen", "ttp_version", b"ttp_version", "version", b"version", "world_size", b"world_size"]) -> None: ...
 
 global___Hello = Hello
 
@@ -522,12 +526,15 @@ class Fault(google.protobuf.message.Message):
     TEXT_FIELD_NUMBER: builtins.int
     DETAIL_FIELD_NUMBER: builtins.int
     NONCE_FIELD_NUMBER: builtins.int
+    WRONG_FIELD_NUMBER: builtins.int
     rank: builtins.int
     subject: builtins.int
     kind: global___FaultKind.ValueType
     text: builtins.str
     detail: builtins.str
     nonce: builtins.str
+    wrong: builtins.bool
+    """the program or its configuration is wrong: whatever is saved, all leave with 64"""
     def __init__(
         self,
         *,
@@ -537,8 +544,9 @@ class Fault(google.protobuf.message.Message):
         text: builtins.str = ...,
         detail: builtins.str = ...,
         nonce: builtins.str = ...,
+        wrong: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["detail", b"detail", "kind", b"kind", "nonce", b"nonce", "rank", b"rank", "subject", b"subject", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["detail", b"detail", "kind", b"kind", "nonce", b"nonce", "rank", b"rank", "subject", b"subject", "text", b"text", "wrong", b"wrong"]) -> None: ...
 
 global___Fault = Fault
 
@@ -1199,11 +1207,14 @@ class Release(google.protobuf.message.Message):
     INCIDENT_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
     TEXT_FIELD_NUMBER: builtins.int
+    AGAIN_FIELD_NUMBER: builtins.int
     rank: builtins.int
     term: builtins.int
     incident: builtins.str
     exit_code: builtins.int
     text: builtins.str
+    again: builtins.bool
+    """begin train() again in this process; for ranks that have said can_continue"""
     def __init__(
         self,
         *,
@@ -1212,8 +1223,9 @@ class Release(google.protobuf.message.Message):
         incident: builtins.str = ...,
         exit_code: builtins.int = ...,
         text: builtins.str = ...,
+        again: builtins.bool = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["exit_code", b"exit_code", "incident", b"incident", "rank", b"rank", "term", b"term", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["again", b"again", "exit_code", b"exit_code", "incident", b"incident", "rank", b"rank", "term", b"term", "text", b"text"]) -> None: ...
 
 global___Release = Release
 
@@ -1855,12 +1867,18 @@ class ReportFaultRequest(google.protobuf.message.Message):
     PIDS_FIELD_NUMBER: builtins.int
     PAGES_FIELD_NUMBER: builtins.int
     EXIT_CODE_FIELD_NUMBER: builtins.int
+    DRAIN_FIELD_NUMBER: builtins.int
+    SEAT_FIELD_NUMBER: builtins.int
     host: builtins.str
     """every rank of this host"""
     reason: builtins.str
     kind: global___FaultKind.ValueType
     exit_code: builtins.int
     """of the accused ranks' processes; 0: not known"""
+    drain: builtins.bool
+    """launchers of their hosts do not start again, so that other hosts take their places"""
+    seat: builtins.str
+    """"ready": their launcher can start them alone, beside those that run; else why not; empty: unknown"""
     @property
     def ranks(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.int]: ...
     @property
@@ -1881,8 +1899,10 @@ class ReportFaultRequest(google.protobuf.message.Message):
         pids: collections.abc.Iterable[builtins.int] | None = ...,
         pages: collections.abc.Iterable[global___Mirror] | None = ...,
         exit_code: builtins.int = ...,
+        drain: builtins.bool = ...,
+        seat: builtins.str = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["drain", b"drain", "exit_code", b"exit_code", "host", b"host", "kind", b"kind", "pages", b"pages", "pids", b"pids", "ranks", b"ranks", "reason", b"reason", "seat", b"seat"]) -> None: ...
 
 global___ReportFaultRequest = ReportFaultRequest
 
@@ -1943,6 +1963,7 @@ class GetVerdictResponse(google.protobuf.message.Message):
     INCARNATION_FIELD_NUMBER: builtins.int
     TERM_FIELD_NUMBER: builtins.int
     HOSTS_FIELD_NUMBER: builtins.int
+    DRAINED_FIELD_NUMBER: builtins.int
     code: builtins.int
     """64, 70, 75 or 0; absent: this controller knows of no end"""
     text: builtins.str
@@ -1955,6 +1976,10 @@ class GetVerdictResponse(google.protobuf.message.Message):
     def hosts(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
         """of which no launcher has asked at its end yet"""
 
+    @property
+    def drained(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.str]:
+        """hosts whose launchers are not to start again"""
+
     def __init__(
         self,
         *,
@@ -1964,9 +1989,10 @@ class GetVerdictResponse(google.protobuf.message.Message):
         incarnation: builtins.int = ...,
         term: builtins.int = ...,
         hosts: collections.abc.Iterable[builtins.str] | None = ...,
+        drained: collections.abc.Iterable[builtins.str] | None = ...,
     ) -> None: ...
     def HasField(self, field_name: typing.Literal["_code", b"_code", "code", b"code"]) -> builtins.bool: ...
-    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["_code", b"_code", "code", b"code", "drained", b"drained", "final", b"final", "hosts", b"hosts", "incarnation", b"incarnation", "term", b"term", "text", b"text"]) -> None: ...
     def WhichOneof(self, oneof_group: typing.Literal["_code", b"_code"]) -> typing.Literal["code"] | None: ...
 
 global___GetVerdictResponse = GetVerdictResponse

@@ -1,0 +1,243 @@
+"""Process groups of a rank that goes on: what is inside of them is exchanged, so that whoever holds one need not know.
+
+A group is an object that asks a *backend* for each collective. Backends connect ranks, and a connection to a process
+that has died is of no use; so all ranks make new ones, in a store of their own, and register them in the old groups.
+Three parts of torch that are not public are needed for that, and ``self_test`` tries them in a group of one.
+
+- *A survivor* may wait in a collective for as long as the group's timeout. Whatever it waits for goes through sockets,
+  which are shut down; they are known because they were not there before the group was made. A socket that listens is
+  left alone: gloo ends the process when that is shut down.
+- *A newcomer* makes its groups alone, as the others have theirs. Until it enters ``train()`` they are of torch's
+  backend "fake", which speaks to nobody; then it exchanges, as the others do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_c10d: Any = c10d  # what is used of it is not public
+_dist: Any = dist
+_Type: Any = _dist.ProcessGroup.BackendType
+_TYPES_FROM = 16
+"""Numbers from here on are of no kind of backend: a group keeps the old one where it knows the number."""
+_DEVICES = ("cpu", "cuda")
+"""That a gloo backend is registered for."""
+_TIMEOUT = timedelta(minutes=30)
+Socket = tuple[int, int]
+"""Descriptor and inode: the number alone may have been used again."""
+
+
+class Groups:
+    """The process groups of this process. Make it before the first of them.
+
+    Args:
+        seat: this process takes the seat of one that has died: it makes its groups alone.
+    """
+
+    def __init__(self, *, seat: bool) -> None:
+        self._sockets: set[Socket] = set()
+        self._timeouts: dict[Any, timedelta] = {}  # of groups that were made alone
+        self._unseen = bool(_c10d._world.pg_map)
+        self._before: list[str] | None = None
+        self._seat = seat
+        self._stock = _c10d._new_process_group_helper, _c10d._store_based_barrier
+        _c10d._new_process_group_helper = self._make
+        if seat:
+            import torch.testing._internal.distributed.fake_pg  # noqa: F401 # makes the backend "fake" known
+
+            _c10d._store_based_barrier = lambda *_, **__: None
+
+    def _make(self, *args: Any, **kwargs: Any) -> Any:
+        make = self._stock[0]
+        if self._seat:
+            return self._make_alone(make, *args, **kwargs)
+        before = _connected()
+        try:
+            return make(*args, **kwargs)
+        finally:
+            self._sockets |= _connected() - before
+
+    def _make_alone(
+        self, make: Callable[..., Any], size: Any, rank: Any, ranks: Any, backend: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        kwargs.pop("backend_options", None)
+        group, store = make(size, rank, ranks, _c10d.Backend("fake"), *args, **kwargs)
+        if isinstance(group, _dist.ProcessGroup):
+            self._timeouts[group] = kwargs.get("timeout") or _TIMEOUT
+            _c10d._world.pg_map[group] = (str(backend), store)
+            _c10d._world.pg_backend_config[group] = str(_c10d.BackendConfig(_c10d.Backend(str(backend))))
+        return group, store
+
+    # ------------------------------------------------------------------------------------------------ at train()
+
+    def enter(self) -> None:
+        """``train()`` is about to be called for the first time: groups from now on are its own."""
+        self._before = self._names()
+        if self._seat:
+            self._seat = False
+            _c10d._store_based_barrier = self._stock[1]
+
+    def why_not(self) -> str:
+        """Why these groups cannot be exchanged; empty: they can."""
+        if self._unseen:
+            return "process groups were made before @ttp_to_persist was met"
+        if self._before and self._names() != self._before:
+            return "train() makes process groups beside those that were there before"
+        if os.environ.get("TORCH_GLOO_LAZY_INIT", "0") not in ("", "0"):
+            return "TORCH_GLOO_LAZY_INIT connects ranks later"
+        for group in _c10d._world.pg_map:
+            backends = {type(group._get_backend(device)).__name__ for device in group._device_types}
+            if backends - {"ProcessGroupGloo", "FakeProcessGroup"}:
+                return f"a process group is of {', '.join(sorted(backends))}; only gloo's can be exchanged"
+        return ""
+
+    def let_go(self) -> None:
+        """Whoever waits in a collective gets an error. Any thread."""
+        for descriptor, inode in self._sockets & _connected():
+            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as found:
+                if os.fstat(found.fileno()).st_ino == inode:
+                    found.shutdown(socket.SHUT_RDWR)
+
+    def renew(self, address: str, port: int, launch: int, within_s: float) -> None:
+        """All ranks: exchange the groups that were made before ``train()``, and forget those that it has made.
+
+        Args:
+            address: of a store that was not used before.
+            port: likewise.
+            launch: number of this launch; no two exchanges of a process have the same.
+            within_s: how long the store waits for the others.
+
+        Raises:
+            RuntimeError: the ranks do not have the same groups, or do not come.
+        """
+        self._sockets = set()
+        if not self._before:
+            if _dist.is_initialized():
+                _dist.destroy_process_group()
+            return
+        store = _dist.TCPStore(
+            address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=within_s)
+        )
+        self._compare(store)
+        for group in list(_c10d._world.pg_map):  # in order of creation, which is the same on all ranks
+            self._exchange(group, store, launch)
+
+    def _compare(self, store: Any) -> None:
+        """Meet the other ranks; whoever has other groups would wait for ever in the first of them."""
+        mine = json.dumps(self._names())
+        rank, size = _dist.get_rank(), _dist.get_world_size()
+        store.set(f"ttp/groups/{rank}", mine)
+        for other in range(size):
+            if store.get(f"ttp/groups/{other}").decode() != mine:
+                raise RuntimeError(f"rank {other} has other process groups than rank {rank}")
+
+    def _exchange(self, group: Any, store: Any, launch: int) -> None:
+        name, desc = _c10d._world.pg_names[group], group.group_desc
+        new_store = _dist.PrefixStore(f"ttp/{launch}/{name}/", store)
+        before = _connected()
+        timeout = self._timeouts.pop(group, None) or _timeout(group)
+        backend = _gloo(new_store, group.rank(), group.size(), timeout)
+        self._sockets |= _connected() - before
+        register(group, backend, alone=group._get_backend_name() == "custom", number=launch)
+        group._set_group_name(name)  # both are kept by the backend
+        group._set_group_desc(desc)
+        _c10d._world.pg_map[group] = ("gloo", new_store)
+
+    @staticmethod
+    def _names() -> list[str]:
+        """Every group, in order of creation."""
+        world = _c10d._world
+        return [f"{world.pg_names[g]} {sorted(world.pg_group_ranks[g])} {_size(g)}" for g in world.pg_map]
+
+
+def register(group: Any, backend: Any, *, alone: bool, number: int) -> None:
+    """Have a group ask ``backend`` from now on.
+
+    Args:
+        group: the process group.
+        backend: a new one.
+        alone: there is only the backend "fake" in the group.
+        number: of this exchange.
+    """
+    kind = _Type.GLOO if alone else _Type(_TYPES_FROM + number % (256 - _TYPES_FROM))
+    for device in _DEVICES:
+        group._register_backend(torch.device(device), kind, backend)
+    if alone:
+        group._set_default_backend(_Type.GLOO)
+
+
+def self_test() -> str:
+    """Why this torch is not as it has to be; empty: backends can be exchanged. Takes some milliseconds."""
+    try:
+        return _self_test()
+    except Exception as problem:
+        return f"this torch keeps process groups in another way: {problem!r}"
+
+
+def _self_test() -> str:
+    store, name, device = _dist.HashStore(), "ttp self test", torch.device("cpu")
+    group = _dist.ProcessGroup(store, 0, 1)
+    group._set_default_backend(_Type.GLOO)
+    _c10d._register_process_group(name, group)
+    try:
+        for number in range(2):
+            backend = _gloo(_dist.PrefixStore(str(number), store), 0, 1, timedelta(seconds=10))
+            register(group, backend, alone=number == 0, number=number)
+            group._set_group_name(name)
+            if group._get_backend(device) is not backend:
+                return "this torch does not let backends of a group be exchanged"
+            value = torch.ones(1)
+            group.allreduce([value]).wait()
+            if value.item() != 1 or _c10d._resolve_process_group(name) is not group:
+                return "a group is not the same after its backend was exchanged"
+    finally:
+        _c10d._unregister_process_group(name)
+    return ""
+
+
+def _gloo(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+    backend = _dist.ProcessGroupGloo(_dist.PrefixStore("cpu/", store), rank, size, timeout=timeout)
+    backend._set_sequence_number_for_group()
+    return backend
+
+
+def _timeout(group: Any) -> timedelta:
+    options = getattr(group._get_backend(torch.device("cpu")), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else _TIMEOUT
+
+
+def _size(group: Any) -> int:
+    return int(group.size())
+
+
+def _connected() -> set[Socket]:
+    """Sockets of this process that are connected over TCP; none where that cannot be seen."""
+    try:
+        return set(_look())
+    except OSError:
+        return set()
+
+
+def _look() -> Iterator[Socket]:
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            descriptor = int(entry.name)
+            if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(descriptor)) as found:
+                tcp = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+                if tcp and not found.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    yield descriptor, os.fstat(found.fileno()).st_ino

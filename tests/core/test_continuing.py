@@ -1,0 +1,159 @@
+"""When survivors go on in their processes instead of leaving with 75, as transcripts of the controller's machine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.core.rank_talk import ME, Rank1
+from tests.core.talk import Talk, frozen_at_7
+from ttp.core import messages as m
+from ttp.core.controller.continuing import SEAT_READY, SEAT_S
+from ttp.core.controller.events import Accused
+from ttp.core.layout import Rank, Version
+from ttp.core.rank import events as ev
+
+
+class Keep(Talk):
+    """Three ranks that can go on; rank 0 dies."""
+
+    def hello(self, rank: int, **more: Any) -> str:
+        return super().hello(rank, **{"can_continue": True, **more})
+
+    def dies(self, seat: str = SEAT_READY) -> str:
+        return self.event(Accused((Rank(0),), m.FaultKind.EXITED, "killed", (100,), (), seat))
+
+    def save(self) -> str:
+        frozen_at_7(self, 1, 2)
+        self.saved(self.orders(m.Save)[0].rank)
+        return self.committed(self.orders(m.Commit)[0].rank)
+
+    def ends(self) -> tuple[bool, str]:
+        """Of the release that was just said: whether survivors go on, and why not."""
+        facts = self.facts("released")
+        assert {order.again for order in self.orders(m.Release)} == {facts["again"]}
+        return facts["again"], facts["why_not_again"]
+
+
+def test_survivors_of_a_death_go_on_when_the_checkpoint_exists() -> None:
+    talk = Keep()
+    talk.dies()
+    assert talk.save() == "[committed] [released] Release(75):1,2"
+    assert talk.ends() == (True, "")
+
+
+def test_the_launcher_is_waited_for_where_a_neighbour_was_faster() -> None:
+    talk = Keep()
+    talk.report(1, m.Fault(Rank(1), Rank(0), m.FaultKind.EXITED, "its process died", nonce="n0"))
+    assert talk.save() == "[committed]"
+    assert talk.dies() == "[evidence] [released] Release(75):1,2"
+    assert talk.ends()[0]
+
+
+def test_it_is_not_waited_for_for_long() -> None:
+    talk = Keep()
+    talk.report(1, m.Fault(Rank(1), Rank(0), m.FaultKind.EXITED, "its process died", nonce="n0"))
+    talk.save()
+    assert talk.after(SEAT_S / 2) == ""
+    talk.after(SEAT_S)
+    assert talk.ends() == (False, "rank 0 cannot be started alone: its launcher says nothing")
+
+
+def test_a_rank_that_missed_its_release_hears_the_same() -> None:
+    talk = Keep()
+    talk.dies()
+    talk.save()
+    talk.lost(1)
+    assert "Release(75):1" in talk.back(1, incident=talk.id)
+    assert talk.orders(m.Release)[0].again
+
+
+def test_nobody_goes_on_where_one_cannot() -> None:
+    talk = Keep(formed=False)
+    for rank in range(3):
+        talk.hello(rank, can_continue=rank != 2)
+    talk.dies()
+    talk.save()
+    assert "again" not in talk.facts("released") and not talk.orders(m.Release)[0].again
+
+
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [
+        (lambda talk: talk.dies("no restart is left"), "rank 0 cannot be started alone: no restart is left"),
+        (lambda talk: (talk.dies(), talk.fault(1)), "exception of 1; only deaths are continued"),
+        (lambda talk: (talk.dies(), talk.fault(2, m.FaultKind.PREEMPTED)), "preempted of 2; only deaths are continued"),
+        (lambda talk: (talk.dies(), talk.accuse(1, m.FaultKind.OUTSIDE)), "only deaths are continued"),
+    ],
+)
+def test_whatever_else_happened_ends_as_ever(what: Any, why: str) -> None:
+    talk = Keep()
+    what(talk)
+    talk.save()
+    again, said = talk.ends()
+    assert not again and why in said
+
+
+def test_a_collective_that_broke_is_what_a_death_looks_like() -> None:
+    talk = Keep()
+    talk.dies()
+    talk.fault(1, m.FaultKind.COLLECTIVE)
+    talk.save()
+    assert talk.ends()[0]
+
+
+def test_the_seat_of_a_rank_that_was_only_lost_is_not_filled() -> None:
+    talk = Keep()
+    talk.dies()
+    talk.lost(2)
+    talk.after(2)
+    talk.frozen(1, 7)
+    talk.saved(1)
+    talk.committed(1)
+    talk.after(2)
+    again, why = talk.ends()
+    assert not again and why == "rank 2 cannot be started alone: its launcher says nothing"
+
+
+def test_a_launch_that_finished_no_step_is_not_continued() -> None:
+    talk = Keep(formed=False)
+    for rank in range(3):
+        talk.hello(rank, base_version=Version(7), version=Version(7))
+    talk.dies()
+    frozen_at_7(talk, 1, 2)
+    assert talk.ends() == (False, "no step was finished since the last start, at step 7")
+
+
+@pytest.mark.parametrize("bad", [("weight",), ()])
+def test_a_state_with_nan_is_not_continued(bad: tuple[str, ...]) -> None:
+    talk = Keep()
+    talk.dies()
+    talk.frozen(1, 7, bad=bad)
+    talk.frozen(2, 7)
+    talk.saved(talk.orders(m.Save)[0].rank)
+    talk.committed(talk.orders(m.Commit)[0].rank)
+    assert talk.ends()[0] == (not bad)
+
+
+# ------------------------------------------------------------------------------------------------------------- a rank
+
+
+def released(kind: m.FaultKind | None = None, *, able: bool = True) -> str:
+    rank = Rank1(can_continue=able)
+    if kind is not None:
+        rank.event(ev.Raised(kind, "x"))
+    rank.freeze()
+    said = rank.order(m.Release(ME, 1, "a", 75, "saved", again=True))
+    assert rank.machine.gone
+    return said
+
+
+def test_a_rank_that_is_released_to_go_on_says_goodbye_and_stays() -> None:
+    assert released() == ">Goodbye GoOn"
+    assert released(m.FaultKind.COLLECTIVE) == ">Goodbye GoOn"
+
+
+def test_a_rank_that_raised_or_never_could_leaves() -> None:
+    assert released(m.FaultKind.EXCEPTION) == released(m.FaultKind.PREEMPTED) == ">Goodbye Exit(75)"
+    assert released(able=False) == ">Goodbye Exit(75)"

@@ -1,0 +1,103 @@
+"""Survivors that go on in their processes (``--continuity keep``): real kills, the bits of the unbroken run.
+
+Whatever goes wrong while they do ends in the start of all ranks from the checkpoint that was there before.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import Job
+from tests.e2e.test_faults import PHASES, kills
+
+MakeJob = Callable[..., Job]
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+TIMEOUT_S = 300
+KEEP = ["--standalone", "--continuity", "keep"]
+KILL = {"id": "kill", "rank": 1, "step": 5, "phase": "backward", "action": "kill"}
+
+
+def again(job: Job) -> list[bool]:
+    """Of each incident: whether the survivors went on in their processes."""
+    return [bool(e.get("again")) for events in job.incidents() for e in events if e["kind"] == "released"]
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    ("ranks", "phases"),
+    [
+        pytest.param(2, ["backward"], id="two"),
+        pytest.param(4, [*PHASES, *PHASES], marks=pytest.mark.slow, id="every-phase-twice"),
+    ],
+)
+def test_the_survivors_of_a_death_keep_their_processes(
+    make_job: MakeJob, unbroken: Unbroken, ranks: int, phases: list[str]
+) -> None:
+    faults, _ = kills(ranks, phases)
+    job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=KEEP)
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert all(again(job)[:10]) and len(again(job)) == len(faults), job.story()
+    assert job.starts() == [0, *job.committed()], job.story()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize(
+    "second",
+    [
+        {"rank": 1, "phase": "data", "action": "kill"},
+        pytest.param({"rank": 0, "phase": "loss", "action": "kill"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 0, "phase": "data", "action": "raise"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 0, "phase": "data", "action": "misuse"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 0, "phase": "data", "action": "deadlock"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 1, "phase": "data", "action": "stop"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 0, "phase": "data", "action": "hold-gil"}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_second_fault_while_they_go_on_costs_no_step(
+    make_job: MakeJob, unbroken: Unbroken, second: dict[str, Any]
+) -> None:
+    """It comes before the first update: all ranks are started anew, from the checkpoint that both ways begin with."""
+    faults = [KILL, second | {"id": "second", "step": KILL["step"], "launch": "1"}]
+    job = make_job(ranks=2, steps=9, max_restarts=1, faults=faults, flags=KEEP, env={"TTP_CONTINUE_S": "5"})
+    assert job.run(TIMEOUT_S - 30) == 0, job.story()
+    assert again(job)[0], job.story()
+    assert job.committed() == [KILL["step"]] and job.starts()[-1] == KILL["step"], job.story()
+    assert "ranks do not go on in their processes" in job.log.read_text()
+    assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -> None:
+    """Of one rank, and often of another while the first is being replaced, at any point of that."""
+    rng = random.Random(seed)
+    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env={"JOB_STEP_S": "0.01"}).start()
+    for version in range(8, 140, 12):
+        job.wait_for_version(version)
+        for pause_s in (rng.random() * 0.02, *([rng.random() * 0.6] if rng.random() < 0.6 else [])):
+            time.sleep(pause_s)
+            ranks = workers(job)
+            if ranks:
+                rng.choice(ranks).kill()
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    assert any(again(job)), job.story()
+    assert job.results() == unbroken(job)
+
+
+def workers(job: Job) -> list[psutil.Process]:
+    """Those that live now, as the controller has met them last."""
+    log = (job.directory / "run" / "controller.log").read_text()
+    met = {int(rank): int(pid) for rank, pid in re.findall(r'joined \{"rank": (\d+), .*"pid": (\d+)', log)}
+    return [psutil.Process(pid) for pid in met.values() if psutil.pid_exists(pid)]

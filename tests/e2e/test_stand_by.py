@@ -1,0 +1,118 @@
+"""A host is lost, and another one that stood by takes its place; or none does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.e2e.harness import Job
+
+pytest.importorskip("torch")
+
+import torch.distributed
+
+TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+WAIT_S = 120
+Unbroken = Callable[[Job], list[dict[str, Any]]]
+
+pytestmark = [pytest.mark.timeout(3 * WAIT_S), pytest.mark.xdist_group("ttp")]
+
+
+@pytest.fixture
+def make_two(make_job: Callable[..., Job]) -> Callable[..., Job]:
+    """A job of two hosts with a rank each, and more hosts that stand by, which come first. None has the rendezvous."""
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+
+    def make(standing_by: int, *more: str, **settings: Any) -> Job:
+        common = ["--nnodes", "2", *more, "--rdzv-backend", "c10d", "--rdzv-id", "job"]
+        common += ["--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+        hosts = [f"spare{n}" for n in range(standing_by)] + ["one", "two"]
+        nodes = [[*common, *(["--stand-by"] if host.startswith("spare") else [])] for host in hosts]
+        env = {"TTP_TOKEN": "secret", "TTP_MIRROR": "1", "JOB_STEP_S": "0.1"} | settings.pop("env", {})
+        return make_job(ranks=2, local=1, nodes=nodes, hosts=hosts, env=env, **settings)
+
+    return make
+
+
+def await_starts(job: Job, count: int) -> None:
+    deadline = time.monotonic() + WAIT_S
+    while len(job.starts()) < count:
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.02)
+
+
+def await_version(job: Job, version: int) -> None:
+    """Until rank 0 has finished it, also where a launcher has ended."""
+    deadline = time.monotonic() + WAIT_S
+    while not any(kind == "version" and value >= version for _, kind, value in job.notes(0)):
+        assert time.monotonic() < deadline, job.story()
+        time.sleep(0.02)
+
+
+def without_power(job: Job, host: str) -> None:
+    """Everything on this host ends at once."""
+    launcher = psutil.Process(job.processes[job.hosts.index(host)].pid)
+    lost = [launcher, *launcher.children(recursive=True)]
+    for process in lost:  # nobody sees the end of another one
+        process.suspend()
+    for process in lost:
+        process.kill()
+
+
+def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
+    """Three were there first, and took no place. One is told to leave, which is no end for the others; a rank that dies
+    alone is none of their business; and one is not needed until the job has ended."""
+    fault = {"id": "alone", "rank": 0, "step": 3, "phase": "backward", "action": "kill"}
+    job = make_two(3, steps=24, faults=[fault]).start()
+    await_version(job, 1)
+    os.kill(job.processes[0].pid, signal.SIGTERM)
+    job.processes[0].wait(WAIT_S)
+    await_version(job, 6)
+    without_power(job, "two")
+    assert [process.wait(WAIT_S) for process in job.processes][1:4] == [0, 0, 0], job.story()
+    story = job.story()
+    assert story.count("takes its place") == story.count("the job has ended without this host") == 1, story
+    assert len(job.starts()) == 3 and job.starts()[1:] == job.committed(), story
+    assert job.results() == unbroken(job)
+    assert all((job.directory / "run" / spare / "imports.json").exists() for spare in ("spare1", "spare2"))
+
+
+def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
+    job = make_two(1, steps=16).start()
+    await_version(job, 3)
+    drained = job.ttp("report-fault", "--host", "two", "--drain", "--token", "secret")
+    assert drained.returncode == 0, drained.stderr
+    assert [process.wait(WAIT_S) for process in job.processes] == [0, 0, 75], job.story()
+    assert "this host is drained" in job.story() and "takes its place" in job.story()
+    assert len(job.starts()) == 2 and job.starts()[1:] == job.committed(), job.story()
+    assert job.results() == unbroken(job)
+
+
+def test_without_one_the_job_ends_with_75_within_the_limit(make_two: Callable[..., Job]) -> None:
+    job = make_two(0, steps=100_000, env={"TTP_RESCHEDULE_S": "2"}).start()
+    await_version(job, 3)
+    without_power(job, "two")
+    assert job.processes[0].wait(WAIT_S) == 75, job.story()
+    assert "none has taken its place within TTP_RESCHEDULE_S=2 s" in job.story()
+    assert job.committed()
+
+
+@pytest.mark.slow
+def test_an_elastic_job_goes_on_with_fewer_ranks_and_with_more_again(make_two: Callable[..., Job]) -> None:
+    job = make_two(0, "--elastic", "--rdzv-conf", "last_call_timeout=1", steps=60).start()
+    await_version(job, 3)
+    without_power(job, "two")
+    await_starts(job, 2)
+    await_version(job, job.starts()[1] + 3)
+    job.processes[1] = job.launch(1)
+    assert [process.wait(WAIT_S) for process in job.processes] == [0, 0], job.story()
+    assert "2 ranks saved it and 1 restore it" in job.story() and "1 ranks saved it and 2 restore it" in job.story()
+    assert job.starts()[1:] == job.committed() and len(job.committed()) == 2
+    assert [r["count"] for r in job.results()] == [60, 60]
+    assert job.results()[0]["optimizer"] == job.results()[1]["optimizer"]

@@ -1,0 +1,89 @@
+"""Whether the survivors of a fault may go on in their processes, once the checkpoint exists. Pure.
+
+They go on only after deaths, and only where nothing is in doubt: whatever else has happened ends as it always did, with
+75 and a start of the whole job. Both ways begin with the same checkpoint, so nothing is lost by either.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttp.core import messages as m
+from ttp.core.controller.incident import Incident, Stage
+from ttp.core.controller.job_verdict import Verdict
+from ttp.core.controller.membership import Membership
+from ttp.core.layout import Rank, Version
+from ttp.errors import EXIT_SAVED
+
+SEAT_READY = "ready"
+"""What a launcher says of a dead rank that it can start alone."""
+SEAT_S = 0.5
+"""How long the launcher of a dead rank is waited for: a neighbour sees a death some milliseconds before it."""
+
+_LETHAL = frozenset({m.FaultKind.EXITED, m.FaultKind.LOST})
+"""What a death looks like to who sees it; to its peers it looks like a collective that failed."""
+
+
+def waits(job: Membership, incident: Incident, now: float) -> bool:
+    """Whether a launcher may still say that it can start a dead rank alone."""
+    unknown = any(not job.members[rank].seat for rank in job.members if rank not in job.live)
+    return _wanted(job) and unknown and incident.waits("a seat", SEAT_S, now)
+
+
+def judge(job: Membership, incident: Incident, end: Verdict, base: Version) -> tuple[bool, dict[str, Any]]:
+    """Whether the survivors go on in their processes, and what is recorded of that.
+
+    Args:
+        job: the ranks.
+        incident: about to be released.
+        end: the verdict that they would leave with.
+        base: version that this incarnation has started from.
+    """
+    if not _wanted(job):
+        return False, {}
+    why_not = _why_not(job, incident, end, base)
+    return not why_not, {"again": not why_not, "why_not_again": why_not}
+
+
+def _why_not(job: Membership, incident: Incident, end: Verdict, base: Version) -> str:
+    if end.code != EXIT_SAVED or incident.stage is not Stage.SAVED:
+        return end.text
+    dead = {rank for rank in job.members if rank not in job.live}
+    return (
+        _why_not_the_evidence(incident, dead) or _why_not_the_state(incident, base) or _why_no_seat(job, incident, dead)
+    )
+
+
+def _wanted(job: Membership) -> bool:
+    """Whether every rank that can be spoken to could go on: else nobody asks why not."""
+    return bool(job.live) and all(job.members[rank].hello.can_continue for rank in job.live)
+
+
+def _why_not_the_evidence(incident: Incident, dead: set[Rank]) -> str:
+    for kind, found in incident.evidence.by_kind.items():
+        for rank, evidence in found.items():
+            if kind is not m.FaultKind.COLLECTIVE and (kind not in _LETHAL or rank not in dead):
+                return f"{evidence.text}; only deaths are continued"
+    return ""
+
+
+def _why_not_the_state(incident: Incident, base: Version) -> str:
+    if incident.saved <= base:
+        return f"no step was finished since the last start, at step {base}"
+    if incident.plan is None or incident.plan.version != incident.saved or incident.plan.disputed:
+        return "replicas differ, or the checkpoint was there already"
+    if any(answer.bad for answer in incident.answers.values()):
+        return "the state holds NaN or Inf"
+    return ""
+
+
+def _why_no_seat(job: Membership, incident: Incident, dead: set[Rank]) -> str:
+    if not dead or not job.complete or incident.waiting or job.in_doubt or job.done:
+        return "not every rank is known to train or to be dead"
+    for rank in sorted(dead):
+        member = job.members[rank]
+        if member.left or not member.fenced:
+            return f"rank {rank} is not known to be dead"
+        if member.seat != SEAT_READY:
+            return f"rank {rank} cannot be started alone: {member.seat or 'its launcher says nothing'}"
+    return ""

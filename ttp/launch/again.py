@@ -1,0 +1,80 @@
+"""How ranks that go on in their processes and their launcher tell each other so; files in the run directory.
+
+    run_dir/again/<pid>   this process was released to go on, or started to take a seat: it has nothing to lose until
+                          it begins an update. ``time.monotonic()`` of this host until which it may take.
+    run_dir/again/next    the launch that is to come of it: its number, whose seats are filled, where ranks meet
+
+As for leases, nothing here raises: what cannot be written means that the job is started anew, as without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ttp.launch.leases import entries, remove, write_whole
+
+NEXT = "next"
+
+
+@dataclass(frozen=True, slots=True)
+class NextLaunch:
+    """What the launcher says to ranks that go on, and to those that it starts beside them.
+
+    Args:
+        launch: as torchelastic counts them.
+        seats: ranks that are started.
+        address: of a store that nobody has used yet.
+        port: likewise.
+    """
+
+    launch: int
+    seats: tuple[int, ...]
+    address: str
+    port: int
+
+
+class Again:
+    """Any process of the job may make its own instance.
+
+    Args:
+        run_dir: of the job on this host.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self._directory = Path(run_dir) / "again"
+
+    def mark(self, pid: int, deadline_s: float) -> None:
+        """The process goes on, and may take until ``deadline_s`` of ``time.monotonic()``."""
+        write_whole(self._directory / str(pid), repr(float(deadline_s)))
+
+    def unmark(self, pid: int) -> None:
+        """It is about to make an update: from now on it has something to lose."""
+        remove(self._directory / str(pid))
+
+    def marks(self) -> dict[int, float]:
+        """Deadlines by process; some may be dead."""
+        found = {}
+        for path in entries(self._directory):
+            with contextlib.suppress(OSError, ValueError):
+                found[int(path.name)] = float(path.read_text())
+        return found
+
+    def announce(self, next_launch: NextLaunch) -> None:
+        """Tell the ranks."""
+        write_whole(self._directory / NEXT, json.dumps(asdict(next_launch)))
+
+    def next(self) -> NextLaunch | None:
+        """What the launcher has said last; None: nothing."""
+        try:
+            said = json.loads((self._directory / NEXT).read_text())
+            return NextLaunch(int(said["launch"]), tuple(said["seats"]), str(said["address"]), int(said["port"]))
+        except (OSError, ValueError, LookupError, TypeError):
+            return None
+
+    def clear(self) -> None:
+        """All ranks are started anew."""
+        for path in (*entries(self._directory), self._directory / NEXT):
+            remove(path)

@@ -1,0 +1,167 @@
+"""Starts single workers of torch's agent beside those that go on in their processes; see ``ttp.processor.continuing``.
+
+Nobody here waits. What does not work, or not in time, ends in the start of all workers, as without it: who goes on has
+begun no update, so it is killed, and what the job has saved is on disk since before it was told to go on.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Mapping
+from subprocess import Popen
+from typing import TYPE_CHECKING, Any, cast
+
+import torch.distributed
+from torch.distributed.elastic.multiprocessing import api
+
+from ttp.config import Config
+from ttp.core.controller.continuing import SEAT_READY
+from ttp.launch.again import NextLaunch
+from ttp.launch.host import Host
+from ttp.launch.warm.torch_workers import forking
+from ttp.launch.warm.worker import ForkedWorker
+from ttp.processor.continuing import KEEP
+
+if TYPE_CHECKING:
+    from ttp.launch.agent import TtpAgent
+
+logger = logging.getLogger("ttp.launch")
+
+CONTINUE_MAX = 10
+"""So often the workers of one start go on: each time leaves some threads and descriptors of old connections behind."""
+LATE_S = 2.0
+"""How much later than a worker itself the launcher sees that the time is over."""
+
+_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+
+class Seats:
+    """One for each launcher.
+
+    Args:
+        agent: torch's.
+        host: what ttp does on this host.
+        config: whether survivors go on, and how long that may take.
+    """
+
+    def __init__(self, agent: TtpAgent, host: Host, config: Config) -> None:
+        self._agent, self._host = agent, host
+        self._wanted, self._within_s = config.continuity == KEEP, config.continue_s
+        self._store: Any = None  # held: the server ends with its last reference
+        host.seat = self._say
+        self.begin()
+
+    def begin(self) -> None:
+        """All workers were started anew."""
+        self._done, self._filling, self._failed = 0, False, ""
+
+    def look(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """Call it now and then: sees to it that nobody goes on for too long."""
+        if not self._filling:
+            return
+        marks = self._marked(workers)
+        if not marks:
+            self._filling = False
+            logger.info("all ranks train again; those that did not die have kept their processes")
+        elif min(marks.values()) + LATE_S < time.monotonic():
+            self.fail(workers, "it takes too long")
+
+    def _say(self) -> str:
+        """For the controller, when a worker has died."""
+        try:
+            return self.why_not(self._agent._workers()) or SEAT_READY
+        except Exception as problem:
+            return repr(problem)
+
+    def why_not(self, workers: Mapping[int, Popen[Any]]) -> str:
+        """Why a dead worker could not be started alone; empty: it could."""
+        agent, pcontext = self._agent, self._agent._pcontext
+        reasons = {
+            "TTP_CONTINUITY is not keep": not self._wanted,
+            self._failed: bool(self._failed),
+            "ranks were going on already": self._filling and bool(self._marked(workers)),
+            "the job has several hosts": (agent._worker_group.group_world_size or 1) > 1,
+            "workers are run in another way": not workers or pcontext is None,
+            "the output of workers goes to files": pcontext is not None
+            and any((*pcontext.stdouts.values(), *pcontext.stderrs.values())),
+            "no restart is left (--max-restarts)": agent._remaining_restarts <= 0,
+            f"they have gone on {CONTINUE_MAX} times since they were started": self._done >= CONTINUE_MAX,
+            "no process to fork from is ready": not self._host.warm.ready,
+        }
+        return next((reason for reason, holds in reasons.items() if holds), "")
+
+    def second_fault(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """A worker has failed: if others were still going on, all are started anew."""
+        if self._filling and self._marked(workers):
+            self.fail(workers, "another one has failed meanwhile")
+
+    def fail(self, workers: Mapping[int, Popen[Any]], why: str) -> None:
+        """Start all anew; that does not count as another restart."""
+        if not self._failed and self._filling:
+            self._agent._worker_group.spec.max_restarts += 1
+            self._agent._remaining_restarts += 1
+        self._failed = self._failed or why
+        self._host.stop_going_on(workers, why)
+
+    def fill(self, workers: Mapping[int, Popen[Any]]) -> None:
+        """The survivors go on: start the dead alone."""
+        began_s = time.monotonic()
+        reason = self.why_not(workers)
+        if reason:
+            self.fail(workers, reason)
+            return
+        self._filling = True
+        self._agent._remaining_restarts -= 1
+        try:
+            self._fill([rank for rank, worker in workers.items() if worker.poll() is not None])
+        except Exception as problem:
+            logger.exception("workers cannot be started alone")
+            self.fail(workers, repr(problem))
+            return
+        self._done += 1
+        took_ms = (time.monotonic() - began_s) * 1e3
+        logger.warning("the others go on in their processes; the dead were started beside them in %.0f ms", took_ms)
+
+    def _fill(self, ranks: list[int]) -> None:
+        agent = self._agent
+        group, pcontext = agent._worker_group, cast("Any", agent._pcontext)
+        address = str(group.master_addr)
+        self._store = _TCPStore(address, 0, is_master=True, wait_for_workers=False)
+        launch = group.spec.max_restarts - agent._remaining_restarts
+        self._host.again.announce(NextLaunch(launch, tuple(ranks), address, self._store.port))
+        changed = {
+            "TORCHELASTIC_RESTART_COUNT": str(launch),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(self._store.port),
+        }
+        for worker in group.workers:
+            if worker.global_rank in ranks:
+                handler = self._start(pcontext, worker.local_rank, changed)
+                pcontext.subprocess_handlers[worker.local_rank] = handler
+                worker.id = handler.proc.pid
+        self._host.watch(agent._workers())
+
+    def _start(self, pcontext: Any, local_rank: int, changed: dict[str, str]) -> Any:
+        make: Any = api
+        pcontext.envs[local_rank] = {**pcontext.envs[local_rank], **changed}
+        with forking(self._host.warm):
+            handler = make.get_subprocess_handler(
+                entrypoint=pcontext.entrypoint,
+                args=pcontext.args[local_rank],
+                env=pcontext.envs[local_rank],
+                stdout=pcontext.stdouts[local_rank],
+                stderr=pcontext.stderrs[local_rank],
+                local_rank_id=local_rank,
+                numa_options=pcontext._numa_options,
+            )
+        self._host.again.mark(handler.proc.pid, time.monotonic() + self._within_s)
+        if not isinstance(handler.proc, ForkedWorker):
+            raise RuntimeError("the process to fork from was lost; see why restarts are cold")
+        return handler
+
+    def _marked(self, workers: Mapping[int, Popen[Any]]) -> dict[int, float]:
+        """Who has begun no update yet; some may have died so."""
+        pids = {worker.pid for worker in workers.values()}
+        return {pid: until for pid, until in self._host.again.marks().items() if pid in pids}

@@ -1,0 +1,150 @@
+"""Hosts that take the place of lost ones, under torch's dynamic rendezvous.
+
+A host that stands by (``ttp run --stand-by``) looks at the rendezvous once a second without being part of it. While
+hosts that have failed meet again, each of them is a participant, or waits for the next round; only the place of a host
+that is gone stays empty. A place that has been empty for ``VACANT_S`` while others wait is taken; from then on the host
+is one like the others. The others wait ``TTP_RESCHEDULE_S`` for a host in the place of a lost one.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous.api import RendezvousInfo
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
+
+from ttp.errors import ConfigError
+from ttp.launch.rendezvous import WrappedRendezvous
+
+logger = logging.getLogger("ttp.launch")
+
+LOOK_S = 1.0
+VACANT_S = 2.0
+"""Hosts that restart leave the round and enter the next one at once."""
+LATE_S = 10.0
+LEAVE_S = 5.0
+TURN_KEY = "ttp/turn"
+
+
+class Rescheduling(WrappedRendezvous):
+    """Torch's dynamic rendezvous, for hosts that have to do without a lost one for a while.
+
+    Args:
+        inner: torch's; with the number of hosts of the job.
+        wait_s: how long hosts that meet again wait for one that is missing; 0: as torch does.
+    """
+
+    def __init__(self, inner: Any, wait_s: float) -> None:
+        super().__init__(inner)
+        self._wait_s = wait_s
+        self._seated = self._left = False
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others; from the second time on within the limit.
+
+        Raises:
+            RendezvousTimeoutError: a host is missing.
+        """
+        if self._seated and self._wait_s:
+            self._inner.settings.timeout._set_timeouts(join=timedelta(seconds=self._wait_s))
+        try:
+            info = super().next_rendezvous()
+        except RendezvousTimeoutError:
+            logger.error(
+                "a host is missing, and none has taken its place within TTP_RESCHEDULE_S=%g s; the job ends here. What "
+                "was saved stays: start it again with all its hosts",
+                self._wait_s,
+            )
+            raise
+        self._seated = True
+        return info
+
+    def leave(self) -> None:
+        """Give up this host's place; the rendezvous goes on without it."""
+        self._left = True
+        self._inner._stop_heartbeats()
+        self._inner._op_executor.run(_RendezvousExitOp(), time.monotonic() + LEAVE_S)
+
+    def shutdown(self) -> bool:
+        """See torch. A host without a place does not end the rendezvous of the others."""
+        return super().shutdown() if self._seated and not self._left else True
+
+
+class StandBy(Rescheduling):
+    """The same, entered when a host of the job is missing.
+
+    Args:
+        inner: torch's; with the number of hosts of the job.
+        wait_s: see ``Rescheduling``.
+        prepare: called now and then with a store that the hosts of the job share.
+
+    Raises:
+        ConfigError: this kind of rendezvous lets no host in later.
+    """
+
+    def __init__(self, inner: Any, wait_s: float, prepare: Callable[[Any], None]) -> None:
+        if not is_dynamic(inner):
+            raise ConfigError(
+                f"--stand-by needs a rendezvous that hosts may enter later, and {inner.get_backend()} is none: start "
+                "all hosts of the job with --rdzv-backend c10d and the same --rdzv-endpoint and --rdzv-id"
+            )
+        super().__init__(inner, wait_s)
+        self._prepare = prepare
+        self._turn = 0
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Wait until a host is missing, if this one has no place yet; then meet the others.
+
+        Raises:
+            RendezvousGracefulExitError: the job has ended and did not need this host.
+        """
+        if not self._seated:
+            self._wait()
+        return super().next_rendezvous()
+
+    def _wait(self) -> None:
+        hosts = self._inner.settings.max_nodes
+        logger.info("standing by: this host takes the place of one of the job's %d hosts when it is lost", hosts)
+        since: float | None = None
+        while not self._inner.is_closed():
+            now = time.monotonic()
+            empty = vacancies(self._inner._state_holder.state, hosts)
+            since = None if not empty else now if since is None else since
+            if since is not None and self._may_enter(empty, now - since):
+                logger.warning("a host of the job is missing, and this one takes its place")
+                return
+            self._prepare(self._inner._get_store())
+            time.sleep(LOOK_S)
+        logger.info("the job has ended without this host, which stood by")
+        raise RendezvousGracefulExitError
+
+    def _may_enter(self, empty: int, for_s: float) -> bool:
+        """Whether it is this host's turn: as many go as places are empty. Who is late is not waited for."""
+        if for_s < VACANT_S:
+            self._turn = 0
+            return False
+        self._turn = self._turn or self._inner._get_store().add(TURN_KEY, 1)
+        return self._turn <= empty or for_s >= LATE_S
+
+
+def is_dynamic(rendezvous: Any) -> bool:
+    """Whether hosts may enter torch's rendezvous later."""
+    return hasattr(rendezvous, "_state_holder")
+
+
+def vacancies(state: Any, hosts: int) -> int:
+    """How many hosts are missing where the others of a job meet again; 0 also before it has been complete once.
+
+    Args:
+        state: of torch's dynamic rendezvous; hosts that are silent there are not in it.
+        hosts: of the job.
+    """
+    there = len(set(state.participants) | set(state.wait_list))
+    formed_once = state.complete or state.round > 0
+    meeting = not state.complete or bool(state.wait_list)
+    return max(0, hosts - there) if formed_once and meeting and there else 0

@@ -1,0 +1,251 @@
+"""A rank that goes on in its process when another one has died, and one that takes the seat of the dead.
+
+The checkpoint exists before any of this begins (``ttp.core.controller.continuing`` decides). A rank that is released to
+go on says goodbye, and hello again as a rank of the next launch::
+
+    released      processor's thread: the mark for the launcher; collectives are broken, the gate is halted
+    out           training thread: an error of a collective, or ``Halted``, leaves train() and arrives at the decorator
+    told          the launcher has said where ranks meet, and fills the seats of the dead
+    regrouped     the groups are exchanged, and train() is called again: it restores what was just committed
+    over          the first update begins: the mark goes
+
+Until it is over a clock runs (``TTP_CONTINUE_S``): who does not get there leaves with 75, and the launcher starts all
+ranks anew, as without this. So does whoever meets an error: only deaths are continued.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ttp.config import Config, RankEnv
+from ttp.core.layout import Layout
+from ttp.errors import EXIT_SAVED, ConfigError
+from ttp.launch.again import Again, NextLaunch
+from ttp.processor.exiting import end_process
+from ttp.processor.faults import describe, is_collective_error
+from ttp.processor.gate.gate import Halted
+from ttp.processor.source import StateSource
+
+if TYPE_CHECKING:
+    from ttp.adapters.torch.regroup import Groups
+    from ttp.processor.processor import Processor
+
+log = logging.getLogger("ttp")
+
+KEEP = "keep"
+LOOK_S = 0.002
+
+
+class TrainAgain(BaseException):
+    """``train()`` is to be called again. For the decorator alone."""
+
+
+class Continuing:
+    """One for each process.
+
+    Args:
+        config: the job's settings.
+        groups: the process groups; None: this is no torch program.
+    """
+
+    def __init__(self, config: Config, groups: Groups | None, next_launch: NextLaunch | None) -> None:
+        self._files, self._within_s = Again(config.resolved_run_dir()), config.continue_s
+        self._groups, self._next = groups, next_launch
+        self._pid = os.getpid()
+        self._refused = ""
+        self._entered = False
+        self._timer: threading.Timer | None = None
+        self._since = time.monotonic()
+        self._old: weakref.ref[Any] | None = None
+        self.runs = False
+        """The clock runs: no update has begun since."""
+        self.releasing = False
+        """This process was released to go on, and its training thread is on its way out of train()."""
+
+    # ------------------------------------------------------------------------------------------------ training thread
+
+    def enter(self) -> None:
+        """Call it before train(): process groups are as the launch wants them when it returns."""
+        try:
+            self._enter()
+        except Exception as problem:
+            if self._next is not None or self._timer is not None:
+                self.leave(f"it could not go on: {problem!r}")
+            self._refused = f"its process groups are not known: {problem!r}"
+
+    def _enter(self) -> None:
+        groups = self._groups
+        if groups is None:
+            return
+        if not self._entered:
+            self._entered = True
+            groups.enter()
+            self._refused = _self_test()
+        if self._next is not None:
+            if self._timer is None:  # a rank that takes a seat: the clock of the others runs already
+                self._start_clock()
+            out_s = time.monotonic() - self._since
+            groups.renew(self._next.address, self._next.port, self._next.launch, self._within_s)
+            self._next = None
+            done_s = time.monotonic() - self._since
+            log.info("out of train() after %.3f s, the process groups are exchanged after %.3f s", out_s, done_s)
+
+    def why_not(self, layout: Layout, source: StateSource) -> str:
+        """Why this process cannot go on after a failure of another; empty: it can."""
+        if self._groups is None or source.framework != "torch" or getattr(source, "on_device", False):
+            return "only torch programs whose state is in the memory of the host can go on so far"
+        if not self._entered:
+            return "wrap_optimizer() was called outside of train()"
+        if len(layout.groups) > 1:
+            return "ranks hold different shards, which has not been tried yet"
+        return self._refused or self._groups.why_not()
+
+    def out(self, problem: BaseException | None, processor: Processor, adapter: Any) -> NoReturn:
+        """The training thread is out of train(): end what belongs to the old launch, and raise ``TrainAgain``.
+
+        Args:
+            problem: what train() has raised; only what a death looks like is continued.
+            processor: of the old launch.
+            adapter: likewise; it should be gone when the next one is made.
+        """
+        if problem is not None and not (isinstance(problem, Halted) or is_collective_error(problem)):
+            self.leave(f"rank {processor.env.rank} raised {describe(problem)} while it was to go on")
+        if (detach := getattr(adapter, "detach", None)) is not None:
+            detach()
+        processor.close()
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+        self._old = None if adapter is None else weakref.ref(adapter)
+        while problem is not None:
+            traceback.clear_frames(problem.__traceback__)
+            problem = problem.__context__
+        raise TrainAgain
+
+    def await_launcher(self) -> None:
+        """Wait for the launcher, and become a rank of the launch that it names. Call it when nothing holds the old."""
+        if self._old is not None and self._old() is not None:
+            gc.collect()
+        env = RankEnv.from_env()
+        while (told := self._files.next()) is None or told.launch != env.launch + 1:
+            time.sleep(LOOK_S)
+        os.environ.update(
+            TORCHELASTIC_RESTART_COUNT=str(told.launch),
+            TORCHELASTIC_USE_AGENT_STORE="True",
+            MASTER_ADDR=told.address,
+            MASTER_PORT=str(told.port),
+        )
+        self._next, self.releasing = told, False
+
+    # ---------------------------------------------------------------------------------------------------- any thread
+
+    def released(self, halt: Callable[[], None]) -> None:
+        """This rank was released to go on: whoever waits in a collective gets an error; ``halt`` is of the gate."""
+        self._start_clock()
+        self.releasing = True
+        halt()
+        if self._groups is not None:
+            self._groups.let_go()
+
+    def over(self) -> None:
+        """An update begins, which every rank takes part in: from now on this is a launch like any other."""
+        self.runs = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._files.unmark(self._pid)
+            log.info("training goes on in this process, %.3f s after the checkpoint", time.monotonic() - self._since)
+
+    def leave(self, why: str) -> NoReturn:
+        """End the process with 75: the job is saved, and is started anew."""
+        end_process(EXIT_SAVED, f"{why}; it is saved, and the job is started anew", None, lambda: None)
+        raise AssertionError("unreachable")
+
+    def _start_clock(self) -> None:
+        self._since = time.monotonic()
+        self._files.mark(self._pid, self._since + self._within_s)
+        self._timer = threading.Timer(self._within_s, self.leave, (f"it did not go on within {self._within_s:g} s",))
+        self._timer.daemon = True
+        self._timer.start()
+        self.runs = True
+
+
+_continuing: Continuing | None = None
+
+
+def prepare() -> None:
+    """Call it where train() is decorated, before process groups are made. Never raises."""
+    global _continuing
+    if _continuing is not None or os.environ.get("TTP_CONTINUITY") != KEEP or not os.environ.get("TTP_PORT"):
+        return
+    try:
+        config, env = Config.from_env(), RankEnv.from_env()
+    except ConfigError:
+        return  # it is said where a job is joined
+    told = Again(config.resolved_run_dir()).next()
+    mine = told if told is not None and told.launch == env.launch and env.rank in told.seats else None
+    try:
+        _continuing = Continuing(config, _groups(seat=mine is not None), mine)
+    except Exception as problem:
+        log.warning("this process will not go on after a failure of another: %r", problem)
+
+
+def current() -> Continuing | None:
+    """Of this process; None: survivors are not to go on."""
+    return _continuing
+
+
+def able(layout: Layout, source: StateSource) -> Continuing | None:
+    """How this process goes on after a failure of another; None: it does not, and why has been said."""
+    if _continuing is None:
+        return None
+    reason = _continuing.why_not(layout, source)
+    if reason:
+        log.warning("this process will not go on after a failure of another: %s", reason)
+    return None if reason else _continuing
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Around train(): a rank that is going on, and meets an error before its first update, leaves with 75.
+
+    Whatever the error says: it may come of what is not so in a process that has just been started.
+    """
+    goes_on = _continuing
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
+        left = isinstance(problem, SystemExit) and problem.code in (None, 0)
+        if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
+            log.error("train() was called again, and raised", exc_info=True)
+            goes_on.leave(f"train() was called again, and raised {describe(problem)}")
+        raise
+    if goes_on is not None and goes_on.runs and not goes_on.releasing:
+        goes_on.over()  # there was nothing left to do
+
+
+def _groups(*, seat: bool) -> Groups | None:
+    if "torch" not in sys.modules:
+        return None
+    from ttp.adapters.torch.regroup import Groups
+
+    return Groups(seat=seat)
+
+
+def _self_test() -> str:
+    from ttp.adapters.torch.regroup import self_test
+
+    return self_test()

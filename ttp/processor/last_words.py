@@ -1,0 +1,54 @@
+"""What a rank that ends leaves for others to read."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+import traceback
+from pathlib import Path
+
+from ttp.errors import EXIT_BAD_CONFIG, ConfigError
+from ttp.launch.rank_names import in_torchruns_names
+from ttp.processor.faults import describe
+
+_asked_dir = ""
+"""The save_dir that the program has named last, also where nothing came of it."""
+
+
+def asked_for(save_dir: str) -> None:
+    """The program wants its checkpoints there."""
+    global _asked_dir
+    _asked_dir = save_dir
+
+
+def leave_word(why: object) -> None:
+    """This rank ends with 64: leave that where ``ttp verdict`` finds it, perhaps nobody else knows. Never raises."""
+    directory = os.environ.get("TTP_SAVE_DIR") or _asked_dir
+    if not os.environ.get("TTP_PORT") or not directory:
+        return
+    from ttp.store import history
+    from ttp.store.writable import as_path
+
+    with contextlib.suppress(ConfigError, OSError):
+        told = in_torchruns_names(os.environ)
+        text = f"rank {told.get('RANK', '?')} left with {EXIT_BAD_CONFIG}: {why}"
+        history.leave_word(as_path(directory), told.get("TORCHELASTIC_RUN_ID", "none"), text)
+
+
+def write_error_file(problem: BaseException) -> None:
+    """Tell torchelastic what happened, so that its report does not say ``error_file: <N/A>``."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    trace = "".join(traceback.format_exception(problem))
+    content = {
+        "message": {
+            "message": describe(problem),
+            "extraInfo": {"py_callstack": trace, "timestamp": str(int(time.time()))},
+        }
+    }
+    with contextlib.suppress(OSError):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(content))
