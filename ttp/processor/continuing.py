@@ -210,7 +210,10 @@ def able(layout: Layout, source: StateSource) -> Continuing | None:
     """How this process goes on after a failure of another; None: it does not, and why has been said."""
     if _continuing is None:
         return None
-    reason = _continuing.why_not(layout, source)
+    try:
+        reason = _continuing.why_not(layout, source)
+    except Exception as problem:  # of torch's private parts
+        reason = repr(problem)
     if reason:
         log.warning("this process will not go on after a failure of another: %s", reason)
     return None if reason else _continuing
