@@ -98,7 +98,7 @@ class Talk:
         self.said = self.machine.on_event(event, self.now, more=together)
         return line(self.said)
 
-    def settle(self) -> str:
+    def all_said(self) -> str:
         """All that came together was said."""
         self.said = self.machine.settle(self.now)
         return line(self.said)

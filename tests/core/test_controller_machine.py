@@ -75,15 +75,15 @@ def test_answers_that_come_together_are_all_taken_before_anything_follows_from_t
 
     assert [talk.frozen(r, v, together=True) for r, v in ((1, 7), (2, 8), (3, 9))] == ["[answer]"] * 3
     assert talk.incident.plan is None
-    assert talk.settle() == "[plan] Save:3"  # alone, 9 would have come too late
-    assert talk.settle() == ""
+    assert talk.all_said() == "[plan] Save:3"  # alone, 9 would have come too late
+    assert talk.all_said() == ""
 
 
 def test_what_follows_from_other_words_is_not_put_off() -> None:
     talk = Talk()
     lost = talk.event(StreamEnded(ConnectionId(talk.streams[0])), together=True)
     assert lost == LOST
-    assert talk.settle() == ""
+    assert talk.all_said() == ""
 
 
 def test_all_are_waited_for_when_they_may_know_of_a_newer_one() -> None:
