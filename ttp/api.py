@@ -115,7 +115,8 @@ def _protected(
     current: session.Session, train: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     try:
-        result = train(*args, **kwargs)
+        with continuing.watched():
+            result = train(*args, **kwargs)
     except KeyboardInterrupt:
         current.left()
         raise

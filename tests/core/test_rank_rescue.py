@@ -248,6 +248,16 @@ def test_an_update_that_comes_to_nothing_is_said(how: str) -> None:
     assert ">SaveFailed" in said
 
 
+def test_an_update_that_cannot_be_begun_is_said_at_once() -> None:
+    """Whoever performs it raises: the reason goes to the controller now, not after the time that an update may take."""
+    rank = frozen()
+    rank.save(8, how=How.REDO)
+    failed = act.not_done(next(a for a in rank.did if isinstance(a, act.Redo)), "RuntimeError('no device')")
+    assert failed is not None
+    assert ">SaveFailed" in rank.event(failed)
+    assert "no device" in rank.sent(m.SaveFailed).text
+
+
 def test_what_was_kept_of_the_version_before_is_written_as_such() -> None:
     rank = frozen()
     rank.quiet(7, has_preimage=True)

@@ -66,6 +66,12 @@ def test_a_rank_that_leaves_with_64_before_any_has_joined_leaves_word(
     assert main(["verdict", str(tmp_path / "ck"), "--run-id", "mine"]) == 0
 
 
+def test_a_start_script_cannot_switch_the_resume_off(solo: Run, checkpoint: Path) -> None:
+    """``RESUME_MODE_ENABLE=0`` in it would throw away what a restart goes on from: docs/mindio.md."""
+    done = solo(checkpoint.parent, 5, RESUME_MODE_ENABLE="0")
+    assert done.returncode == 0 and "start 4" in done.stdout
+
+
 def test_a_port_held_by_something_else_is_named_with_its_owner(solo: Run, tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

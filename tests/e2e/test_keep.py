@@ -5,9 +5,13 @@ Whatever goes wrong while they do ends in the start of all ranks from the checkp
 
 from __future__ import annotations
 
+import random
+import re
+import time
 from collections.abc import Callable
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.e2e.harness import Job
@@ -53,6 +57,7 @@ def test_the_survivors_of_a_death_keep_their_processes(
         {"rank": 1, "phase": "data", "action": "kill"},
         pytest.param({"rank": 0, "phase": "loss", "action": "kill"}, marks=pytest.mark.slow),
         pytest.param({"rank": 0, "phase": "data", "action": "raise"}, marks=pytest.mark.slow),
+        pytest.param({"rank": 0, "phase": "data", "action": "misuse"}, marks=pytest.mark.slow),
         pytest.param({"rank": 0, "phase": "data", "action": "deadlock"}, marks=pytest.mark.slow),
         pytest.param({"rank": 1, "phase": "data", "action": "stop"}, marks=pytest.mark.slow),
         pytest.param({"rank": 0, "phase": "data", "action": "hold-gil"}, marks=pytest.mark.slow),
@@ -69,3 +74,30 @@ def test_a_second_fault_while_they_go_on_costs_no_step(
     assert job.committed() == [KILL["step"]] and job.starts()[-1] == KILL["step"], job.story()
     assert "ranks do not go on in their processes" in job.log.read_text()
     assert job.results() == unbroken(job)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(TIMEOUT_S)
+@pytest.mark.xdist_group("ttp")
+@pytest.mark.parametrize("seed", range(4))
+def test_kills_at_any_moment(make_job: MakeJob, unbroken: Unbroken, seed: int) -> None:
+    """Of one rank, and often of another while the first is being replaced, at any point of that."""
+    rng = random.Random(seed)
+    job = make_job(ranks=3, steps=150, max_restarts=40, flags=KEEP, env={"JOB_STEP_S": "0.01"}).start()
+    for version in range(8, 140, 12):
+        job.wait_for_version(version)
+        for pause_s in (rng.random() * 0.02, *([rng.random() * 0.6] if rng.random() < 0.6 else [])):
+            time.sleep(pause_s)
+            ranks = workers(job)
+            if ranks:
+                rng.choice(ranks).kill()
+    assert job.wait(TIMEOUT_S - 60) == 0, job.story()
+    assert any(again(job)), job.story()
+    assert job.results() == unbroken(job)
+
+
+def workers(job: Job) -> list[psutil.Process]:
+    """Those that live now, as the controller has met them last."""
+    log = (job.directory / "run" / "controller.log").read_text()
+    met = {int(rank): int(pid) for rank, pid in re.findall(r'joined \{"rank": (\d+), .*"pid": (\d+)', log)}
+    return [psutil.Process(pid) for pid in met.values() if psutil.pid_exists(pid)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import signal
@@ -18,7 +19,7 @@ from tests.launch.conftest import PATIENCE_S
 from ttp.config import Config
 from ttp.launch.warm import memory
 from ttp.launch.warm.rules import digest
-from ttp.launch.warm.starter import WarmStarter
+from ttp.launch.warm.starter import PR_GET_CHILD_SUBREAPER, PR_SET_CHILD_SUBREAPER, WarmStarter, adopting
 
 if TYPE_CHECKING:
     from tests.launch.conftest import Job
@@ -251,6 +252,25 @@ def test_forked_ranks_draw_other_numbers(start: Start, imports: Any, environ: di
     assert job.finish() == 0, job.log
     first, second = (json.loads((job.out / f"drawn-{rank}").read_text()) for rank in range(2))
     assert first[0] != second[0] and first[1] != second[1]
+
+
+@pytest.mark.parametrize("set_before", [0, 1])
+def test_somebody_elses_orphans_are_adopted_as_before(set_before: int) -> None:
+    """A program that runs the launcher may have asked for orphans itself."""
+    prctl, flag = ctypes.CDLL(None).prctl, ctypes.c_int()
+
+    def adopts() -> int:
+        prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(flag), 0, 0, 0)
+        return flag.value
+
+    before = adopts()
+    prctl(PR_SET_CHILD_SUBREAPER, set_before, 0, 0, 0)
+    try:
+        with adopting():
+            assert adopts() == 1
+        assert adopts() == set_before
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before, 0, 0, 0)
 
 
 def test_off_is_off(start: Start, imports: Any) -> None:

@@ -120,7 +120,9 @@ train()
 
 def _rank(tmp_path: Path, program: str = PROGRAM, **env: str) -> subprocess.CompletedProcess[str]:
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "MASTER_", "RANK", "WORLD", "LOCAL_"))}
-    env = {"TTP_PORT": str(free_port()), "RANK": "0", "WORLD_SIZE": "1", "TTP_RUN_DIR": str(tmp_path / "run"), **env}
+    run_dir = str(tmp_path / "run")
+    env = {"TTP_PORT": str(free_port()), "TTP_RUN_DIR": run_dir, "TTP_ABANDONED_S": "5", **env}
+    env = {"RANK": "0", "WORLD_SIZE": "1", **env}
     command = [sys.executable, "-c", program, str(tmp_path)]
     return subprocess.run(
         command, env={**clean, **env}, capture_output=True, text=True, timeout=120, check=False, cwd=tmp_path

@@ -112,6 +112,7 @@ def heal_all(job: HurtJob) -> None:
     for pid in job.stopped:
         _signal(pid, signal.SIGCONT)
     job.stopped.clear()
+    _wake_carriers(job)
 
 
 def leading_controller(job: HurtJob) -> list[psutil.Process]:
@@ -200,6 +201,12 @@ def _launchers(job: HurtJob) -> list[psutil.Process]:
     return found
 
 
+def _wake_carriers(job: HurtJob) -> None:
+    """``nsenter`` stops itself when the launcher that it has carried into a namespace stops: nobody else wakes it."""
+    for process in job.launchers.values():
+        _signal(process.pid, signal.SIGCONT)
+
+
 def _is_controller(process: psutil.Process) -> bool:
     try:
         return "ttp.controller" in process.cmdline() and process.status() != psutil.STATUS_ZOMBIE
@@ -243,6 +250,8 @@ def _host(fault: Fault, job: HurtJob) -> Done:
             for pid in pids:
                 _signal(pid, SIGNALS[fault.what])
             _remember_stops(fault.what, pids, job)
+            if fault.what == "cont":
+                _wake_carriers(job)
             return Done(str(fault.who), ranks if fault.what == "stop" else frozenset())
     return Done(str(fault.who))
 

@@ -24,7 +24,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -210,10 +210,34 @@ def able(layout: Layout, source: StateSource) -> Continuing | None:
     """How this process goes on after a failure of another; None: it does not, and why has been said."""
     if _continuing is None:
         return None
-    reason = _continuing.why_not(layout, source)
+    try:
+        reason = _continuing.why_not(layout, source)
+    except Exception as problem:  # of torch's private parts
+        reason = repr(problem)
     if reason:
         log.warning("this process will not go on after a failure of another: %s", reason)
     return None if reason else _continuing
+
+
+@contextlib.contextmanager
+def watched() -> Iterator[None]:
+    """Around train(): a rank that is going on, and meets an error before its first update, leaves with 75.
+
+    Whatever the error says: it may come of what is not so in a process that has just been started.
+    """
+    goes_on = _continuing
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise
+    except BaseException as problem:
+        left = isinstance(problem, SystemExit) and problem.code in (None, 0)
+        if goes_on is not None and goes_on.runs and not (goes_on.releasing or left):
+            log.error("train() was called again, and raised", exc_info=True)
+            goes_on.leave(f"train() was called again, and raised {describe(problem)}")
+        raise
+    if goes_on is not None and goes_on.runs and not goes_on.releasing:
+        goes_on.over()  # there was nothing left to do
 
 
 def _groups(*, seat: bool) -> Groups | None:

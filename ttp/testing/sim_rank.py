@@ -219,6 +219,7 @@ class SimRank:
                 self.world.judge.goes_on(self)
                 self.world.trace(self.name, f"goes on: {text}")
                 self.exit(EXIT_SAVED)
+                self.world.goes_on(self)
             case act.ProbeHost() | act.StartStandby() | act.TakeStack() | act.KeepPage():
                 self._serve(action)
             case act.NameKeeper(order):

@@ -144,6 +144,9 @@ class Simulation(Clock):
         self._faults = Faults(self, ())
         self.parts = in_parts(self.layout)
         """What a controller is told of the layout when it asks."""
+        self._early: dict[Rank, SimRank] = {}
+        """Of the next launch: ranks that go on in their processes; the others of this one may not know of it yet."""
+        self._skipped = 0  # launches that came to nothing
         self._hosts: dict[str, Pages] = {}
         self._copies: dict[str, Copies] = {}
         self.barrier = len(self.layout.groups) > 1 and not scenario.undo
@@ -191,12 +194,35 @@ class Simulation(Clock):
         self._hosts, self._copies, self._somebody_died = {}, {}, False
         self.trace("launcher", f"starts incarnation {launch} at version {start.version}")
         world_size = self.layout.world_size
-        self.ranks = {Rank(r): SimRank(self, self._hello(Rank(r), launch), self.timeouts) for r in range(world_size)}
+        early = self._early_of(launch + self._skipped)
+        launch += self._skipped
+        seats = [Rank(r) for r in range(world_size) if r not in early]
+        self.ranks = early | {r: SimRank(self, self._hello(r, launch), self.timeouts) for r in seats}
         self._alive = world_size
         self.collectives = Collectives(self)
         self.roads.new_incarnation()
         faults = self.scenario.faults
         self._faults = Faults(self, faults[launch] if launch < len(faults) else ())
+
+    def goes_on(self, rank: SimRank) -> None:
+        """A rank was released to go on in its process: it may say hello before others have heard of their release."""
+        if not self.scenario.relays:
+            self.after(self.rng.choice((0.0, 0.001, 0.05, 0.5)), self._rejoin, rank)
+
+    def _rejoin(self, old: SimRank) -> None:
+        if self.ranks.get(old.rank) is old:
+            self._early[old.rank] = SimRank(self, self._hello(old.rank, old.hello.launch + 1), self.timeouts)
+
+    def _early_of(self, launch: int) -> dict[Rank, SimRank]:
+        """Ranks of the next launch that are there already. Where not all go on the launcher starts all anew."""
+        early, self._early = self._early, {}
+        went_on = all(r.exit_code is None or r.rank in early for r in self.ranks.values())
+        if early and (not went_on or self.rng.random() < 0.2):
+            for rank in early.values():
+                rank.exit(None)
+            self._skipped += 1
+            return {}
+        return {r: rank for r, rank in early.items() if rank.alive and rank.hello.launch == launch}
 
     def _hello(self, rank: Rank, launch: int) -> m.Hello:
         return m.Hello(
@@ -234,14 +260,15 @@ class Simulation(Clock):
 
     def ended(self, rank: SimRank) -> None:
         """A process has ended: its stream ends, and peers may see the death."""
-        self._alive -= 1
+        early = self.ranks.get(rank.rank) is not rank
+        self._alive -= not early
         if rank.stream is not None:
             if rank.exit_code is None:
                 late_s = self.roads.learns_late(rank) + self.rng.choice((0.0, 0.001, 0.02, 0.5))
                 rank.stream.cut(rank_learns_s=0.0, controller_learns_s=late_s)
             else:
                 rank.stream.end()
-        if rank.exit_code != 0:
+        if rank.exit_code != 0 and not early:
             if not self._somebody_died:
                 self._somebody_died = True
                 self.after(PATIENCE_OF_LAUNCHER_S, self._kill_what_is_left, self.ranks)
@@ -251,7 +278,8 @@ class Simulation(Clock):
                 seat = SEAT_READY if self.scenario.keep else ""
                 accused = Accused((rank.rank,), m.FaultKind.EXITED, "exited", (rank.hello.pid,), seat=seat)
                 self.after(self.rng.random() * 0.1, self.tell_controller, accused)
-        self.collectives.broken_by(rank.rank)
+        if not early:
+            self.collectives.broken_by(rank.rank)
 
     def _neighbours_see(self, dead: SimRank) -> None:
         """Another process of the host may see the death before anybody else can."""

@@ -98,6 +98,8 @@ def entries(name: str, count: int) -> int:
 def check_size(data: bytes) -> None:
     """Count the fields of a serialised report before it is parsed: two bytes can become an object of a hundred.
 
+    By hand, as all that protobuf offers for it (unknown fields of an empty message) makes the objects, too.
+
     Raises:
         WireError: it has too many, or is no message at all.
     """

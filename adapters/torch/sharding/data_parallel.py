@@ -198,8 +198,9 @@ def _say_hook_state(ddps: Sequence[Ddp]) -> None:
                 continue
             _log.warning(
                 "the communication hook %s keeps state of its own (%s: PowerSGD has the error that it feeds back), "
-                "which is in no checkpoint: after a restart it begins anew, and the bits are not those of an unbroken "
-                "run. Hooks without state keep them (none, fp16_compress_hook, bf16_compress_hook)",
+                "which is in no checkpoint unless you give it as extra_state (docs/support.md): after a restart it "
+                "begins anew, and the bits are not those of an unbroken run. Hooks without state keep them (none, "
+                "fp16_compress_hook, bf16_compress_hook)",
                 getattr(hook, "__name__", hook),
                 type(state).__name__,
             )

@@ -17,7 +17,7 @@ from mindspore.train import Callback
 from tests.adapters.mindspore.test_wrapper import STEPS_PER_EPOCH, Net, data
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save
 from ttp import session
-from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, resuming
+from ttp.adapters.mindspore import OptTTPWrapper, TFTRegister, TrainFaultTolerance, callbacks, joining, read, resuming
 from ttp.adapters.mindspore.adapter import MindSporeAdapter
 from ttp.core.layout import Rank, Version
 
@@ -295,3 +295,33 @@ def test_a_network_is_compiled_before_slices_are_restored_into_it(monkeypatch: p
         resuming._compiled(Sliced(compile_it), None)
     monkeypatch.setattr(resuming, "parallel_mode", lambda: "data_parallel")
     assert resuming._compiled(Sliced(refuses), rows) is None
+
+
+def test_restore_compiles_the_network_before_it_joins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before it is compiled it has whole parameters, and the layout that the job is told would be wrong."""
+
+    class JoinedError(Exception):
+        pass
+
+    def join(*_args: Any, compiled: Any, **_more: Any) -> Any:
+        assert compiled == LAYOUT
+        raise JoinedError
+
+    monkeypatch.setattr(resuming, "parallel_mode", lambda: "semi_auto_parallel")
+    monkeypatch.setattr(resuming, "join", join)
+    monkeypatch.setattr(resuming, "optimizer_of", lambda model: None)
+    model: Any = Sliced(lambda _dataset: LAYOUT)
+    with pytest.raises(JoinedError):
+        resuming.restore(model, object(), "d")
+
+
+@pytest.mark.parametrize(("mode", "said"), [("semi_auto_parallel", "not compiled yet"), ("data_parallel", "another")])
+def test_a_slice_and_a_whole_parameter_are_told_from_another_network(
+    mode: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ttp.errors import CheckpointError
+
+    monkeypatch.setattr(read, "parallel_mode", lambda: mode)
+    memory: Any = SimpleNamespace(held={"w": SimpleNamespace(dtype="Float32", shape=(8, 4))})
+    with pytest.raises(CheckpointError, match=said):
+        read._check_fits(memory, {"w": SimpleNamespace(dtype="Float32", shape=(4, 4))}, Path("rank_0.ckpt"))

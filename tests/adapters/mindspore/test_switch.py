@@ -92,6 +92,14 @@ def test_arguments_that_are_none_are_refused(arguments: Any, why: str) -> None:
 
 
 @pytest.mark.usefixtures("on")
+def test_the_rank_of_the_controller_is_one_of_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "pod-0"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="ctrl_rank_id=4 is no rank: the job has 4 workers"):
+        TFTRegister(4, "127.0.0.1", 30051, "d")
+
+
+@pytest.mark.usefixtures("on")
 def test_somebody_has_to_write_the_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match="ckpt_save_path, or a ckpt_save_fn"):
         TrainFaultTolerance()

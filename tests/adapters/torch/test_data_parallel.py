@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.adapters.torch.going_on import Program, assert_goes_on_with_its_bits, plainly
 from ttp.adapters.torch.loop.hooks import gradient_triggers
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.adapters.torch.sharding import data_parallel
@@ -163,6 +164,22 @@ class TestLayouts:
         assert "that ignores 1.weight was made after wrap_optimizer()" in problem and ddp is not None
 
 
+class Feedback:
+    """As docs/support.md has it."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        names = "error_dict", "p_memory_dict", "q_memory_dict", "iter"
+        return {name: getattr(self.state, name) for name in names} | {"rng": self.state.rng.get_state(legacy=False)}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self.state.rng.set_state(kept.pop("rng"))
+        for name, value in kept.items():
+            setattr(self.state, name, value)
+
+
 class TestHooksWithState:
     @pytest.mark.supports("PowerSGD")
     def test_error_feedback_is_said_to_be_lost(self, caplog: pytest.LogCaptureFixture) -> None:
@@ -175,6 +192,23 @@ class TestHooksWithState:
             LayoutWatch([ddp], ModelNames(model, None)).close()
         assert "powerSGD_hook keeps state of its own (PowerSGDState" in caplog.text
         assert hook_refusal([ddp]) == ""
+
+    @pytest.mark.supports("PowerSGD")
+    def test_error_feedback_as_extra_state_comes_back(self, tmp_path: Path) -> None:
+        from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+
+        states: list[Any] = []
+
+        def make() -> Program:
+            state = PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1)
+            model = Ddp(nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3)))
+            model.register_comm_hook(state, powerSGD_hook)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            states.append(state)
+            return Program(model, optimizer, plainly(model, optimizer), extra_state={"feedback": Feedback(state)})
+
+        assert_goes_on_with_its_bits(tmp_path, make)
+        assert any(float(error.abs().max()) for error in states[1].error_dict.values()), "else this shows nothing"
 
     def test_compression_has_none(self, caplog: pytest.LogCaptureFixture) -> None:
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook

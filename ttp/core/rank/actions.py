@@ -227,15 +227,18 @@ def not_done(action: Action, text: str) -> ev.Event | None:
         action: which one, for example because no thread could be started.
         text: why.
     """
+    event: ev.Event | None = None
     match action:
         case Connect():
-            return ev.StreamDown(text)
+            event = ev.StreamDown(text)
         case StartSave(order):
-            return ev.WriteFailed(order.incident, order.generation, text)
+            event = ev.WriteFailed(order.incident, order.generation, text)
+        case Redo():
+            event = ev.NotRedone(f"the update cannot be made: {text}")
         case StartCommit(order):
-            return ev.CommitBroken(order.incident, order.generation, text)
+            event = ev.CommitBroken(order.incident, order.generation, text)
         case StartStandby():
-            return ev.StandbyStarted("")
+            event = ev.StandbyStarted("")
         case ProbeHost(order):
-            return ev.HostProbed(order.subject, False, text)
-    return None
+            event = ev.HostProbed(order.subject, False, text)
+    return event

@@ -5,6 +5,7 @@ Everything here gives up rather than wait or raise: a worker that is not forked 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +29,7 @@ from ttp.processor.import_list import FILE
 logger = logging.getLogger("ttp.launch")
 
 CODE = "from ttp.launch.warm.template import main; main({}, {}, {!r}, {!r})"
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MESSAGE_BYTES = 1 << 20
 STALL_S = 3.0
 """How long a restart waits for a process that gets no further. Then workers are started as always."""
@@ -244,23 +245,19 @@ class WarmStarter:
 
     def _fork(self, order: dict[str, Any], command: Sequence[str], outputs: tuple[int, int]) -> ForkedWorker | None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        _adopt(True)
-        try:
-            with ours, theirs:
-                assert self._socket is not None
-                self._socket.settimeout(FORK_S)
-                socket.send_fds(self._socket, [json.dumps(order).encode()], [*outputs, theirs.fileno()])
-                theirs.close()
-                ours.settimeout(FORK_S)
-                said = ours.recv(64)
-                if not said:
-                    self._give_up("a worker could not be forked; see warm.log in the run directory")
-                    return None
-                worker = ForkedWorker(int(said), command)
-                ours.send(b"go")
-                return worker
-        finally:
-            _adopt(False)
+        with ours, theirs, adopting():
+            assert self._socket is not None
+            self._socket.settimeout(FORK_S)
+            socket.send_fds(self._socket, [json.dumps(order).encode()], [*outputs, theirs.fileno()])
+            theirs.close()
+            ours.settimeout(FORK_S)
+            said = ours.recv(64)
+            if not said:
+                self._give_up("a worker could not be forked; see warm.log in the run directory")
+                return None
+            worker = ForkedWorker(int(said), command)
+            ours.send(b"go")
+            return worker
 
     def _send(self, data: bytes) -> None:
         assert self._socket is not None
@@ -306,9 +303,16 @@ def read_status(run_dir: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) and isinstance(found.get("state"), str) else None
 
 
-def _adopt(on: bool) -> None:
-    """Whether orphans below this process become its children: workers do, whose parent ends at once."""
-    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, int(on), 0, 0, 0)
+@contextlib.contextmanager
+def adopting() -> Iterator[None]:
+    """Orphans below this process become its children: workers do, whose parent ends at once. Afterwards as before."""
+    before, prctl = ctypes.c_int(), ctypes.CDLL(None).prctl
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before), 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value, 0, 0, 0)
 
 
 def _ticks(pid: int) -> int:
