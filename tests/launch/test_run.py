@@ -44,7 +44,6 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
     "stands by for itself": ({}, ["--stand-by", "x.py"], "--stand-by takes the place of a host that is lost"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
-    "a place of nobody": ({}, ["--stand-by", "--standalone", "x.py"], "--stand-by takes the place of another host"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),
     "run dir": ({"TTP_RUN_DIR": "/dev/null/x"}, ["x.py"], "TTP_RUN_DIR"),

@@ -145,11 +145,6 @@ def _parse(argv: list[str]) -> Any:
         )
     if arguments.elastic:
         arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
-    if arguments.stand_by and _nodes(arguments.nnodes) < 2:
-        raise ConfigError(
-            "--stand-by takes the place of another host: give the job's --nnodes, --rdzv-backend, --rdzv-endpoint and "
-            "--rdzv-id"
-        )
     arguments.rdzv_conf = _rendezvous_settings(arguments)
     return arguments
 
