@@ -91,6 +91,18 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
     )
 
 
+def _why_not(bind: str, port: int) -> str:
+    """Why nobody can listen there, and what to do."""
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
+            probe.bind((bind.strip("[]"), 0))
+    except (OSError, UnicodeError) as problem:
+        return f"TTP_BIND={bind} is no address of this host ({problem})."
+    owner = port_owner(port)
+    held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"
+    return f"{held}. Choose another TTP_PORT."
+
+
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
     """The life of a controller."""
     run_dir = args.run_dir or config.resolved_run_dir()
@@ -104,11 +116,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
         print(f"ttp controller: {problem}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     except RuntimeError:
-        owner = port_owner(port)
-        held = f"it is held by {owner}" if owner else "its owner cannot be told (another user's process?)"
-        print(
-            f"ttp controller: port {port} on {bind} cannot be used: {held}. Choose another TTP_PORT.", file=sys.stderr
-        )
+        print(f"ttp controller: port {port} on {bind} cannot be used: {_why_not(bind, port)}", file=sys.stderr)
         return EXIT_BAD_CONFIG
     log.info("ttp %s controller, pid %s, listens on %s:%s", __version__, os.getpid(), bind, port)
     loop = asyncio.get_running_loop()

@@ -147,7 +147,7 @@ class ControllerService(rpc.ControllerServicer):
             self._driver.feed(ce.HostsDrained(frozenset(members[rank].hello.host for rank in meant.ranks)))
         self._driver.add_evidence(meant.ranks, kind, reason, pids, pages, limits.text("seat", request.seat))
         text = (
-            f"ranks accused: {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
+            f"accused: rank {compact_ranks(meant.ranks)}. The job saves its newest step and ends, to be started again"
         )
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 

@@ -69,7 +69,17 @@ def test_a_switch(text: str, stacks: bool) -> None:
     assert Config.from_env({"TTP_STACKS": text}).stacks is stacks
 
 
-@pytest.mark.parametrize(("name", "hint"), [("TTP_HANG_S", "seconds is wanted, or off"), ("TTP_STACKS", "on or off")])
+WANTED = [
+    ("TTP_HANG_S", "off, or a number of seconds is wanted, above 0 and up to 10000000"),
+    ("TTP_STACKS", r"on or off \(1 or 0\) is wanted"),
+    ("TTP_PORT", "a port is a number from 1 to 65535"),
+    ("TTP_OT", "a number of seconds is wanted, above 0 and up to 10000000"),
+    ("TTP_KEEP", "a whole number of at least 1 is wanted"),
+    ("TTP_SAVED_EXIT_CODE", "a number from 1 to 255 is wanted"),
+]
+
+
+@pytest.mark.parametrize(("name", "hint"), WANTED)
 def test_what_is_neither_says_what_is_wanted(name: str, hint: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}='no'.*{hint}"):
         Config.from_env({name: "no"})

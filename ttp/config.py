@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
+import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping
@@ -35,22 +37,27 @@ NAMES_OF_MINDIO = frozenset({
 OTHER_CODES = (1, EXIT_BAD_CONFIG, EXIT_NOT_SAVED)
 """Exit codes of ``ttp run`` that mean something else than "saved"."""
 COUNT_MAX = 2**31 - 1
+SECONDS_MAX = 1e7  # nearly four months: more is a slip, such as milliseconds
 NAME_MAX = 4000
 """Characters; a little less than a message or a system call takes."""
 
 
+def _within(text: str, kind: type[int] | type[float], low: float, high: float, wanted: str) -> Any:
+    """``text`` as a number from ``low`` to ``high``. Raises ``ValueError(wanted)``: not Python's words, ours."""
+    with contextlib.suppress(ValueError):
+        value = kind(text)
+        if low <= value <= high:
+            return value
+    raise ValueError(wanted)
+
+
 def _port(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= 65535:
-        raise ValueError("a port is a number from 1 to 65535")
-    return value
+    return int(_within(text, int, 1, 65535, "a port is a number from 1 to 65535"))
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
-    if not 0 < value < 1e7:
-        raise ValueError("a positive number of seconds is wanted")
-    return value
+    wanted = f"a number of seconds is wanted, above 0 and up to {SECONDS_MAX:.0f}"
+    return float(_within(text, float, math.ulp(0.0), SECONDS_MAX, wanted))
 
 
 def _seconds_or_off(text: str) -> float | None:
@@ -58,21 +65,18 @@ def _seconds_or_off(text: str) -> float | None:
         return None
     try:
         return _seconds(text)
-    except ValueError:
-        raise ValueError("a positive number of seconds is wanted, or off") from None
+    except ValueError as problem:
+        raise ValueError(f"off, or {problem}") from None
 
 
 def _switch(text: str) -> bool:
     if text.strip().lower() not in ("on", "off", "1", "0"):
-        raise ValueError("on or off is wanted")
+        raise ValueError("on or off (1 or 0) is wanted")
     return text.strip().lower() in ("on", "1")
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if not 1 <= value <= COUNT_MAX:
-        raise ValueError("a whole number of at least 1 is wanted")
-    return value
+    return int(_within(text, int, 1, COUNT_MAX, "a whole number of at least 1 is wanted"))
 
 
 def saved_exit_code(text: str) -> int:
@@ -81,19 +85,15 @@ def saved_exit_code(text: str) -> int:
     Raises:
         ValueError: it is no such number.
     """
-    value = int(text)
-    if not 1 <= value <= 255 or value in OTHER_CODES:
-        raise ValueError(
-            f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
-        )
+    wanted = f"a number from 1 to 255 is wanted that means nothing else: not {', '.join(map(str, OTHER_CODES))}"
+    value = int(_within(text, int, 1, 255, wanted))
+    if value in OTHER_CODES:
+        raise ValueError(wanted)
     return value
 
 
 def _natural(text: str) -> int:
-    value = int(text)
-    if not 0 <= value <= COUNT_MAX:
-        raise ValueError("a whole number of at least 0 is wanted")
-    return value
+    return int(_within(text, int, 0, COUNT_MAX, "a whole number of at least 0 is wanted"))
 
 
 def _name(text: str) -> str:

@@ -36,7 +36,7 @@ def test_status_of_a_controller_without_a_job(ttp: Ttp, start: Start) -> None:
     controller = start()
     said = ttp("status", "--port", controller.port)
     assert said.code == 0
-    assert "waiting · no job has said hello yet" in said.out
+    assert "waiting · no rank has joined yet" in said.out
     seen = ttp("status", "--port", controller.port, "--json").json
     assert seen["ranks"] == []
     assert seen["last_incident"] is None
@@ -187,7 +187,7 @@ def test_report_fault_of_some_that_are_and_some_that_are_not(ttp: Ttp, start: St
     controller.ranks(4)
     said = ttp("report-fault", "--rank", 1, "--rank", 9, "--port", controller.port)
     assert said.code == 0
-    assert "ranks accused: 1." in said.out and "no such rank: 9" in said.out
+    assert "accused: rank 1." in said.out and "no such rank: 9" in said.out
 
 
 def test_report_fault_before_the_job_trains(ttp: Ttp, start: Start) -> None:

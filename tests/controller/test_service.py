@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from tests.controller.conftest import Controller, hello, until
 from ttp.config import Config
-from ttp.controller.__main__ import parser, patience_of
+from ttp.controller.__main__ import _why_not, parser, patience_of
 from ttp.core import messages as m
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.wire.v1 import controller_pb2 as pb
@@ -297,3 +298,12 @@ def test_a_controller_that_is_ended_ends_its_streams_and_accuses_nobody(controll
             rank.hear()
     assert controller.process.wait(30) == 0
     assert "ERROR" not in controller.output() and "Traceback" not in controller.output()
+
+
+def test_a_port_that_cannot_be_used_for_another_reason_than_its_owner() -> None:
+    assert _why_not("192.0.2.1", 1).startswith("TTP_BIND=192.0.2.1 is no address of this host")
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        held.listen()
+        port = held.getsockname()[1]
+        assert re.fullmatch(r"it is held by .*pid.*\. Choose another TTP_PORT\.", _why_not("127.0.0.1", port))

@@ -42,6 +42,7 @@ BAD: dict[str, tuple[dict[str, str], list[str], str]] = {
     "no such level": ({"TTP_LOG": "loud"}, ["x.py"], "TTP_LOG='loud' is not valid: one of DEBUG"),
     "several nodes, no port": ({}, ["--nnodes", "2", "x.py"], "needs TTP_PORT"),
     "elastic nodes, no port": ({}, ["--nnodes", "1:4", "x.py"], "needs TTP_PORT"),
+    "stands by for itself": ({}, ["--stand-by", "x.py"], "--stand-by takes the place of a host that is lost"),
     "nnodes": ({}, ["--nnodes", "many", "x.py"], "neither a number nor MIN:MAX"),
     "no script": ({}, [], "training_script"),
     "unknown flag": ({}, ["--no-such-flag", "x.py"], "training_script"),

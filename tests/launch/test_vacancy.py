@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("torch")
 
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousGracefulExitError
+
 from ttp.errors import ConfigError
 from ttp.launch.run import _parse
-from ttp.launch.stand_by import StandBy, vacancies
+from ttp.launch.stand_by import LATE_S, VACANT_S, StandBy, vacancies
 
 
 @pytest.mark.parametrize(
@@ -41,6 +44,39 @@ def test_a_rendezvous_that_lets_nobody_in_later_is_refused() -> None:
     static = SimpleNamespace(get_backend=lambda: "static")
     with pytest.raises(ConfigError, match=r"--stand-by needs .* and static is none: start all hosts .* c10d"):
         StandBy(static, 1.0, lambda store: None)
+
+
+class Turns:
+    """What hosts that stand by count in the store that they share."""
+
+    def __init__(self) -> None:
+        self.counted: Counter[str] = Counter()
+
+    def add(self, key: str, by: int) -> int:
+        self.counted[key] += by
+        return self.counted[key]
+
+
+def test_of_two_the_first_takes_a_place_at_once_and_the_second_the_next_one() -> None:
+    store, state = Turns(), SimpleNamespace(round=0, complete=True)
+    inner = SimpleNamespace(_state_holder=SimpleNamespace(state=state), _get_store=lambda: store)
+    first, second = (StandBy(inner, 1.0, lambda store: None) for _ in range(2))
+    assert first._may_enter(1, VACANT_S)
+    state.round, state.complete = 1, False  # the last host has left the round before
+    assert not second._may_enter(1, VACANT_S), "there is one place only"
+    assert second._may_enter(1, LATE_S), "the first one does not come"
+    state.round, state.complete = 1, True
+    assert not second._may_enter(1, 0.0), "hosts that restart leave a place for a moment"
+    assert second._may_enter(1, VACANT_S), "another place: it is the first one now"
+
+
+def test_a_rendezvous_that_has_gone_lets_a_host_leave_that_was_not_needed() -> None:
+    def is_closed() -> bool:
+        raise RendezvousConnectionError("the connection has failed")
+
+    inner = SimpleNamespace(_state_holder=None, is_closed=is_closed, settings=SimpleNamespace(max_nodes=2))
+    with pytest.raises(RendezvousGracefulExitError):
+        StandBy(inner, 1.0, lambda store: None).next_rendezvous()
 
 
 @pytest.mark.parametrize(

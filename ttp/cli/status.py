@@ -139,7 +139,7 @@ def picture(now: pb.GetStatusResponse, all_ranks: bool = False) -> RenderableTyp
 
 def _job_line(now: pb.GetStatusResponse) -> Text:
     facts = [
-        f"run {now.run_id}" if now.run_id else "no job has said hello yet",
+        f"run {now.run_id}" if now.run_id else "no rank has joined yet",
         f"incarnation {now.incarnation}",
         count_text(now.world_size, "rank"),
         now.framework,

@@ -138,6 +138,11 @@ def _parse(argv: list[str]) -> Any:
     parser.add_argument("--stand-by", action="store_true", help=STAND_BY_HELP)
     parser.add_argument("--elastic", action="store_true", help=ELASTIC_HELP)
     arguments = parser.parse_args(argv)
+    if arguments.stand_by and _nodes(arguments.nnodes) < 2:
+        raise ConfigError(
+            "--stand-by takes the place of a host that is lost while others go on waiting, and --nnodes says one host: "
+            "give the same --nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
+        )
     if arguments.elastic:
         arguments.nnodes = f"1:{_nodes(arguments.nnodes)}"
     arguments.rdzv_conf = _rendezvous_settings(arguments)

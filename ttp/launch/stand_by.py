@@ -14,7 +14,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError, RendezvousTimeoutError
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousGracefulExitError,
+    RendezvousTimeoutError,
+)
 from torch.distributed.elastic.rendezvous.api import RendezvousInfo
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import _RendezvousExitOp
 
@@ -29,6 +33,7 @@ VACANT_S = 2.0
 LATE_S = 10.0
 LEAVE_S = 5.0
 TURN_KEY = "ttp/turn"
+"""With the number of the round that is about to form: who was not needed in one round comes first in a later one."""
 
 
 class Rescheduling(WrappedRendezvous):
@@ -101,10 +106,14 @@ class StandBy(Rescheduling):
         """Wait until a host is missing, if this one has no place yet; then meet the others.
 
         Raises:
-            RendezvousGracefulExitError: the job has ended and did not need this host.
+            RendezvousGracefulExitError: the job has ended and did not need this host, or cannot be reached any more.
         """
         if not self._seated:
-            self._wait()
+            try:
+                self._wait()
+            except RendezvousConnectionError as problem:  # its host may be the first to leave a job that has ended
+                logger.warning("the rendezvous does not answer any more: this host stands by no longer. %s", problem)
+                raise RendezvousGracefulExitError from problem
         return super().next_rendezvous()
 
     def _wait(self) -> None:
@@ -128,7 +137,9 @@ class StandBy(Rescheduling):
         if for_s < VACANT_S:
             self._turn = 0
             return False
-        self._turn = self._turn or self._inner._get_store().add(TURN_KEY, 1)
+        if not self._turn:
+            meeting = self._inner._state_holder.state
+            self._turn = self._inner._get_store().add(f"{TURN_KEY}/{meeting.round + meeting.complete}", 1)
         return self._turn <= empty or for_s >= LATE_S
 
 
