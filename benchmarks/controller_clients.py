@@ -2,112 +2,131 @@
 
 They say hello, beat once a second with a version that grows, and answer a freeze at once. With ``PER_RELAY`` 0 each has
 a stream of its own, else so many share one. It ends with its standard input.
+
+They share a machine with the controller that is measured, so they are as cheap as they can be: no gRPC but its frames
+of HTTP/2 written by hand, and answers that were serialised before there was a question. To the controller they look
+like ranks, and relays, of their own hosts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import resource
+import struct
 import sys
 import time
-from typing import Any
-
-import grpc.aio
+from collections.abc import Sequence
+from typing import cast
 
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.layout_messages import LayoutPart, TellLayout
-from ttp.core.relay import LineId, Relay, ordered
-from ttp.wire.channel import CLIENT_OPTIONS
-from ttp.wire.convert import order_from_wire, report_to_wire
-from ttp.wire.relay import frame_to_wire, orders_from_wire
-from ttp.wire.v1.controller_pb2_grpc import ControllerStub
+from ttp.core.layout_messages import LayoutPart
+from ttp.core.relay import Frame, LineId
+from ttp.wire.convert import report_to_wire
+from ttp.wire.relay import frame_to_wire
+from ttp.wire.v1 import controller_pb2 as pb
 
 TOGETHER = 64
 """Streams that are opened at a time."""
 BEAT_S = 1.0
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+DATA, HEADERS, SETTINGS, PING, WINDOW_UPDATE = 0, 1, 4, 6, 8
+ACK, END_HEADERS, STREAM, FRAME_MAX, WINDOW = 1, 4, 1, 16_384, (1 << 30).to_bytes(4, "big")
+SOME_INCIDENT = "x" * len("20261123-123456-1-abcd")
+"""Stands in prepared answers for an id of the same length."""
 
 
-class Ranks:
-    """Some ranks and their stream.
+class Ranks(asyncio.Protocol):
+    """Some ranks and their stream; with ``relayed`` they are the lines of a relay, named by their ranks.
 
     Args:
         ranks: who they are.
         layout: of the job.
+        relayed: they share a stream.
     """
 
-    def __init__(self, ranks: range, layout: Layout) -> None:
-        self._ranks, self._layout = ranks, layout
-        self._writing = asyncio.Lock()
-        self._call: Any = None
+    transport: asyncio.Transport
 
-    async def open(self, stub: Any) -> None:
-        """Say hello; returns when the controller has accepted the stream."""
-        self._call = self._attach(stub)
-        await self._say([hello(rank, self._layout) for rank in self._ranks])
-        await self._call.initial_metadata()
+    def __init__(self, ranks: range, layout: Layout, *, relayed: bool) -> None:
+        self.accepted = asyncio.get_running_loop().create_future()
+        self._ranks, self._layout, self._relayed = ranks, layout, relayed
+        self._read = self._message = b""
+        self._answer = self._answers(SOME_INCIDENT)
 
-    async def beat(self, version: int) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Say hello."""
+        self.transport = cast(asyncio.Transport, transport)
+        service = b"/ttp.wire.v1.Controller/" + (b"Relay" if self._relayed else b"Attach")
+        head = {b":method": b"POST", b":scheme": b"http", b":path": service, b":authority": b"localhost"}
+        head |= {b"content-type": b"application/grpc", b"te": b"trailers"}
+        block = b"".join(b"\0%c%b%c%b" % (len(k), k, len(v), v) for k, v in head.items())
+        window = frame(WINDOW_UPDATE, 0, 0, WINDOW) + frame(WINDOW_UPDATE, 0, STREAM, WINDOW)
+        self.transport.write(PREFACE + frame(SETTINGS, 0, 0) + frame(HEADERS, END_HEADERS, STREAM, block) + window)
+        self.transport.write(self._said([hello(rank, self._layout) for rank in self._ranks]))
+
+    def beat(self, version: int) -> None:
         """One beat of each."""
-        await self._say([m.Heartbeat(Rank(r), Version(version), m.Phase.IDLE) for r in self._ranks], beats=True)
+        beats = [m.Heartbeat(Rank(r), Version(version), m.Phase.IDLE) for r in self._ranks]
+        self.transport.write(self._said(beats, beat=True))
 
-    async def listen(self) -> None:
-        """Answer what has to be answered, until the stream ends."""
-        with contextlib.suppress(grpc.RpcError, asyncio.CancelledError):
-            async for message in self._call:
-                for order in self._orders(message):
-                    if isinstance(order, TellLayout):
-                        parts = in_parts(self._layout)
-                        count, digest = len(parts), order.digest
-                        await self._say([LayoutPart(order.rank, digest, i, count, p) for i, p in enumerate(parts)])
-                answers = [
-                    m.Frozen(order.rank, order.incident, Version(7), m.Phase.IDLE, final=True)
-                    for order in self._orders(message)
-                    if isinstance(order, m.Freeze)
-                ]
-                if answers:
-                    await self._say(answers)
+    def data_received(self, data: bytes) -> None:
+        """Answer what has to be answered."""
+        read = self._read + data
+        while len(read) >= 9 and len(read) >= 9 + (size := int.from_bytes(read[:3], "big")):
+            kind, flags, content, read = read[3], read[4], read[9 : 9 + size], read[9 + size :]
+            if kind == DATA:
+                self._heard(content)
+            elif kind == HEADERS and not self.accepted.done():
+                self.accepted.set_result(None)
+            elif kind in (SETTINGS, PING) and not flags & ACK:
+                self.transport.write(frame(kind, ACK, 0, content if kind == PING else b""))
+        self._read = read
 
-    def _attach(self, stub: Any) -> Any:
-        return stub.Attach()
+    def _heard(self, content: bytes) -> None:
+        message = self._message + content
+        while len(message) >= 5 and len(message) >= 5 + (size := int.from_bytes(message[1:5], "big")):
+            one, message = message[5 : 5 + size], message[5 + size :]
+            if self._relayed:
+                for item in pb.RelayOrders.FromString(one).orders:
+                    self._told(pb.ControllerOrder.FromString(item.order))
+            else:
+                self._told(pb.ControllerOrder.FromString(one))
+        self._message = message
 
-    def _orders(self, message: Any) -> list[m.Order]:
-        return [order_from_wire(message)]
+    def _told(self, order: pb.ControllerOrder) -> None:
+        match order.WhichOneof("order"):
+            case "freeze":
+                incident = order.freeze.incident
+                same = len(incident) == len(SOME_INCIDENT)
+                answer = self._answer.replace(SOME_INCIDENT.encode(), incident.encode()) if same else None
+                self.transport.write(answer or self._answers(incident))
+            case "tell_layout":
+                parts, digest = in_parts(self._layout), order.tell_layout.digest
+                rank = Rank(order.tell_layout.rank)
+                said = [LayoutPart(rank, digest, i, len(parts), p) for i, p in enumerate(parts)]
+                self.transport.write(self._said(said))
 
-    async def _say(self, reports: list[Any], *, beats: bool = False) -> None:
-        async with self._writing:
-            for report in reports:
-                await self._call.write(report_to_wire(report))
+    def _answers(self, incident: str) -> bytes:
+        return self._said([m.Frozen(Rank(r), incident, Version(7), m.Phase.IDLE, final=True) for r in self._ranks])
+
+    def _said(self, reports: Sequence[m.Report], *, beat: bool = False) -> bytes:
+        if not self._relayed:
+            return b"".join(said(report_to_wire(report).SerializeToString()) for report in reports)
+        lines = tuple((LineId(report.rank), report) for report in reports)
+        return said(frame_to_wire(Frame(lines, beat)).SerializeToString())
 
 
-class Relayed(Ranks):
-    """Ranks that share a stream; their lines are named by their ranks."""
+def frame(kind: int, flags: int, stream: int, content: bytes = b"") -> bytes:
+    """One frame of HTTP/2."""
+    return struct.pack("!I", len(content))[1:] + struct.pack("!BBI", kind, flags, stream) + content
 
-    def __init__(self, ranks: range, layout: Layout) -> None:
-        super().__init__(ranks, layout)
-        self._relay = Relay(BEAT_S)
 
-    def _attach(self, stub: Any) -> Any:
-        return stub.Relay()
-
-    def _orders(self, message: Any) -> list[m.Order]:
-        return [
-            ordered(order, Rank(line))
-            for lines, order in orders_from_wire(message)
-            if order is not None
-            for line in lines
-        ]
-
-    async def _say(self, reports: list[Any], *, beats: bool = False) -> None:
-        now = time.monotonic()
-        for report in reports:
-            self._relay.reported(LineId(report.rank), report, now)
-        frame = self._relay.take(now + BEAT_S if beats else now)
-        if frame is not None:
-            async with self._writing:
-                await self._call.write(frame_to_wire(frame))
+def said(message: bytes) -> bytes:
+    """One message of gRPC, in frames of HTTP/2."""
+    whole = b"\0" + len(message).to_bytes(4, "big") + message
+    parts = (whole[at : at + FRAME_MAX] for at in range(0, len(whole), FRAME_MAX))
+    return b"".join(frame(DATA, 0, STREAM, part) for part in parts)
 
 
 def hello(rank: int, layout: Layout) -> m.Hello:
@@ -121,27 +140,26 @@ def hello(rank: int, layout: Layout) -> m.Hello:
 
 async def serve(port: int, first: int, count: int, world: int, per_relay: int) -> None:
     """Open all streams, then beat until the standard input ends."""
-    layout, kind, size = Layout.data_parallel(world), Relayed if per_relay else Ranks, per_relay or 1
-    streams = [kind(range(at, min(at + size, first + count)), layout) for at in range(first, first + count, size)]
-    for at in range(0, len(streams), TOGETHER):
-        stubs = [
-            ControllerStub(grpc.aio.insecure_channel(f"127.0.0.1:{port}", CLIENT_OPTIONS)) for _ in range(TOGETHER)
+    layout, size, loop = Layout.data_parallel(world), per_relay or 1, asyncio.get_running_loop()
+    streams: list[Ranks] = []
+    for begin in range(first, first + count, size * TOGETHER):
+        part = [
+            Ranks(range(at, min(at + size, first + count)), layout, relayed=per_relay > 0)
+            for at in range(begin, min(begin + size * TOGETHER, first + count), size)
         ]
-        part = streams[at : at + TOGETHER]
-        await asyncio.gather(*(stream.open(stub) for stream, stub in zip(part, stubs, strict=False)))
-        tasks.extend(asyncio.create_task(stream.listen()) for stream in part)
+        for stream in part:
+            await loop.create_connection(lambda stream=stream: stream, "127.0.0.1", port)  # type: ignore[misc]
+        await asyncio.gather(*(stream.accepted for stream in part))
+        streams += part
     over = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     for version in range(1, 1 << 30):
-        begin = time.monotonic()
+        started = time.monotonic()
         for at, stream in enumerate(streams):
-            with contextlib.suppress(grpc.RpcError, asyncio.InvalidStateError):
-                await stream.beat(version)
-            await asyncio.sleep(max(0.0, begin + BEAT_S * (at + 1) / len(streams) - time.monotonic()))
+            stream.beat(version)
+            await asyncio.sleep(max(0.0, started + BEAT_S * (at + 1) / len(streams) - time.monotonic()))
         if over.done():
             return
 
-
-tasks: list[asyncio.Task[None]] = []
 
 if __name__ == "__main__":
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

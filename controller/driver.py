@@ -128,9 +128,13 @@ class Driver:
             if self.closed:
                 return
             try:
-                self._handle(event)
+                self._handle(event, more=True)
             except Exception:
                 log.exception("a report could not be handled")
+        try:
+            self._perform_all(self.machine.settle(time.monotonic()))
+        except Exception:
+            log.exception("what follows from answers could not be done")
         self._plan_timer()
 
     def add_evidence(
@@ -185,8 +189,11 @@ class Driver:
 
     # -------------------------------------------------------------------------------------------------------- outwards
 
-    def _handle(self, event: ce.Event) -> None:
-        for action in self.machine.on_event(event, time.monotonic()):
+    def _handle(self, event: ce.Event, *, more: bool = False) -> None:
+        self._perform_all(self.machine.on_event(event, time.monotonic(), more=more))
+
+    def _perform_all(self, actions: list[ce.Action]) -> None:
+        for action in actions:
             try:
                 self._perform(action)
             except Exception:  # a journal without a thread, say: the orders go out all the same
@@ -218,12 +225,14 @@ class Driver:
             asyncio.get_running_loop().call_soon(self.disconnect, connection)
 
     def _record(self, kind: str, incident: str, facts: dict[str, object]) -> None:
-        text = json.dumps(facts, default=str)
+        text = _to_json(facts)
         happening = Happening(next(self._sequence), time.time(), time.monotonic(), kind, incident, text)
         self._remember(happening)
         level = logging.DEBUG if kind == "answer" else logging.INFO  # there is one of each rank: the journal has them
-        log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
-        self._watchers = {watch for watch in self._watchers if watch.add(happening)}
+        if log.isEnabledFor(level):
+            log.log(level, "%s%s %s", f"[{incident}] " if incident else "", kind, text[:2000])
+        if self._watchers:
+            self._watchers = {watch for watch in self._watchers if watch.add(happening)}
         if incident:
             self._journal.write(self.machine.save_dir, happening)
         if kind == "incarnation":
@@ -243,21 +252,30 @@ class Driver:
             self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
+        """Keep one call due, at the machine's deadline or before: with every word of a rank the deadline moves on."""
+        deadline = self.machine.deadline()
+        if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
+            return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        deadline = self.machine.deadline()
-        if deadline is not None:
-            delay_s = max(0.0, deadline - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
+        delay_s = max(0.0, deadline - time.monotonic())
+        self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
         """Whatever goes wrong, there is a next tick."""
+        self._timer = None
         try:
-            self.feed(ce.Tick())
+            deadline = self.machine.deadline()
+            if deadline is not None and deadline <= time.monotonic():
+                self.feed(ce.Tick())
+            else:
+                self._plan_timer()
         except Exception:
             log.exception("what is due now could not be done")
             self._timer = asyncio.get_running_loop().call_later(RETRY_S, self._tick)
+
+
+_to_json = json.JSONEncoder(default=str).encode
 
 
 def _no_more(request: int) -> ce.AnswerSave:

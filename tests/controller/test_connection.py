@@ -107,11 +107,12 @@ def test_after_a_tick_that_fails_there_is_another(
     monkeypatch.setattr(driving, "RETRY_S", 0.0)
     ticks: list[ce.Event] = []
 
-    def fail(event: ce.Event, now: float) -> list[ce.Action]:
+    def fail(event: ce.Event, now: float, *, more: bool) -> list[ce.Action]:
         ticks.append(event)
         raise ZeroDivisionError
 
     monkeypatch.setattr(driver.machine, "on_event", fail)
+    monkeypatch.setattr(driver.machine, "deadline", lambda: 0.0)
 
     async def run() -> None:
         driver._tick()

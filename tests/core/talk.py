@@ -94,12 +94,17 @@ class Talk:
 
     # ------------------------------------------------------------------------------------------------------- what comes
 
-    def event(self, event: Event) -> str:
-        self.said = self.machine.on_event(event, self.now)
+    def event(self, event: Event, *, together: bool = False) -> str:
+        self.said = self.machine.on_event(event, self.now, more=together)
         return line(self.said)
 
-    def report(self, rank: int, report: m.Report) -> str:
-        return self.event(Received(ConnectionId(self.streams[rank]), report))
+    def all_said(self) -> str:
+        """All that came together was said."""
+        self.said = self.machine.settle(self.now)
+        return line(self.said)
+
+    def report(self, rank: int, report: m.Report, *, together: bool = False) -> str:
+        return self.event(Received(ConnectionId(self.streams[rank]), report), together=together)
 
     def hello(self, rank: int, **more: Any) -> str:
         self.machine.job.learn(self.layout)  # test_layouts.py is about how it is asked for
@@ -130,9 +135,12 @@ class Talk:
         about = Rank(rank if subject is None else subject)
         return self.report(rank, m.Fault(Rank(rank), about, kind, f"{kind.value} of {about}", wrong=wrong))
 
-    def frozen(self, rank: int, version: int, phase: m.Phase = m.Phase.IDLE, **more: Any) -> str:
+    def frozen(
+        self, rank: int, version: int, phase: m.Phase = m.Phase.IDLE, *, together: bool = False, **more: Any
+    ) -> str:
         final = phase is not m.Phase.UPDATING
-        return self.report(rank, m.Frozen(Rank(rank), self.id, Version(version), phase, final, **more))
+        answer = m.Frozen(Rank(rank), self.id, Version(version), phase, final, **more)
+        return self.report(rank, answer, together=together)
 
     def saved(self, rank: int, generation: int = 0) -> str:
         piece = m.Piece(f"{rank}_{generation}", 1, "d", "shard", "s0", Rank(rank))

@@ -11,6 +11,7 @@ import pytest
 from tests.core.talk import LOST, Talk, frozen_at_7
 from ttp.core import messages as m
 from ttp.core.controller import planning
+from ttp.core.controller.events import ConnectionId, StreamEnded
 from ttp.core.decide import Answer, NoPlan, Plan, decide
 from ttp.core.layout import Layout
 from ttp.testing.scenario import grid
@@ -64,6 +65,25 @@ def test_nobody_is_waited_for_when_the_newest_version_is_known() -> None:
     talk.lost(0)
     assert talk.frozen(1, 7) == "[answer]"
     assert talk.frozen(2, 8) == "[answer] [plan] Save:2"  # rank 3 has not answered
+
+
+def test_answers_that_come_together_are_all_taken_before_anything_follows_from_them() -> None:
+    talk, alone = Talk(grid(1, 4)), Talk(grid(1, 4))
+    talk.lost(0)
+    alone.lost(0)
+    assert [alone.frozen(rank, version) for rank, version in ((1, 7), (2, 8))] == ["[answer]", "[answer] [plan] Save:2"]
+
+    assert [talk.frozen(r, v, together=True) for r, v in ((1, 7), (2, 8), (3, 9))] == ["[answer]"] * 3
+    assert talk.incident.plan is None
+    assert talk.all_said() == "[plan] Save:3"  # alone, 9 would have come too late
+    assert talk.all_said() == ""
+
+
+def test_what_follows_from_other_words_is_not_put_off() -> None:
+    talk = Talk()
+    lost = talk.event(StreamEnded(ConnectionId(talk.streams[0])), together=True)
+    assert lost == LOST
+    assert talk.all_said() == ""
 
 
 def test_all_are_waited_for_when_they_may_know_of_a_newer_one() -> None:

@@ -45,6 +45,7 @@ def test_the_survivors_of_a_death_keep_their_processes(
     job = make_job(ranks=ranks, steps=3 * len(faults) + 3, max_restarts=len(faults), faults=faults, flags=KEEP)
     assert job.run(TIMEOUT_S - 30) == 0, job.story()
     assert all(again(job)[:10]) and len(again(job)) == len(faults), job.story()
+    assert "ranks do not go on in their processes" not in job.log.read_text()
     assert job.starts() == [0, *job.committed()], job.story()
     assert job.results() == unbroken(job)
 

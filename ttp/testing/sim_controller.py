@@ -116,8 +116,8 @@ class SimController:
         """Kill the process while it carries out actions."""
         self._events_left, self._actions_left = events, actions
 
-    def on_event(self, event: Event) -> None:
-        """See ``ControllerEnd``; reports of streams that were replaced arrive here too."""
+    def on_event(self, event: Event, *, more: bool = False) -> None:
+        """See ``ControllerEnd``; reports of replaced streams arrive here too. ``more``: ``settle`` will be called."""
         if self._missed is not None:
             self._missed.append(event)
             return
@@ -125,8 +125,16 @@ class SimController:
             return
         if isinstance(event, StreamEnded):
             self._streams.pop(event.connection, None)
-        actions = self.machine.on_event(event, self._world.now)
+        actions = self.machine.on_event(event, self._world.now, more=more)
         self._world.trace(self.name, _describe(event))
+        self._act(actions)
+
+    def settle(self) -> None:
+        """All of a frame was said."""
+        if self.alive and not self.stopped:
+            self._act(self.machine.settle(self._world.now))
+
+    def _act(self, actions: list[Action]) -> None:
         if actions:
             self._world.judge.controller_acted(self.machine, actions)
         self._perform(actions)

@@ -178,7 +178,8 @@ class _Port:
             if report is None:
                 self._ended(known)
             elif known.open:
-                self._controller.on_event(Received(known.connection, report))
+                self._controller.on_event(Received(known.connection, report), more=True)
+        self._controller.settle()
 
     def put(self, line: LineId, order: m.Order | None) -> None:
         """What is said within one moment goes down together, or in pieces: a controller may die in between."""

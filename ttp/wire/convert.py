@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
+import operator
 import re
 import types
 import typing
@@ -135,30 +136,38 @@ def _one_of(message: Any, oneof: str, kinds: dict[str, type]) -> Any:
 
 def _to_wire(value: Any) -> Any:
     kind = type(value)
-    message = getattr(pb, kind.__name__)()
-    for name, _ in _FIELDS[kind]:
-        item = getattr(value, name)
-        if isinstance(item, tuple):
-            getattr(message, name).extend([_plain(x) for x in item])
-        elif dataclasses.is_dataclass(item):
-            getattr(message, name).CopyFrom(_to_wire(item))
-        else:
-            setattr(message, name, _plain(item))
-    return message
+    fields = _FIELDS[kind]
+    return fields.message(**dict(zip(fields.names, map(_plain, fields.of(value)), strict=True)))
 
 
 def _plain(item: Any) -> Any:
+    """What protobuf takes for a value; it takes scalars, and lists of them, as they are."""
+    kind = type(item)
+    if kind in _SCALARS:
+        return item
     if isinstance(item, enum.Enum):
         return enum_to_wire(item)
-    return _to_wire(item) if dataclasses.is_dataclass(item) else item
+    if kind is tuple:
+        return item if not item or type(item[0]) in _SCALARS else [_plain(x) for x in item]
+    return _to_wire(item) if kind in _FIELDS else item
 
 
 def _from_wire(kind: type, message: Any) -> Any:
-    return kind(*[read(getattr(message, name)) for name, read in _FIELDS[kind]])
+    fields = _FIELDS[kind]
+    values = list(fields.of(message))
+    for at, read in fields.readers:
+        values[at] = read(values[at])
+    return kind(*values)
 
 
-def _reader(name: str, hint: Any) -> Callable[[Any], Any]:
-    """What makes a field's value of what protobuf has; every message of every rank goes through these."""
+def _reader(name: str, hint: Any) -> Callable[[Any], Any] | None:
+    """What makes a field's value of what protobuf has; every message of every rank goes through these.
+
+    None: that is the value, and nothing can be wrong with it.
+    """
+    hint = getattr(hint, "__supertype__", hint)  # a rank is an int
+    if hint in (bool, float, bytes) or (hint is int and name not in limits.NUMBERS):
+        return None
     if typing.get_origin(hint) is tuple:
         return functools.partial(_entries, name, _reader(name, typing.get_args(hint)[0]))
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
@@ -174,11 +183,11 @@ def _scalar(name: str, item: Any) -> Any:
     return limits.number(name, item) if isinstance(item, int) else item
 
 
-def _entries(name: str, read: Callable[[Any], Any], items: Any) -> tuple[Any, ...]:
+def _entries(name: str, read: Callable[[Any], Any] | None, items: Any) -> tuple[Any, ...]:
+    if not items:
+        return ()
     taken = items[: limits.entries(name, len(items))]
-    if taken and isinstance(taken[0], int):
-        return tuple(taken)  # ranks: there may be a hundred thousand
-    return tuple(map(read, taken))
+    return tuple(taken if read is None else map(read, taken))
 
 
 @functools.cache
@@ -186,15 +195,31 @@ def _snake(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-def _known_fields() -> dict[type, list[tuple[str, Callable[[Any], Any]]]]:
+class _Fields:
+    """Of one kind of value: how to make it of a message, and a message of it.
+
+    Args:
+        kind: a dataclass with the name, and the names of the fields, of a message.
+    """
+
+    def __init__(self, kind: type) -> None:
+        hints = typing.get_type_hints(kind)
+        self.names = tuple(f.name for f in dataclasses.fields(kind))
+        readers = ((at, _reader(name, hints[name])) for at, name in enumerate(self.names))
+        self.readers = [(at, read) for at, read in readers if read is not None]
+        self.message: Callable[..., Any] = getattr(pb, kind.__name__)
+        get = operator.attrgetter(*self.names)
+        self.of: Callable[[Any], Iterable[Any]] = get if len(self.names) > 1 else lambda value: (get(value),)
+        """The fields of a value, or of a message, in order."""
+
+
+_SCALARS = frozenset({int, str, bool, float, bytes})
+
+
+def _known_fields() -> dict[type, _Fields]:
     values = [lm.ShardGroup, m.Mirror, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
-    kinds = [*REPORTS, *ORDERS, *values]
-    fields: dict[type, list[tuple[str, Callable[[Any], Any]]]] = {}
-    for kind in kinds:
-        hints = typing.get_type_hints(kind)
-        fields[kind] = [(f.name, _reader(f.name, hints[f.name])) for f in dataclasses.fields(kind)]
-    return fields
+    return {kind: _Fields(kind) for kind in (*REPORTS, *ORDERS, *values)}
 
 
 _FIELDS = _known_fields()

@@ -70,7 +70,8 @@ class EvidenceBook:
 
     def withdraw(self, subject: Rank, kind: m.FaultKind) -> bool:
         """The evidence turned out to be wrong; false when there was none."""
-        evidence = self.by_kind.get(kind, OrderedDict()).pop(subject, None)
+        found = self.by_kind.get(kind)
+        evidence = found.pop(subject, None) if found else None
         if evidence is None:
             return False
         self._withdrawn.append(evidence)

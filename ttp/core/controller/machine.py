@@ -24,7 +24,8 @@ The controller holds soft state only. After a takeover it hears from every rank'
 which incident, opens that incident again under a higher term and goes through the same stages. If every rank comes back
 and nothing is broken, the world is thawed. While ranks are still coming back nothing is decided.
 
-Cost: constant time per event, O(world size) per stage of an incident.
+Cost: constant time per event, O(world size) per stage of an incident. Answers to a freeze that came in one message are
+taken one by one, and what follows from all of them is looked for once (``settle``).
 
 Files: this one takes events, and passes each on. ``admission`` lets ranks in, ``fault_reports`` says what is evidence
 of a fault, ``rescue`` moves an incident through its stages (with ``evidence``, ``freezing``, ``planning``, ``saving``,
@@ -98,11 +99,18 @@ class ControllerMachine:
         self._admission = Admission(parts, self._end, now)
         self._faults = FaultReports(parts, self._end)
         self._suspected = 0  # at one time, at most, since there was no suspect
+        self._unsettled = False
 
     # ------------------------------------------------------------------------------------------------------- entrance
 
-    def on_event(self, event: Event, now: float) -> list[Action]:
-        """Take one event, return what has to be done, in order. Late and duplicate events change nothing."""
+    def on_event(self, event: Event, now: float, *, more: bool = False) -> list[Action]:
+        """Take one event, return what has to be done, in order. Late and duplicate events change nothing.
+
+        Args:
+            event: what has happened.
+            now: in seconds.
+            more: of answers to a freeze: what follows from them is left to ``settle``, which has to be called.
+        """
         self._rescue.program.at(now)
         match event:
             case Received(connection, m.Hello() as hello):
@@ -130,6 +138,17 @@ class ControllerMachine:
             case Tick():
                 if self.stage == "training":
                     self._faults.look_for_hangs(now)
+        if more and isinstance(event, Received) and isinstance(event.report, m.Frozen):
+            self._unsettled = True
+            return self._outbox.take()
+        return self._settle(now)
+
+    def settle(self, now: float) -> list[Action]:
+        """What follows from the events that came with ``more``."""
+        return self._settle(now) if self._unsettled else []
+
+    def _settle(self, now: float) -> list[Action]:
+        self._unsettled = False
         frozen = self.incident is not None
         self._expire(now)
         self._rescue.advance(now)
