@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, Protocol
 
 from ttp.config import CONTINUITY_MODES, MINDIO_FORCE, MINDIO_SWITCH, Config
@@ -144,7 +145,7 @@ def _parse(argv: list[str]) -> Any:
             "give the same --nnodes, --rdzv-endpoint and --rdzv-id as on the hosts of the job"
         )
     runs_a_file = not (arguments.module or arguments.no_python)
-    if arguments.stand_by and runs_a_file and not os.path.exists(arguments.training_script):
+    if arguments.stand_by and runs_a_file and not Path(arguments.training_script).exists():
         raise ConfigError(
             f"there is no {arguments.training_script} here: this host could not take the place of another"
         )
