@@ -87,6 +87,12 @@ def test_armed_ones_that_ignore_it_are_killed_after_the_grace(host: Host, worker
     assert group[0].wait(10) == -signal.SIGKILL
 
 
+def test_ctrl_c_that_a_shell_has_them_ignore_is_sigterm(host: Host, workers: StartWorkers) -> None:
+    group = workers({"deaf": True, "on_sigterm": "save", "save_s": 0.1}, {"on_sigterm": "save", "save_s": 0.1})
+    host.stop(group, signal.SIGINT, 5.0)
+    assert group[0].poll() == 75 and group[1].poll() not in (None, 75), "whoever hears Ctrl-C gets it as it is"
+
+
 def test_patience_ends(host: Host, workers: StartWorkers, out: Path) -> None:
     """TTP_OT is 5 s here; then it is the launcher's turn."""
     group = workers({"save_s": 60}, {})

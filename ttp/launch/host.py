@@ -275,8 +275,9 @@ class Host:
     def _send(self, pids: Iterable[int], how: signal.Signals, workers: Workers) -> None:
         self._watch.expect(pids)
         for pid in _alive(workers) & set(pids):
+            deaf = how is signal.SIGINT and _ignores(pid, how)
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(pid, how)
+                os.killpg(pid, signal.SIGTERM if deaf else how)
 
     def _wait_for_other_nodes(self) -> None:
         """Wait while ranks of other nodes save; all ranks of this node may have died."""
@@ -296,6 +297,16 @@ class Host:
 
 def _alive(workers: Workers) -> set[int]:
     return {worker.pid for worker in workers.values() if worker.poll() is None}
+
+
+def _ignores(pid: int, number: int) -> bool:
+    """Whether a process ignores a signal: shells have what they start in the background ignore Ctrl-C."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return False
+    ignored = next((int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigIgn:")), 0)
+    return bool(ignored >> (number - 1) & 1)
 
 
 def _names(workers: Workers, pids: Iterable[int]) -> str:
