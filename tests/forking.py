@@ -171,6 +171,8 @@ def _forking_this() -> type[WarmStarter]:
     pid = os.fork()
     if not pid:
         ours.close()
+        variables = dict(os.environ)  # /proc has those of the process that all are forked from
+        template._first_environment = lambda: variables
         template.main(theirs.detach(), launcher, nothing.name, "")
     theirs.close()
     said = json.loads(ours.recv(1 << 20))  # it has read the file

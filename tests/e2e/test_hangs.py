@@ -37,6 +37,7 @@ def test_a_rank_that_hangs_is_named_explained_and_done_without(make_job: MakeJob
     check(job, unbroken, {1: "wait_for_ever"})
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(TIMEOUT_S)
 @pytest.mark.xdist_group("hangs")
 def test_without_a_launcher_too(forked_job: MakeForked, unbroken: Unbroken) -> None:

@@ -83,6 +83,7 @@ def test_a_host_that_stands_by_takes_the_place_of_a_lost_one(make_two: Callable[
     assert all((job.directory / "run" / spare / "imports.json").exists() for spare in ("spare1", "spare2"))
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_host_that_is_drained_move(make_two: Callable[..., Job], unbroken: Unbroken) -> None:
     job = make_two(1, steps=16).start()
     await_version(job, 3)
