@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch import worker_watch
+from ttp.launch import oom, worker_watch
 from ttp.launch.deaths import describe_exit
 from ttp.launch.oom import OomWatch
 from ttp.launch.worker_watch import WorkerWatch
@@ -229,3 +229,17 @@ def test_a_real_one() -> None:
             process.communicate("go\n", timeout=LONG_S)
         assert process.returncode == -signal.SIGKILL
         assert watch.explain(process.pid) == f"out of memory (cgroup /{cgroup.name}, oom_kill 0 -> 1)"
+
+
+def test_a_signal_to_the_launcher_is_not_lost_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's launcher makes an exception of SIGTERM, wherever the main thread is."""
+
+    class Signal(Exception):
+        pass
+
+    def signalled(_: object) -> None:
+        raise Signal
+
+    monkeypatch.setattr(oom, "mounts", signalled)
+    with pytest.raises(Signal):
+        OomWatch()

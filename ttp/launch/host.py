@@ -14,7 +14,7 @@ from subprocess import Popen
 from typing import TYPE_CHECKING, Any
 
 from ttp.config import Config
-from ttp.errors import EXIT_TRAINED, ConfigError
+from ttp.errors import EXIT_TRAINED, ConfigError, TtpError
 from ttp.launch.again import Again
 from ttp.launch.controller_keeper import ControllerKeeper
 from ttp.launch.dead_pages import DeadPages
@@ -118,7 +118,7 @@ class Host:
             return
         try:
             self._relay = relay.RelayServer(self.config, self._run_dir)
-        except Exception as problem:
+        except (OSError, RuntimeError, ValueError, TtpError) as problem:
             logger.warning("this host has no relay, its ranks connect by themselves: %s", problem)
 
     def watch(self, workers: Workers) -> None:

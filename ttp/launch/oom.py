@@ -44,7 +44,7 @@ class OomWatch:
         self._before: dict[Path, int] = {}
         try:
             known = list(mounts(self._proc))
-        except Exception as problem:
+        except (OSError, ValueError, LookupError) as problem:  # a signal is an Exception, too, in torch's launcher
             logger.debug("cgroups are not to be had: %s", problem)
             known = []
         for pid in pids:
@@ -71,7 +71,7 @@ class OomWatch:
                     self._place[pid] = place
                     self._before.setdefault(place.file, count)
                     return
-        except Exception as problem:
+        except (OSError, ValueError, LookupError) as problem:  # a signal is an Exception, too, in torch's launcher
             logger.debug("pid %d: its cgroup cannot be told: %s", pid, problem)
 
 

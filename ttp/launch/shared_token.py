@@ -66,7 +66,7 @@ class SharedToken:
     def _hear(store: Any) -> str:
         try:
             store.wait([KEY], timedelta(seconds=WAIT_S))
-        except Exception as problem:  # torch's own kinds
+        except (RuntimeError, OSError, LookupError) as problem:  # torch's own kinds; no signal
             raise ConfigError(
                 f"the first node has not handed over the job's token within {WAIT_S:g} s: is it started with this "
                 "version of ttp, too? Else set TTP_TOKEN_FILE on every node to a file of mode 0600 with the same secret"

@@ -147,7 +147,7 @@ class WarmStarter:
         try:
             outputs = (stdout.fileno() if stdout else 1, stderr.fileno() if stderr else 2)
             return self._worker(command, environ, outputs, stdin)
-        except Exception as problem:
+        except (OSError, ValueError, LookupError, TypeError, AssertionError) as problem:  # no signal to the launcher
             self._give_up(repr(problem))
             return None
 
