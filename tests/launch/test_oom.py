@@ -234,12 +234,12 @@ def test_a_real_one() -> None:
 def test_a_signal_to_the_launcher_is_not_lost_here(monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch's launcher makes an exception of SIGTERM, wherever the main thread is."""
 
-    class Signal(Exception):
+    class SignalError(Exception):
         pass
 
     def signalled(_: object) -> None:
-        raise Signal
+        raise SignalError
 
     monkeypatch.setattr(oom, "mounts", signalled)
-    with pytest.raises(Signal):
+    with pytest.raises(SignalError):
         OomWatch()
