@@ -91,6 +91,11 @@ class Joining:
 
     # --------------------------------------------------------------------------------------------- for other threads
 
+    @property
+    def accepted(self) -> bool:
+        """Whether this rank belongs to the job."""
+        return self._known.is_set() and self.problem is None
+
     def pending(self) -> bool:
         """Whether this rank has not been told yet if it belongs to the job."""
         return not self._known.is_set()

@@ -19,7 +19,7 @@ from pathlib import Path
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
-from ttp.core.layout import Layout, Rank, Version
+from ttp.core.layout import Layout, Rank, Version, describe_copies
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.actions import not_done
@@ -90,6 +90,8 @@ class Processor:
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
+        self._unsaid_since: Version | None = Version(version) if env.rank == 0 else None
+        """Nobody has been told yet that updates after this one are protected."""
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
@@ -174,6 +176,8 @@ class Processor:
 
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
+        if self._unsaid_since is not None:
+            self._unsaid_since = version
         self.gate.set_version(version)
         self._inbox.put(ev.Based(version))
 
@@ -297,7 +301,18 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
+            self._say_protected()
             return self._observed()
+
+    def _say_protected(self) -> None:
+        """Once: an update is finished, which proves that all ranks are there."""
+        if self._unsaid_since is None or self.gate.version == self._unsaid_since or not self._joining.accepted:
+            return
+        self._unsaid_since = None
+        log.info(
+            "protected: %s; when a rank fails, the last finished version is saved in %s",
+            describe_copies(self.layout), self.save_dir,
+        )  # fmt: skip
 
     def _observed(self) -> ev.Observed:
         state = self.gate.state()
