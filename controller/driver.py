@@ -266,7 +266,7 @@ class Driver:
             self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
-        """Keep one timer at the machine's deadline or before it. Reports move the deadline; the timer follows when due."""
+        """Keep one timer at the machine's deadline or before. Reports move the deadline; the timer follows when due."""
         deadline = self.machine.deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
