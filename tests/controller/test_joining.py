@@ -58,9 +58,8 @@ def test_restore_without_a_controller_names_the_cause(alone: Processor) -> None:
 
 def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "ttp.processor")
-    port = free_port()
-    controller = start("--port", str(port), token="right")
-    config = Config(port=port, run_dir=str(tmp_path / "rank"), token="right", heartbeat_s=0.05)
+    controller = start(token="right")
+    config = Config(port=controller.port, run_dir=str(tmp_path / "rank"), token="right", heartbeat_s=0.05)
     env = replace(ENV, rank=0, world_size=1)
     processor = Processor(config, env, Layout.data_parallel(1), FakeSource(), "/saves", 3)
     processor.start()
