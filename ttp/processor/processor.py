@@ -19,7 +19,7 @@ from pathlib import Path
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
 from ttp.core.controller.layout_exchange import in_parts
-from ttp.core.layout import Layout, Rank, Version, describe_copies
+from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.actions import not_done
@@ -90,8 +90,6 @@ class Processor:
         self.save_dir = Path(save_dir)
         self.gate = Gate(lambda: self._inspector.on_quiet(bool(self._machine.incident)))
         self.gate.set_version(Version(version))
-        self._unsaid_since: Version | None = Version(version) if env.rank == 0 else None
-        """Nobody has been told yet that updates after this one are protected."""
         self.run_dir = config.resolved_run_dir()
         self._lease = OwnLease(self.run_dir)
         self._imports = ImportList(self.run_dir, wanted=config.continuity != "off" and env.local_rank == 0)
@@ -113,9 +111,8 @@ class Processor:
         self.host = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
-        self._inspector = StateInspector(
-            source, self.gate, self.copying.held if self.copying is not None else tuple, put
-        )
+        held = tuple if self.copying is None else self.copying.held
+        self._inspector = StateInspector(source, self.gate, held, put)
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
@@ -176,8 +173,6 @@ class Processor:
 
     def set_base_version(self, version: Version) -> None:
         """The state was restored to ``version``."""
-        if self._unsaid_since is not None:
-            self._unsaid_since = version
         self.gate.set_version(version)
         self._inbox.put(ev.Based(version))
 
@@ -301,18 +296,8 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
-            self._say_protected()
+            self._joining.finished(self.gate.version, self.layout, self.save_dir)
             return self._observed()
-
-    def _say_protected(self) -> None:
-        """Once: an update is finished, which proves that all ranks are there."""
-        if self._unsaid_since is None or self.gate.version == self._unsaid_since or not self._joining.accepted:
-            return
-        self._unsaid_since = None
-        log.info(
-            "protected: %s; when a rank fails, the last finished version is saved in %s",
-            describe_copies(self.layout), self.save_dir,
-        )  # fmt: skip
 
     def _observed(self) -> ev.Observed:
         state = self.gate.state()
