@@ -8,8 +8,9 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 from rich.console import Console
@@ -61,21 +62,29 @@ def main() -> int:
     left_out = {name: reason for name in args.names or GROUPS if (reason := lacking(name))}
     for name, reason in left_out.items() if args.names else ():
         parser.error(f"{name} cannot be measured here: {reason}")
-    console = Console(file=os.fdopen(os.dup(1), "w", buffering=1))  # a line at a time, into a file too
-    results: list[tuple[str, Result]] = []
-    for name in args.names or [name for name in GROUPS if name not in left_out]:
-        with console.status(f"measuring {name} ..."):
-            for result in group(name).run(args.quick):
-                results.append((name, result))
-                console.log(f"{result.what}: {result.shown}")
-    for name, reason in left_out.items():
-        console.print(f"left out: {name}, {reason}")
-    console.print(machine())
-    console.print(as_table([result for _, result in results]))
+    with os.fdopen(os.dup(1), "w", buffering=1) as lines:  # a line at a time, into a file too
+        results = measure(args.names or [name for name in GROUPS if name not in left_out], args.quick, lines)
+        console = Console(file=lines)
+        for name, reason in left_out.items():
+            console.print(f"left out: {name}, {reason}")
+        console.print(machine())
+        console.print(as_table([result for _, result in results]))
     if args.json:
         rows = [{"group": name} | result.as_dict() for name, result in results]
         args.json.write_text(json.dumps({"machine": machine(), "results": rows}, indent=1) + "\n")
     return 0
+
+
+def measure(names: Sequence[str], quick: bool, lines: IO[str]) -> list[tuple[str, Result]]:
+    """Run these groups, and say each result when it is known."""
+    console = Console(file=lines)
+    results: list[tuple[str, Result]] = []
+    for name in names:
+        with console.status(f"measuring {name} ..."):
+            for result in group(name).run(quick):
+                results.append((name, result))
+                console.log(f"{result.what}: {result.shown}")
+    return results
 
 
 def machine() -> str:

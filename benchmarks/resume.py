@@ -6,16 +6,15 @@ import json
 import os
 import signal
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import Popen
 
 import psutil
 
 from benchmarks.result import Result
-from benchmarks.world import scratch
+from benchmarks.world import scratch, start
 
 WAIT_S = 120.0
 WANTED_MS = {2: 1000.0, 4: 1500.0}
@@ -57,20 +56,21 @@ def killed(ranks: int, megabytes: float, layout: str, continuity: str, kills: in
         env |= {"RESUME_DIR": str(directory), "TTP_RUN_DIR": str(directory / "run"), "OMP_NUM_THREADS": "1"}
         flags = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(kills)]
         script = [str(Path(__file__).with_name("resume_rank.py")), str(megabytes), layout]
-        command = [sys.executable, "-m", "ttp", "run", "--continuity", continuity, *flags, *script]
-        with (directory / "log").open("w") as log, subprocess.Popen(command, env=env, stdout=log, stderr=log) as job:
-            try:
-                return [_kill(job, directory, ranks, launch, continuity) for launch in range(kills)]
-            except TimeoutError as problem:
-                raise TimeoutError(f"{problem}\n{(directory / 'log').read_text()[-4000:]}") from None
-            finally:
-                (directory / "over").touch()
-                for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
-                    child.kill()
-                job.kill()
+        log = directory / "log"
+        job = start("ttp", ["run", "--continuity", continuity, *flags, *script], env, log)
+        try:
+            return [_kill(job, directory, ranks, launch, continuity) for launch in range(kills)]
+        except TimeoutError as problem:
+            raise TimeoutError(f"{problem}\n{log.read_text()[-4000:]}") from None
+        finally:
+            (directory / "over").touch()
+            for child in psutil.Process(job.pid).children(recursive=True) if job.poll() is None else []:
+                child.kill()
+            job.kill()
+            job.wait()
 
 
-def _kill(job: subprocess.Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
+def _kill(job: Popen[bytes], directory: Path, ranks: int, launch: int, continuity: str) -> Times:
     """Kill one rank when all have made some steps, and wait until all have made one again."""
     _until(lambda: all(len(_notes(directory, rank, launch).get("step", [])) >= 5 for rank in range(ranks)), job)
     if continuity != "off":
@@ -107,7 +107,7 @@ def _checkpoints(directory: Path) -> list[str]:
     return [p.name for p in folder.glob("tft_saved_checkpoints-step_*")] if folder.exists() else []
 
 
-def _until(holds: Callable[[], bool], job: subprocess.Popen[bytes], look_s: float = 0.02) -> None:
+def _until(holds: Callable[[], bool], job: Popen[bytes], look_s: float = 0.02) -> None:
     deadline = time.monotonic() + WAIT_S
     while not holds():
         if job.poll() is not None or time.monotonic() > deadline:

@@ -6,12 +6,12 @@ import contextlib
 import os
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from subprocess import Popen
 
 import grpc
 
@@ -27,6 +27,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> Popen[bytes]:
+    """Start ``python -m MODULE``: a rank, or a launcher. What it says goes into ``log``, or stays as it is.
+
+    The test that all groups run forks them instead, so that not every one imports torch.
+    """
+    with log.open("w") if log else contextlib.nullcontext() as stream:
+        return Popen([sys.executable, "-m", module, *arguments], env=env, stdout=stream, stderr=stream)
+
+
 @contextlib.contextmanager
 def controller(run_dir: Path) -> Iterator[tuple[int, ControllerStub, int]]:
     """A controller process: its port, a stub, its pid."""
@@ -34,7 +43,7 @@ def controller(run_dir: Path) -> Iterator[tuple[int, ControllerStub, int]]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("TTP_")}
     command = [sys.executable, "-m", "ttp.controller", "--port", str(port), "--run-dir", str(run_dir)]
     with (run_dir / "controller.log").open("w") as log:
-        process = subprocess.Popen(command, env=env, stderr=log)
+        process = Popen(command, env=env, stderr=log)
     channel = open_channel("127.0.0.1", port)
     try:
         grpc.channel_ready_future(channel).result(timeout=60)
@@ -48,7 +57,7 @@ def controller(run_dir: Path) -> Iterator[tuple[int, ControllerStub, int]]:
 @contextlib.contextmanager
 def ranks(
     world_size: int, port: int, directory: Path, state_mb: float, resident_gib: float
-) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+) -> Iterator[dict[int, Popen[bytes]]]:
     """Rank processes of ``benchmarks.rank``; the last one holds ``resident_gib`` more memory."""
     processes = {}
     for rank in range(world_size):
@@ -56,7 +65,7 @@ def ranks(
             "BENCH_STATE_MB": str(state_mb),
             "BENCH_RESIDENT_GIB": str(resident_gib if rank == world_size - 1 else 0),
         }
-        processes[rank] = subprocess.Popen([sys.executable, "-m", "benchmarks.rank"], env=env)
+        processes[rank] = start("benchmarks.rank", [], env)
     try:
         yield processes
     finally:
@@ -66,28 +75,27 @@ def ranks(
 
 
 def train(module: str, arguments: list[str], world_size: int, port: int, directory: Path) -> list[str]:
-    """Run a job of ``module`` with collectives to its end: the last line of every rank, empty where it said nothing.
+    """Run a job of ``module`` with collectives to its end: the line of JSON of every rank, empty where it said none.
 
     Raises:
         RuntimeError: a rank has ended badly.
     """
-    command = [sys.executable, "-m", module, *arguments]
     common = {"MASTER_PORT": str(free_port())}
+    logs = [directory / f"rank{rank}.log" for rank in range(world_size)]
     processes = [
-        subprocess.Popen(
-            command, env=_environment(rank, world_size, port, directory) | common, stdout=subprocess.PIPE, text=True
-        )
-        for rank in range(world_size)
+        start(module, arguments, _environment(rank, world_size, port, directory) | common, log)
+        for rank, log in enumerate(logs)
     ]
     try:
-        said = [process.communicate(timeout=1800)[0] for process in processes]
+        codes = [process.wait(timeout=1800) for process in processes]
     finally:
         for process in processes:
             process.kill()
             process.wait()
-    if any(process.returncode for process in processes):
-        raise RuntimeError(f"{command}: ranks ended with {[process.returncode for process in processes]}")
-    return [(text.strip().splitlines() or [""])[-1] for text in said]
+    said = [log.read_text() for log in logs]
+    if any(codes):
+        raise RuntimeError(f"{module} {arguments}: ranks ended with {codes}\n" + "\n".join(said))
+    return [next((line for line in text.splitlines() if line.startswith(("{", "["))), "") for text in said]
 
 
 @contextlib.contextmanager

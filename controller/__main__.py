@@ -31,7 +31,7 @@ log = logging.getLogger("ttp.controller")
 OWNER_CHECK_S = 1.0
 
 QUIET_BEATS, DOUBT_BEATS, DOUBT_MIN_S = 1.25, 2.0, 1.0
-"""A host is looked at when it misses a heartbeat, and doubted after two, but not sooner than after a second."""
+"""In heartbeats: silence after which a host is probed, and after which it is in doubt, but at least so many seconds."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -54,7 +54,11 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run until the job is over. Returns the exit code."""
+    """Run a controller until its job is over.
+
+    Returns:
+        0, or 64 when a setting is wrong.
+    """
     args = parser().parse_args(argv)
     try:
         config = Config.from_env()
@@ -73,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
-    """How long it waits for what. One that stands by may be needed by nobody for weeks; a rank is not waited for so."""
+    """The machine's timeouts. ``--abandoned-s`` lets a standby idle for weeks; ranks still have to join in time."""
     return ControllerTimeouts(
         answer_s=config.answer_patience_s,
         freeze_s=config.freeze_patience_s,
@@ -92,7 +96,7 @@ def patience_of(config: Config, args: argparse.Namespace) -> ControllerTimeouts:
 
 
 def _why_not(bind: str, port: int) -> str:
-    """Why nobody can listen there, and what to do."""
+    """Why binding the port failed, and what to do."""
     try:
         with socket.socket(socket.AF_INET6 if ":" in bind else socket.AF_INET) as probe:
             probe.bind((bind.strip("[]"), 0))
@@ -104,7 +108,7 @@ def _why_not(bind: str, port: int) -> str:
 
 
 async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
-    """The life of a controller."""
+    """Start, serve, stop. Returns the exit code, as ``main``."""
     run_dir = args.run_dir or config.resolved_run_dir()
     journal = Journal(run_dir, (config.save_dir, config.fallback_dir))
     host = config.host or socket.gethostname()
@@ -132,7 +136,7 @@ async def serve(config: Config, args: argparse.Namespace, port: int) -> int:
 
 
 async def _watch_owner(driver: Driver, pid: int, orphan_s: float) -> None:
-    """A controller whose owner is gone and that no rank is attached to is an orphan."""
+    """Stop the controller ``orphan_s`` after its owner is gone, unless a rank is attached."""
     needed_at = time.monotonic()
     while not driver.stopped.is_set():
         await asyncio.sleep(OWNER_CHECK_S)

@@ -1,4 +1,4 @@
-"""One stream of a rank, as far as the controller writes to it."""
+"""The outgoing half of one rank's stream: orders that wait to be sent."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 
 ORDERS_MAX = 10_000
-"""Orders that wait for a stream to be read. A rank has a handful of them; more means that nobody reads."""
+"""Most orders that may wait for one stream. A healthy rank has a handful; more means that it does not read."""
 
 
 class Peer(Protocol):
-    """A stream of its own, or a line of a relay, as the driver sees it."""
+    """What the driver sends orders to: a rank's own stream, or one rank behind a relay."""
 
     id: ConnectionId
     peer: str
@@ -22,17 +22,17 @@ class Peer(Protocol):
     closing: bool
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order; false: nobody reads them."""
+        """Queue an order. Returns False when the peer does not read and the stream is ended."""
 
     def end(self) -> None:
-        """Nothing follows on what is queued."""
+        """End the stream once everything queued is sent."""
 
 
 class Connection:
-    """Orders on their way to one stream. Nothing here waits, and nothing grows without bound.
+    """The bounded queue of orders for one stream. No method blocks.
 
     Args:
-        id: never used twice.
+        id: unique in this controller.
         cancel: ends the stream even if its peer does not read.
         peer: address of the other end, as gRPC names it.
     """
@@ -40,12 +40,16 @@ class Connection:
     def __init__(self, id: ConnectionId, cancel: Callable[[], object], peer: str = "") -> None:
         self.id, self.peer = id, peer
         self.closing = False
-        """What comes in is not looked at any more."""
+        """Reports that still arrive are ignored."""
         self._cancel = cancel
         self._queue: asyncio.Queue[m.Order | None] = asyncio.Queue()
 
     def put(self, order: m.Order) -> bool:
-        """Queue an order; a refusal is the last one. False: nobody reads them, and the stream is ended."""
+        """Queue an order; after a ``Refused`` the stream ends.
+
+        Returns:
+            False when ``ORDERS_MAX`` orders wait already: the stream is cancelled.
+        """
         if self.closing:
             return True
         if self._queue.qsize() >= ORDERS_MAX:
@@ -58,10 +62,10 @@ class Connection:
         return True
 
     def end(self) -> None:
-        """Nothing follows on what is queued."""
+        """End the stream once everything queued is sent."""
         self.closing = True
         self._queue.put_nowait(None)
 
     async def next(self) -> m.Order | None:
-        """The next order; ``None`` after the last."""
+        """Wait for the next order; None after the last one."""
         return await self._queue.get()

@@ -1,4 +1,4 @@
-"""Owns the machine: turns what happens on the event loop into events, and actions into what has to be done."""
+"""Runs the controller's state machine: feeds it events of streams, timers and calls, and performs its actions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ P = TypeVar("P", bound=Peer)
 
 HISTORY_MAX = 10_000
 HISTORY_BYTES_MAX = 64 << 20
-"""Events kept for late watchers, and how much they may take together."""
+"""Most events, and most characters of them, that are kept for watchers that come later."""
 WATCH_MAX = 2 * HISTORY_MAX
-"""Events that a watcher may be behind."""
+"""Events that a watcher may lag behind before it is dropped."""
 RETRY_S = 1.0
-"""After a tick that failed."""
+"""Seconds until the next try after a tick that failed."""
 
 
 class Watch:
-    """The events that one watcher has not read yet; ``None`` is the last. One that falls too far behind is let go."""
+    """The events that one watcher has still to read, None at the end. A watcher that lags ``WATCH_MAX`` is dropped."""
 
     def __init__(self, past: Iterable[Happening]) -> None:
         self.lagging = False
@@ -46,25 +46,25 @@ class Watch:
             self.queue.put_nowait(happening)
 
     def add(self, happening: Happening) -> bool:
-        """Queue an event; false when it is too far behind."""
+        """Queue an event. Returns False when the watcher lags too far and gets no more."""
         self.lagging = self.queue.qsize() >= WATCH_MAX
         self.queue.put_nowait(None if self.lagging else happening)
         return not self.lagging
 
     def end(self) -> None:
-        """Nothing follows."""
+        """End the watch once everything queued is read."""
         self.queue.put_nowait(None)
 
 
 class Driver:
-    """Everything runs on one event loop, so the machine needs no lock.
+    """Performs what ``ControllerMachine`` decides. Everything runs on one event loop, so nothing is locked.
 
     Args:
-        patience: see ``ControllerTimeouts``.
-        journal: where incidents are written.
-        host: name of this host, as ranks name theirs.
-        port: where it will listen.
-        program: leads jobs that save and repair themselves.
+        patience: the machine's timeouts.
+        journal: gets every event of an incident.
+        host: name of this host, as its ranks give it.
+        port: the controller's port, which standbys are told.
+        program: makes what leads jobs that save and repair themselves.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Driver:
         self.machine = ControllerMachine(patience, new_incident_id, time.monotonic(), host, port, program)
         self.stopped = asyncio.Event()
         self.closed = False
-        """This controller ends: that its streams do too is no evidence of anything."""
+        """The controller is stopping, so the end of a stream is no evidence against its rank."""
         self.started_at = time.monotonic()
         self.history: collections.deque[Happening] = collections.deque()
         self._history_bytes = 0
@@ -90,7 +90,7 @@ class Driver:
         self._watchers: set[Watch] = set()
         self._saves: dict[int, asyncio.Future[ce.AnswerSave]] = {}
         self.perform_program: Callable[[ce.ProgramAction], None] = lambda action: None
-        """Does what the program's own recovery wants."""
+        """Performs an action of ``program``."""
         self.on_close: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self._loop = asyncio.get_running_loop()
@@ -99,11 +99,16 @@ class Driver:
     # --------------------------------------------------------------------------------------------------------- inwards
 
     def connect(self, cancel: Callable[[], object], peer: str = "") -> Connection:
-        """A stream was opened by ``peer``, as gRPC names it; ``cancel`` ends it."""
+        """Register a new stream.
+
+        Args:
+            cancel: ends the stream.
+            peer: address of the other end, as gRPC names it.
+        """
         return self.admit(lambda id: Connection(id, cancel, peer))
 
     def admit(self, make: Callable[[ce.ConnectionId], P]) -> P:
-        """A stream was opened, or a line of a relay, which ``make`` writes to."""
+        """Register a new stream, or a line of a relay; ``make`` is given its id and makes its outgoing half."""
         connection = make(ce.ConnectionId(next(self._ids)))
         self._connections[connection.id] = connection
         if self.closed:
@@ -111,19 +116,19 @@ class Driver:
         return connection
 
     def disconnect(self, connection: Peer) -> None:
-        """A stream has ended."""
+        """Tell the machine that a stream has ended."""
         if self._connections.pop(connection.id, None) is not None:
             self.feed(ce.StreamEnded(connection.id))
 
     def feed(self, event: ce.Event) -> None:
-        """Give the machine an event and do what it says."""
+        """Give the machine an event and perform its actions."""
         if self.closed:
             return
         self._handle(event)
         self._plan_timer()
 
     def feed_all(self, events: Iterable[ce.Event]) -> None:
-        """What came together. One that cannot be handled keeps none of the others from it."""
+        """Give the machine several events at once. One that raises does not keep the others from being handled."""
         for event in events:
             if self.closed:
                 return
@@ -146,11 +151,20 @@ class Driver:
         pages: tuple[m.Mirror, ...] = (),
         seat: str = "",
     ) -> None:
-        """Evidence from outside, with what is left of dead ranks, and whether they can be started alone."""
+        """Report a fault of ``ranks`` from outside of the job.
+
+        Args:
+            ranks: those that failed.
+            kind: of fault.
+            reason: for people.
+            pids: of the ranks' processes, in their order; empty if unknown.
+            pages: rank-local state that dead ranks left behind on their host.
+            seat: ``"ready"``: their launcher can start them alone, beside those that run; else why not.
+        """
         self.feed(ce.Accused(ranks, kind, reason, pids, pages, seat))
 
     async def save(self, reason: str) -> ce.AnswerSave:
-        """A checkpoint now; returns when it is committed or refused."""
+        """Save a checkpoint now. Returns when it is committed or refused."""
         request = next(self._ids)
         if self.closed:
             return _no_more(request)
@@ -162,7 +176,7 @@ class Driver:
             self._saves.pop(request, None)
 
     def watch(self, replay: int) -> Watch:
-        """Events from now on, preceded by the last ``replay`` ones."""
+        """Start a watch with the last ``replay`` events and all that follow."""
         watch = Watch(list(self.history)[-replay:] if replay else [])
         self._watchers.add(watch)
         if self.closed:
@@ -170,11 +184,11 @@ class Driver:
         return watch
 
     def unwatch(self, watch: Watch) -> None:
-        """The watcher has left."""
+        """Stop a watch."""
         self._watchers.discard(watch)
 
     def close(self) -> None:
-        """End every stream when what is queued for it is read, so that nobody has to be cut off."""
+        """End every stream once its peer has read what is queued, and answer every call that waits."""
         self.closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -241,7 +255,7 @@ class Driver:
             self._journal.launch_goes_on(self.machine.save_dir, happening)
 
     def _remembered(self, fruitless: int, progress: bool) -> None:
-        """Called on the journal's thread."""
+        """See ``Journal.launch_begins``. Called on the journal's thread."""
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.feed, ce.Remembered(fruitless, progress))
 
@@ -252,7 +266,7 @@ class Driver:
             self._history_bytes -= len(self.history.popleft().facts)
 
     def _plan_timer(self) -> None:
-        """Keep one call due, at the machine's deadline or before: with every word of a rank the deadline moves on."""
+        """Keep one timer at the machine's deadline or before. Reports move the deadline; the timer follows when due."""
         deadline = self.machine.deadline()
         if deadline is None or (self._timer is not None and self._timer.when() <= deadline):
             return
@@ -262,7 +276,7 @@ class Driver:
         self._timer = self._loop.call_later(delay_s, self._tick)
 
     def _tick(self) -> None:
-        """Whatever goes wrong, there is a next tick."""
+        """Handle a deadline. Whatever goes wrong, another tick is planned."""
         self._timer = None
         try:
             deadline = self.machine.deadline()
@@ -283,5 +297,5 @@ def _no_more(request: int) -> ce.AnswerSave:
 
 
 def new_incident_id(number: int) -> str:
-    """Sortable by time, unique between controllers: ``20261120-094512-1-3fa9``."""
+    """An id such as ``20261120-094512-1-3fa9``: sortable by time and unique between controllers."""
     return f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime())}-{number}-{secrets.token_hex(2)}"

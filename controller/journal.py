@@ -35,13 +35,13 @@ log = logging.getLogger("ttp.controller")
 
 FOLDER = "incidents"
 LINES_MAX = 100_000
-"""Lines that wait for one directory, or are kept of one incident; more are lost."""
+"""Most lines that may wait for one directory, or are kept of one incident; further ones are dropped."""
 REFUSED_MAX = 16 << 20
-"""Characters that are tried again."""
+"""Most characters of refused lines that are kept for another try."""
 GATHER_S = 0.005
-"""How long a line waits for those that come with it."""
+"""Seconds that a line waits so that others are written with it."""
 STORIES_MAX = 8
-"""Incidents whose story is kept."""
+"""Incidents whose lines are kept in memory."""
 NOT_TOLD = (
     "no process of this host has said that the job saves there: where the controller has no rank beside it, start it "
     "with TTP_SAVE_DIR (and TTP_FALLBACK_DIR)"
@@ -63,7 +63,7 @@ class Happening:
 
 @dataclass(slots=True)
 class _Story:
-    """What happened in one incident, and the directories that are told of it."""
+    """The lines of one incident, and the directories they go to."""
 
     lines: list[str] = field(default_factory=list)
     places: list[Path] = field(default_factory=list)
@@ -73,8 +73,8 @@ class Journal:
     """Appends happenings to the file of their incident.
 
     Args:
-        run_dir: on a local disk; takes what save_dir does not.
-        told: directories that it may write below, whatever ``journals_allowed`` says.
+        run_dir: on a local disk; gets the lines that save_dir refuses.
+        told: directories that may be written besides those of ``journals_allowed``.
     """
 
     def __init__(self, run_dir: Path, told: Iterable[str | None] = ()) -> None:
@@ -87,14 +87,14 @@ class Journal:
     def launch_begins(
         self, save_dir: str, happening: Happening, resumed: bool, told: Callable[[int, bool], None]
     ) -> None:
-        """A launch begins whose stories go there: notice when it is not mounted any more, and write down that it began.
+        """Record the start of a launch, and remember what is mounted at ``save_dir`` from now on.
 
         Args:
             save_dir: of the job.
             happening: with the facts of the launch.
-            resumed: it goes on under this controller; another one has written down its beginning.
-            told: called on another thread with how many launches before it came to nothing, and whether this one has
-                brought a new version.
+            resumed: this controller took over in mid-launch; the one before it has recorded the start.
+            told: called on another thread with the number of launches before it that brought no new version, and
+                whether this one has brought one.
         """
         if not save_dir:
             return
@@ -105,14 +105,14 @@ class Journal:
             writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
 
     def launch_goes_on(self, save_dir: str, happening: Happening) -> None:
-        """Write down what happens to the launch. Where storage refuses it is lost; the incident's file tells it too."""
+        """Record an event of the launch. It is dropped where storage refuses it; the incident's file has it too."""
         if save_dir:
             with self._lock:
                 writer = self._writer(Path(save_dir))
             writer.note(history.line_of(happening.kind, happening.unix_s, json.loads(happening.facts)))
 
     def write(self, save_dir: str, happening: Happening) -> None:
-        """Queue one line; never blocks. What a disk that hangs has not taken for long is lost."""
+        """Queue one line; never blocks. Lines beyond ``LINES_MAX`` that a hanging disk has not taken are dropped."""
         incident, line = happening.incident, _line(happening)
         with self._lock:
             story = self._stories.get(incident) or self._begin(incident, Path(save_dir) if save_dir else self._run_dir)
@@ -124,7 +124,7 @@ class Journal:
                 self._also_to(Path(place), incident)
 
     def close(self, timeout_s: float) -> None:
-        """Write what is queued, for at most ``timeout_s``, and half of that again where a directory hangs."""
+        """Write what is queued: for at most ``timeout_s`` seconds, and half as long again where a directory hangs."""
         if hanging := self._finish(timeout_s):
             with self._lock:
                 for incident, story in self._stories.items():
@@ -133,7 +133,7 @@ class Journal:
             self._finish(timeout_s / 2)
 
     def _finish(self, timeout_s: float) -> set[Path]:
-        """End the writers, and those that they call for help; returns the directories of those that hang."""
+        """End all writers, also those that begin meanwhile. Returns the directories of those that hang."""
         deadline = time.monotonic() + timeout_s
         hanging: set[Path] = set()
         while open_ones := {place: w for place, w in self._open_writers().items() if not w.ended}:
@@ -158,7 +158,7 @@ class Journal:
         return self._writers[place]
 
     def _may_write_to(self, place: Path) -> bool:
-        """Whether somebody else than the job's ranks, wherever they are, has named it. Reads a file of ``run_dir``."""
+        """Whether this host has named ``place``, not only a rank over the network. Reads a file in ``run_dir``."""
         return str(place) in self._told or str(place) in journals_allowed(self._run_dir)
 
     def _refused(self, incident: str) -> None:
@@ -177,8 +177,8 @@ class _Writer:
 
     Args:
         place: save_dir, the fallback directory or the run directory.
-        refused: called with an incident when its lines could not be written; they are tried again with the next one.
-        may_write_to: asked before it writes.
+        refused: called with an incident whose lines could not be written; they are tried again with its next line.
+        may_write_to: asked before each write.
     """
 
     def __init__(self, place: Path, refused: Callable[[str], None], may_write_to: Callable[[Path], bool]) -> None:
@@ -190,21 +190,21 @@ class _Writer:
         self._thread.start()
 
     def put(self, incident: str, text: str, durable: bool) -> None:
-        """Queue lines."""
+        """Queue ``text``, whole lines of ``incident``; ``durable``: fsync after it."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put((incident, text, durable))
 
     def note(self, line: str) -> None:
-        """Queue a line of the history of launches, which is only kept where the job has a directory already."""
+        """Queue a line of the history of launches. It is dropped unless the directory exists."""
         if self._inbox.qsize() < LINES_MAX:
             self._inbox.put(lambda: self._note(line))
 
     def read(self, resumed: bool, told: Callable[[int, bool], None]) -> None:
-        """Have ``told`` called with what is known of launches by now; see ``Journal.launch_begins``."""
+        """Call ``told`` on the writer's thread with what the history says; see ``Journal.launch_begins``."""
         self._inbox.put(lambda: told(*history.behind(self._place, resumed)))
 
     def _do(self, job: Callable[[], None]) -> None:
-        """What has to do with the history of launches, which nobody needs to know of when it cannot be kept."""
+        """Run a job on the history of launches. A failure is only logged: the history is a convenience."""
         try:
             self._mounts.check(self._place)
             job()
@@ -216,12 +216,12 @@ class _Writer:
             _append(self._place / FOLDER, history.FILE, line.encode(), True)
 
     def end(self) -> None:
-        """Write what is queued and no more."""
+        """Write what is queued, then end."""
         self.ended = True
         self._inbox.put(None)
 
     def join(self, timeout_s: float) -> bool:
-        """Whether it has ended."""
+        """Wait at most ``timeout_s`` seconds. Returns whether the thread has ended."""
         self._thread.join(max(0.0, timeout_s))
         return not self._thread.is_alive()
 
@@ -247,10 +247,9 @@ class _Writer:
                     self._refused(incident)
 
     def _batch(self) -> dict[str, tuple[list[str], bool]]:
-        """Everything that has come since the last call, by incident, and whether it has to be durable.
+        """The lines queued since the last call, by incident, and whether they have to be durable. Empty: it is the end.
 
-        Waits for something; empty: nothing follows. What is said within a few milliseconds is written at once, so that
-        the answers of ten thousand ranks are no ten thousand writes, and do not wake this thread as often.
+        Waits for a first line, and ``GATHER_S`` for others: the answers of ten thousand ranks become a few writes.
         """
         batch: dict[str, tuple[list[str], bool]] = {}
         item = None if self._last else self._inbox.get()
@@ -284,7 +283,7 @@ _quoted = functools.lru_cache(json.dumps)
 
 
 def _append(folder: Path, name: str, data: bytes, durable: bool) -> None:
-    """All of ``data`` or, as far as the disk allows it, nothing: half a line would spoil the next one too."""
+    """Append all of ``data`` or, where the disk lets us truncate, nothing: half a line would corrupt the next one."""
     if not folder.is_dir():
         make_directory(folder)
     handle = os.open(folder / name, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o666)

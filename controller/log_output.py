@@ -12,14 +12,14 @@ from logging.handlers import QueueHandler, QueueListener
 from typing import TextIO
 
 LINES_MAX = 20_000
-"""Lines that wait to be written; those that come then are lost, and how many is said."""
+"""Most lines that may wait; further ones are dropped, and the next one that is written says how many."""
 FLUSH_S = 2.0
-"""How long the end of the process waits for the lines that still wait."""
+"""Seconds that the end of the process waits for queued lines."""
 FORMAT = "%(asctime)s %(levelname)s %(name)s %(message)s"
 
 
 class _Lossy(QueueHandler):
-    """Puts lines into a bounded queue and never waits."""
+    """Puts records into a bounded queue without blocking; counts those it drops."""
 
     lost = 0
 
@@ -36,7 +36,7 @@ class _Lossy(QueueHandler):
 
 @contextmanager
 def written_aside(level: str, stream: TextIO | None = None) -> Iterator[None]:
-    """Log to ``stream`` (standard error) from another thread; nothing changes in a process that logs already."""
+    """Log to ``stream`` (default: standard error) from a thread. Does nothing where logging is configured already."""
     root = logging.getLogger()
     if root.handlers:
         yield

@@ -1,4 +1,7 @@
-"""The stream of a relay: every line in it is to the driver what a stream of its own is."""
+"""The stream of a relay, which carries one *line* for each rank behind it.
+
+The driver treats a line as it treats the stream of a rank that is connected directly.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ class RelayedStream:
     """One rank behind a relay; see ``Peer``.
 
     Args:
-        id: never used twice.
+        id: unique in this controller.
         line: its number at the relay.
         link: the relay's stream.
     """
@@ -38,7 +41,7 @@ class RelayedStream:
         self._link = link
 
     def put(self, order: m.Order) -> bool:
-        """See ``Peer``; a refusal is the last one."""
+        """See ``Peer``; after a ``Refused`` the line ends."""
         if self.closing:
             return True
         if not self._link.put(self.line, order):
@@ -56,10 +59,10 @@ class RelayedStream:
 
 
 class RelayLink:
-    """See the module.
+    """Splits a relay's frames into reports of its ranks, and joins their orders into frames.
 
     Args:
-        driver: gets what the ranks say.
+        driver: receives the reports.
         cancel: ends the stream even if its peer does not read.
         peer: address of the relay, as gRPC names it.
     """
@@ -77,7 +80,7 @@ class RelayLink:
     # --------------------------------------------------------------------------------------------------------- inwards
 
     async def read(self, frames: AsyncIterator[bytes]) -> None:
-        """Until the stream ends."""
+        """Feed the driver with every frame until the stream ends."""
         try:
             async for data in frames:
                 frame, problems = parse_frame(data)
@@ -104,7 +107,7 @@ class RelayLink:
             known = self._lines.get(line)
             if known is None:
                 if not isinstance(report, m.Hello):
-                    continue  # of a line that this controller has ended
+                    continue  # the controller has ended this line already
                 known = self._open(line)
             if not known.closing:
                 yield ce.Received(known.id, report)
@@ -124,7 +127,7 @@ class RelayLink:
     # -------------------------------------------------------------------------------------------------------- outwards
 
     def put(self, line: LineId, order: m.Order) -> bool:
-        """Queue an order; false: nobody reads them, and the stream is ended."""
+        """Queue an order for ``line``. Returns False when the relay does not read and the stream is cancelled."""
         if len(self._orders) >= ORDERS_MAX:
             self._cancel()
             return False
@@ -133,7 +136,7 @@ class RelayLink:
         return True
 
     def end(self, line: RelayedStream) -> None:
-        """Nothing follows for this line."""
+        """End ``line`` once everything queued for it is sent."""
         self._orders.append((line.line, None))
         self._wake.set()
         asyncio.get_running_loop().call_soon(self._ended, line)
@@ -145,7 +148,7 @@ class RelayLink:
         self._driver.disconnect(line)
 
     async def orders(self) -> AsyncIterator[pb.RelayOrders]:
-        """What goes down: all that has come together since the last was written."""
+        """Frames to send; each holds every order queued since the one before."""
         while not self._over:
             await self._wake.wait()
             self._wake.clear()
@@ -155,7 +158,7 @@ class RelayLink:
             self._over = self._over or self._driver.closed
 
     def close(self) -> None:
-        """The stream has ended, and every line with it."""
+        """End the stream and every line in it."""
         self._over = True
         self._wake.set()
         lines, self._lines = self._lines, {}

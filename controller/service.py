@@ -1,4 +1,4 @@
-"""The gRPC face of the controller: ``ttp.wire.v1.Controller``, health and reflection, behind the token."""
+"""The controller's gRPC server: ``ttp.wire.v1.Controller``, the manager, health and reflection, behind the token."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ log = logging.getLogger("ttp.controller")
 SERVICE = "ttp.wire.v1.Controller"
 
 RAW = (f"/{SERVICE}/Attach", f"/{SERVICE}/Relay")
-"""Calls whose requests are left in bytes."""
+"""Methods whose requests reach the handler as bytes."""
 GRACE_S = 0.5
-"""How long streams have to end when the controller does."""
+"""Seconds that streams get to end when the controller stops."""
 
 
 class ControllerService(rpc.ControllerServicer):
-    """Translates between the wire and the driver; decides nothing."""
+    """Translates between protobuf messages and the driver's events; decides nothing."""
 
     def __init__(self, driver: Driver) -> None:
         self._driver = driver
@@ -152,7 +152,7 @@ class ControllerService(rpc.ControllerServicer):
         return pb.ReportFaultResponse(accused=meant.ranks, text=f"{text}. {meant.problem}" if meant.problem else text)
 
     def _are_of_this_launch(self, pid_of: Mapping[Rank, int]) -> bool:
-        """Whether no rank has come with another process; one that never came may have ended before it could."""
+        """Whether no reported rank has joined with another pid. One that has not joined may have ended before."""
         members = self._driver.machine.job.members
         return all(rank not in members or members[rank].hello.pid == pid for rank, pid in pid_of.items())
 
@@ -177,7 +177,7 @@ class ControllerService(rpc.ControllerServicer):
 
 
 def status_of(driver: Driver) -> pb.GetStatusResponse:
-    """A picture of the job now."""
+    """The job, its ranks and the last incident, as they are now."""
     machine, now = driver.machine, time.monotonic()
     job = machine.job
     response = pb.GetStatusResponse(
@@ -245,7 +245,7 @@ def _incident_status(incident: Incident, *, open_now: bool, now: float) -> pb.In
 
 
 class RawReports(grpc.aio.ServerInterceptor):
-    """Leaves reports in bytes: they are looked at before they are parsed, and what is wrong is said on the stream."""
+    """Hands reports to the handler as bytes, so that it can check them first and answer a bad one on its own stream."""
 
     async def intercept_service(self, continuation: Callable[[Any], Awaitable[Any]], handler_call_details: Any) -> Any:
         """See grpc.aio."""
@@ -256,11 +256,11 @@ class RawReports(grpc.aio.ServerInterceptor):
 
 
 async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Server:
-    """A server that listens at ``port``, where and for whom ``ttp.wire.access`` says.
+    """Start a server on ``port``; ``ttp.wire.access`` says on which address and who may call it.
 
     Raises:
         RuntimeError: the port cannot be bound.
-        ConfigError: TLS is asked for and cannot be had, or others than those it is for would be served.
+        ConfigError: the TLS settings cannot be used, or the address would serve more than loopback without a token.
     """
     where = target(listening_address(config), port)
     server = grpc.aio.server(options=SERVER_OPTIONS, interceptors=[*aio_guards(config), RawReports()])
@@ -278,9 +278,9 @@ async def start_server(driver: Driver, config: Config, port: int) -> grpc.aio.Se
 
 
 async def stop_server(server: grpc.aio.Server, driver: Driver) -> None:
-    """Let what is on its way arrive, then end.
+    """Deliver what is queued, then stop.
 
-    The handlers end by themselves: grpc logs an exception for each that it finds unfinished when the loop ends.
+    Waits for the handlers to return: gRPC logs an exception for each one that is unfinished when the loop ends.
     """
     driver.close()
     with contextlib.suppress(Exception):

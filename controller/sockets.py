@@ -1,7 +1,7 @@
-"""How long nothing has come on a connection, as this host's kernel sees it.
+"""How long a peer's host has been silent, as this host's kernel measures it (``TCP_INFO``).
 
-Data counts, whether or not this process has read it, and so does an acknowledgement: the kernel at the other end gives
-it whatever its processes do. gRPC keeps its sockets to itself, so they are found among this process's descriptors.
+Received data counts, read by this process or not, and so does an acknowledgement, which the peer's kernel sends even
+while its processes are stopped. gRPC does not expose its sockets, so they are found among this process's descriptors.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from urllib.parse import unquote
 Peer = tuple[str, int]
 
 _INFO = struct.Struct("@8B13I")
-"""The beginning of ``struct tcp_info``; the last two are the milliseconds since data and since an acknowledgement."""
+"""The start of ``struct tcp_info``; the last two fields are milliseconds since data and since an acknowledgement."""
 
 GIVES_UP_MS = 10_000
-"""Without any answer the kernel drops a connection that was looked at; gRPC waits as long, see ``ttp.wire.channel``."""
+"""The kernel drops a probed connection after so many ms without an answer; as gRPC does, see ``ttp.wire.channel``."""
 
 
 class Sockets:
-    """Those of this process; where they were found is remembered."""
+    """The TCP sockets of this process, by peer. Descriptors are cached."""
 
     def __init__(self) -> None:
         self._found: dict[Peer, tuple[int, object]] = {}  # descriptor, and the peer as the kernel writes it
         self._asked: set[tuple[int, object]] = set()
 
     def silent_s(self, peers: Iterable[str]) -> float | None:
-        """Seconds since anything came from any of them, which are named as gRPC does; None: that cannot be known.
+        """Seconds since anything arrived from any of ``peers``; None when that cannot be known.
 
-        The kernel is told to ask, too: who has nothing to say at least acknowledges that.
+        Also turns on TCP keepalive for them, so that an idle peer's kernel has something to acknowledge.
+
+        Args:
+            peers: addresses as gRPC names them, such as ``ipv4:10.0.0.1:80``.
         """
         ages = []
         for peer in {known for known in map(parse, set(peers)) if known is not None}:
@@ -75,7 +78,7 @@ class Sockets:
 
 @functools.lru_cache(1 << 16)
 def parse(peer: str) -> Peer | None:
-    """``ipv4:10.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for anything else."""
+    """Host and port of ``ipv4:10.0.0.1:80`` or ``ipv6:%5B::1%5D:80``; None for anything else."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
     if kind not in ("ipv4", "ipv6") or not port.isdecimal():
@@ -84,7 +87,7 @@ def parse(peer: str) -> Peer | None:
 
 
 def _name(address: object) -> Peer | None:
-    """IPv4 addresses look alike, however the socket that has them was made."""
+    """Host and port in one form: an IPv4 address mapped into IPv6 becomes the IPv4 address."""
     if not isinstance(address, tuple):
         return None
     try:
@@ -108,7 +111,7 @@ def _connections() -> Iterator[tuple[Peer, tuple[int, object]]]:
 
 
 def _ask(view: socket.socket) -> None:
-    """Have the kernel ask the other one when nothing comes."""
+    """Turn on TCP keepalive, once a second."""
     view.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, GIVES_UP_MS)
     for name in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL):
         view.setsockopt(socket.IPPROTO_TCP, name, 1)

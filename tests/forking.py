@@ -184,6 +184,7 @@ def _forking_this() -> type[WarmStarter]:
             super().__init__(*arguments)
             self._process, self._socket = ForkedWorker(pid, [str(template.__file__)]), ours  # type: ignore[assignment]
             self._ready = Ready(len(sys.modules), 0, 0.0, frozenset(), "")
+            self._note("ready")
 
         def _worker(self, command: Any, environ: Any, *outputs: Any) -> Any:
             self._started_with = dict(environ)

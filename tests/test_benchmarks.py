@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from benchmarks import __main__ as benchmarks
+from benchmarks import resume, world
+from tests.forking import ForkedPython
 
 ROOT = Path(__file__).parents[1]
 
@@ -20,15 +23,11 @@ WITH_TORCH = ["steady", "buddy", "save", "gpu"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("with_torch", [True, False])
-def test_groups_run(with_torch: bool, tmp_path: Path) -> None:
-    """Several in one process, as people run them: most of the time of a small one goes into imports."""
-    names = [
-        name for name in benchmarks.GROUPS if (name in WITH_TORCH) == with_torch and not (name == "gpu" and no_gpu())
-    ]
-    found = tmp_path / "results.json"
+def test_groups_that_import_torch_run(tmp_path: Path) -> None:
+    """All in one process, as people run them: most of the time of a small one goes into imports."""
+    names = [name for name in WITH_TORCH if not (name == "gpu" and no_gpu())]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *names, "--quick", "--json", str(found)],
+        [sys.executable, "-m", "benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")],
         cwd=ROOT,
         env={k: v for k, v in os.environ.items() if not k.startswith("TTP_")} | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -37,9 +36,29 @@ def test_groups_run(with_torch: bool, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    rows = json.loads(found.read_text())["results"]
+    check(tmp_path / "results.json", names)
+
+
+@pytest.mark.timeout(900)
+def test_groups_that_start_ranks_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their ranks are forked."""
+    names = [name for name in benchmarks.GROUPS if name not in WITH_TORCH]
+
+    def start(module: str, arguments: Sequence[str], env: dict[str, str], log: Path | None = None) -> ForkedPython:
+        return ForkedPython(module, arguments, env, log or tmp_path / "log")
+
+    monkeypatch.setattr(world, "start", start)
+    monkeypatch.setattr(resume, "start", start)
+    monkeypatch.setattr(sys, "argv", ["benchmarks", *names, "--quick", "--json", str(tmp_path / "results.json")])
+    assert benchmarks.main() == 0
+    check(tmp_path / "results.json", names)
+
+
+def check(results: Path, groups: list[str]) -> None:
+    """Every one of these groups has brought numbers."""
+    rows = json.loads(results.read_text())["results"]
     assert all(row["value"] == row["value"] and row["what"] for row in rows)
-    assert {row["group"] for row in rows} == set(names)
+    assert {row["group"] for row in rows} == set(groups)
 
 
 def no_gpu() -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -53,3 +54,24 @@ def test_it_is_refused_after_training_has_begun(alone: Processor, start: Any, ca
 def test_restore_without_a_controller_names_the_cause(alone: Processor) -> None:
     with pytest.raises(ConfigError, match=rf"no controller at 127.0.0.1:{alone.config.port} .* MASTER_ADDR, TTP_PORT"):
         alone.agree_on_restore((), (), ())
+
+
+def test_it_says_once_that_it_is_protected(tmp_path: Path, start: Any, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "ttp.processor")
+    controller = start(token="right")
+    config = Config(port=controller.port, run_dir=str(tmp_path / "rank"), token="right", heartbeat_s=0.05)
+    env = replace(ENV, rank=0, world_size=1)
+    processor = Processor(config, env, Layout.data_parallel(1), FakeSource(), "/saves", 3)
+    processor.start()
+    try:
+        until(lambda: [rank.version for rank in controller.status().ranks] == [3])
+        assert "protected" not in caplog.text, "nothing is trained yet"
+        for version in 4, 5:
+            processor.begin_update()
+            processor.end_update()
+            until(lambda wanted=version: controller.status().ranks[0].version == wanted)
+        told = [record.getMessage() for record in caplog.records if "protected" in record.getMessage()]
+        text = "1 rank, 1 shard on one rank only; when a rank fails, the last finished version is saved in /saves"
+        assert told == [f"protected: {text}"]
+    finally:
+        processor.close()

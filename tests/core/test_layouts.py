@@ -16,7 +16,7 @@ from ttp.core.controller import layout_exchange, membership
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.controller.layout_exchange import ANSWER_S, in_parts
 from ttp.core.controller.machine import ControllerMachine
-from ttp.core.layout import Layout, Rank, Shard, difference
+from ttp.core.layout import Layout, Rank, Shard, describe_copies, difference
 from ttp.core.layout_messages import LayoutPart, ShardGroup, TellLayout
 from ttp.testing.scenario import grid
 from ttp.wire.convert import parse_report, report_to_wire
@@ -232,3 +232,22 @@ def test_members_keep_nothing_that_grows_with_the_layout() -> None:
         member = talk.machine.job.members[Rank(5)]
         sizes.append(sum(sys.getsizeof(getattr(member.hello, name)) for name in m.Hello.__slots__))
     assert sizes[0] == sizes[1]
+
+
+@pytest.mark.parametrize(
+    ("layout", "text"),
+    [
+        (Layout.data_parallel(4), "4 ranks, 1 shard on 4 ranks each"),
+        (grid(4, 2), "8 ranks, 4 shards on 2 ranks each"),
+        (
+            Layout(3, {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2),)}),
+            "3 ranks, 2 shards, 1 of them on one rank only",
+        ),
+        (
+            Layout(5, {Shard("a"): (Rank(0), Rank(1)), Shard("b"): (Rank(2), Rank(3), Rank(4))}),
+            "5 ranks, 2 shards on 2 to 3 ranks each",
+        ),
+    ],
+)
+def test_who_can_stand_in_for_whom(layout: Layout, text: str) -> None:
+    assert describe_copies(layout) == text

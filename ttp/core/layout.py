@@ -132,6 +132,23 @@ def describe(layout: Layout) -> str:
     return f"{len(groups)} shards ({shown}{', ...' if len(groups) > 4 else ''})"
 
 
+def describe_copies(layout: Layout) -> str:
+    """Who can stand in for whom, in a few words: ``8 ranks, 4 shards on 2 ranks each``."""
+    counts = [len(ranks) for ranks in layout.groups.values()]
+    fewest, most, alone = min(counts), max(counts), len(layout.unreplicated())
+    if most == 1:
+        where = " on one rank only"
+    elif alone:
+        where = f", {alone} of them on one rank only"
+    else:
+        where = f" on {fewest if fewest == most else f'{fewest} to {most}'} ranks each"
+    return f"{_number(layout.world_size, 'rank')}, {_number(len(counts), 'shard')}{where}"
+
+
+def _number(count: int, what: str) -> str:
+    return f"{count} {what}{'s' * (count != 1)}"
+
+
 def difference(theirs: Layout, ours: Layout) -> str:
     """What makes two layouts of one world different, in a few words."""
     added = [shard for shard in theirs.groups if shard not in ours.groups]

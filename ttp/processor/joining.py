@@ -6,9 +6,11 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
+from ttp.core.layout import Layout, Version, describe_copies
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
 
 log = logging.getLogger("ttp.processor")
@@ -32,6 +34,8 @@ class Joining:
         self._env, self._at, self._alone = env, f"{env.master_addr}:{config.port}", alone
         self._known = threading.Event()
         self._started = False  # the training thread does not wait for the controller any more
+        self._untold = env.rank == 0  # that training is protected
+        self._first: Version | None = None
         self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
 
     # ---------------------------------------------------------------------------------------- for the training thread
@@ -90,6 +94,23 @@ class Joining:
         return decision
 
     # --------------------------------------------------------------------------------------------- for other threads
+
+    def finished(self, version: Version, layout: Layout, save_dir: Path) -> None:
+        """Rank 0 says once that training is protected: a version later than the first shows that all ranks are there.
+
+        Args:
+            version: the last finished one.
+            layout: who holds which shard.
+            save_dir: where a checkpoint would go.
+        """
+        if self._untold:
+            self._first = version if self._first is None else self._first
+            if version > self._first and self._known.is_set() and self.problem is None:
+                self._untold = False
+                log.info(
+                    "protected: %s; when a rank fails, the last finished version is saved in %s",
+                    describe_copies(layout), save_dir,
+                )  # fmt: skip
 
     def pending(self) -> bool:
         """Whether this rank has not been told yet if it belongs to the job."""

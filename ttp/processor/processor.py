@@ -111,9 +111,8 @@ class Processor:
         self.host = HostServices(config, env, self.run_dir, nonce=greeting.nonce, died=self.neighbour_died)
         if receiver is not None and config.mirror:
             receiver.keep = self.host.keep
-        self._inspector = StateInspector(
-            source, self.gate, self.copying.held if self.copying is not None else tuple, put
-        )
+        held = tuple if self.copying is None else self.copying.held
+        self._inspector = StateInspector(source, self.gate, held, put)
         self._saver = self._make_saver()
         self._errands = Errands(config, env, self.run_dir, self.save_dir, put)
         self._closed = False
@@ -297,6 +296,7 @@ class Processor:
         except queue.Empty:
             if self._imports.due(self.gate.version):
                 self._lease.writer.submit(self._imports.write)
+            self._joining.finished(self.gate.version, self.layout, self.save_dir)
             return self._observed()
 
     def _observed(self) -> ev.Observed:
