@@ -25,6 +25,7 @@ from ttp.core.rank import events as ev
 from ttp.core.rank.actions import not_done
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
+from ttp.core.restore_messages import Candidate, Reading, RestoreDecision
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
@@ -177,8 +178,8 @@ class Processor:
         self._inbox.put(ev.Based(version))
 
     def agree_on_restore(
-        self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...], readings: tuple[m.Reading, ...]
-    ) -> m.RestoreDecision:
+        self, candidates: tuple[Candidate, ...], skipped: tuple[str, ...], readings: tuple[Reading, ...]
+    ) -> RestoreDecision:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:

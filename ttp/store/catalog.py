@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.core.layout import Version
-from ttp.core.messages import Candidate
+from ttp.core.restore_messages import Candidate
 from ttp.errors import CheckpointError
 from ttp.store import names, verify
 from ttp.store.digest import Progress

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttp.core.messages import Candidate, Reading
 from ttp.core.restore_choice import fallback_note
+from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
 from ttp.store.manifest import MANIFEST, manifest_digest
