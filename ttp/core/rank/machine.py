@@ -245,6 +245,7 @@ class ProcessorMachine:
             case TellLayout(_, digest):
                 self._tell_layout(digest)
                 return
+        assert isinstance(order, m.LedOrder), order
         if order.term < self.term or not self._outbox.welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
