@@ -1,6 +1,5 @@
 """Imported last by the process that tests fork from: what is there is no garbage, and children need not copy it.
 
-
 So does ``ttp.launch.warm.template``.
 """
 
