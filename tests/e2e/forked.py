@@ -5,7 +5,6 @@ Each life of a job has a controller of its own, and no launcher: the ranks witne
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -19,11 +18,10 @@ from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-import psutil
-
 from tests.e2e.harness import Job
 from tests.forking import fork
 from tests.ports import free_port
+from ttp.testing.kit import stop_controllers
 
 LOST = 255
 """Exit code that multiprocessing gives ranks whose server is gone."""
@@ -103,7 +101,7 @@ class ForkedJob(Job):
     def end(self, timeout_s: float) -> list[int]:
         """Exit codes of the life that has begun, when it is over."""
         codes = _ended(self.ranks_now, timeout_s)
-        _stop_controllers(self.directory / f"run{len(self.lives)}")
+        stop_controllers(self.directory / f"run{len(self.lives)}")
         self.lives.append(codes)
         return codes
 
@@ -167,14 +165,6 @@ def _ended(ranks: Sequence[BaseProcess], timeout_s: float) -> list[int]:
     if LOST in codes:
         raise RuntimeError("the process that ranks are forked from was killed: what became of them is not known")
     return codes
-
-
-def _stop_controllers(run_dir: Path) -> None:
-    """They would leave by themselves, a while after the last rank."""
-    for process in psutil.process_iter(["environ"]):
-        if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
 
 
 def _main(module: str, env: dict[str, str], out: Path, err: Path, argv: list[str]) -> None:

@@ -10,12 +10,13 @@ from typing import Any
 def digest(state: Any) -> str:
     """SHA-256 of nested mappings and lists of tensors and plain values, as 64 hexadecimal digits.
 
-    Mappings are taken in the order of their keys. Tensors count with dtype, shape and every bit; on a device or
-    distributed ones have to be brought to the host first.
+    Mappings are taken in the order of their keys. Tensors count with dtype, shape and every bit, distributed ones with
+    the part that is here; those on a device have to be brought to the host first.
     """
     hashed = hashlib.sha256()
-    for name, value in leaves(state):
+    for name, found in leaves(state):
         hashed.update(name.encode())
+        value = found.to_local() if hasattr(found, "to_local") else found
         if hasattr(value, "untyped_storage"):
             hashed.update(f"{value.dtype}{tuple(value.shape)}".encode() + _bytes(value))
         else:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import StubProcessor, join, save
-from tests.programs.digests import digest
 from ttp.adapters.torch.adapter import TorchAdapter
+from ttp.testing.digests import digest
 
 UPDATES = 3
 """Before the save, and after it."""

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, IterableDataset
 
 from tests.adapters.torch.going_on import Program, adamw, assert_goes_on_with_its_bits, data, net, plainly
-from tests.programs.digests import digest
+from ttp.testing.digests import digest
 
 supports = pytest.mark.supports
 

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from tests.adapters.torch.stub_processor import StubProcessor, save
-from tests.programs.digests import digest
 from ttp.adapters.torch.adapter import TorchAdapter
 from ttp.adapters.torch.restoring.reader import read_values
 from ttp.adapters.torch.saving.piece_index import items_of
 from ttp.errors import ConfigError, UsageError
 from ttp.store.manifest import Manifest
+from ttp.testing.digests import digest
 
 
 class Packed(Tensor):

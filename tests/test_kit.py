@@ -1,0 +1,32 @@
+"""What the kit says where something is not as it should be; that it says nothing where all is well: tests/programs."""
+
+from __future__ import annotations
+
+import pytest
+
+from ttp.testing.kit import Kill, Report, Row
+
+KILLED = Kill("backward", rank=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        (Row(KILLED, (0, 0), 4, 0), "0 0"),  # it was never killed
+        (Row(KILLED, (-9, 75), 4, 0), "-9 75"),  # somebody else was
+        (Row(KILLED, (75, -9), None, 0), "-"),
+        (Row(KILLED, (75, -9), 4, 1), "1"),
+    ],
+)
+def test_a_kill_that_was_not_survived_is_told(row: Row, said: str) -> None:
+    report = Report((Row(KILLED, (75, -9), 3, 0), row), (), "the logs")
+    with pytest.raises(AssertionError, match="the logs"):
+        report.check()
+    assert said in str(report).splitlines()[2].split("backward")[1]
+
+
+def test_a_difference_is_told() -> None:
+    report = Report((Row(KILLED, (75, -9), 3, 0),), ("rank 0: model differs",), "")
+    with pytest.raises(AssertionError, match="rank 0: model differs"):
+        report.check()
+    Report(report.rows, (), "").check()

@@ -1,0 +1,326 @@
+"""Does a training program come back bit for bit, wherever one of its ranks is killed?
+
+A job is described, and one of its ranks killed in each phase of a step, each time in a life of its own; the life after
+it resumes. The last one runs to the end, and is compared with a run that nothing happened to, without ttp. ::
+
+    found = kit.run(kit.Job("my_program", kills=[kit.Kill("backward"), kit.Kill("on_log", rank=1, after=3)]), tmp_path)
+    print(found)
+    found.check()
+
+``my_program`` is a module, or the path of a file, with ``main(steps, save_dir, report)``. It trains for so many steps,
+protects itself with ``save_dir``, says ``report(step, loss)`` at the end of each step, and returns a dict of what is to
+be compared: objects with ``state_dict()``, or plain values. The default process group is there when it is called, of
+gloo. Seeds differ between ranks and between lives, so that nothing is equal by chance. The phases are
+
+======== ==========================================================
+forward  inside of the model, behind its first layer
+backward when the gradient comes back to that layer
+in_step  half of the parameters are updated (Adam, SGD)
+stepped  ``step()`` is about to return; schedulers, averages and whatever else a loop does then come after it
+======== ==========================================================
+
+and those that the program names itself, by calling ``kit.at("on_log")`` in a callback of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import psutil
+
+from ttp.errors import EXIT_SAVED
+from ttp.launch.ports import hold_port
+
+KILLED = -9
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """A rank that kills itself with SIGKILL.
+
+    Args:
+        phase: where; see the top of this module.
+        rank: who.
+        after: so many steps of the optimizer in this life first.
+    """
+
+    phase: str
+    rank: int = 0
+    after: int = 1
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is run.
+
+    Args:
+        program: see the top of this module.
+        kills: one for each life but the last.
+        world_size: ranks.
+        steps: what ``main`` is told.
+        launcher: ``""``: ranks are started here; ``"ttp"`` or ``"torchrun"``.
+        env: variables for the program.
+    """
+
+    program: str
+    kills: Sequence[Kill]
+    world_size: int = 2
+    steps: int = 10
+    launcher: str = ""
+    env: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What became of one kill.
+
+    Args:
+        kill: it.
+        codes: exit codes of that life, by rank; of a launcher the one of the job.
+        version: what was saved; None: nothing.
+        lost: finished steps of a rank that the next life made again.
+    """
+
+    kill: Kill
+    codes: tuple[int, ...]
+    version: int | None
+    lost: int
+
+    @property
+    def good(self) -> bool:
+        """Whether the rank was killed, a version saved, and no step lost."""
+        wanted = [EXIT_SAVED] * len(self.codes)
+        if len(wanted) > 1:
+            wanted[self.kill.rank] = KILLED
+        return (list(self.codes) == wanted or self.codes == (0,)) and self.version is not None and not self.lost
+
+
+@dataclass(frozen=True)
+class Report:
+    """What came out.
+
+    Args:
+        rows: one for each kill.
+        differences: what is not as in the unbroken run, in words.
+        story: the ends of all logs.
+    """
+
+    rows: tuple[Row, ...]
+    differences: tuple[str, ...]
+    story: str
+
+    def check(self) -> None:
+        """Raise an ``AssertionError`` that tells all, unless nothing was lost."""
+        assert all(row.good for row in self.rows) and not self.differences, f"{self}\n{self.story}"
+
+    def __str__(self) -> str:
+        lines = ["phase           rank  after  exit codes      saved  steps lost"]
+        for row in self.rows:
+            kill, codes = row.kill, " ".join(map(str, row.codes))
+            saved = "-" if row.version is None else row.version
+            lines.append(f"{kill.phase:<15} {kill.rank:>4}  {kill.after:>5}  {codes:<14}  {saved!s:>5}  {row.lost:>10}")
+        return "\n".join([*lines, *self.differences] if self.differences else [*lines, "all bits and logs are equal"])
+
+
+class Process(Protocol):
+    """As ``subprocess.Popen``."""
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code; negative: the signal."""
+
+    def kill(self) -> None:
+        """SIGKILL."""
+
+
+Start = Callable[[str, Sequence[object], dict[str, str], Path], Process]
+"""Starts ``python -m MODULE ARGUMENTS`` with a whole environment and a log to append to."""
+
+
+def start_python(module: str, arguments: Sequence[object], env: dict[str, str], log: Path) -> Process:
+    """See ``Start``."""
+    with log.open("a") as said:
+        command = [sys.executable, "-m", module, *map(str, arguments)]
+        return subprocess.Popen(command, env=env, stdout=said, stderr=said, start_new_session=True)
+
+
+def run(job: Job, directory: Path, *, start: Start = start_python, timeout_s: float = 150) -> Report:
+    """Live through all kills, and compare.
+
+    Args:
+        job: see there.
+        directory: everything is kept here.
+        start: how processes are started.
+        timeout_s: of each life.
+    """
+    with hold_port() as ours, hold_port() as masters:
+        ports = int(ours.getsockname()[1]), int(masters.getsockname()[1])
+        hurt = _Lives(job, directory / "hurt", ports, start, timeout_s, protected=True)
+        whole = _Lives(job, directory / "unbroken", ports, start, timeout_s, protected=False)
+        hurt.live_all(job.kills)
+        whole.live_all(())
+    versions, logs, rows = hurt.committed(), [hurt.log(rank) for rank in range(job.world_size)], []
+    for life, kill in enumerate(job.kills):
+        codes = hurt.codes[life] if life < len(hurt.codes) else hurt.codes[-1]
+        lost = max(len(_steps(log, life) & _steps(log, life + 1)) for log in logs)
+        rows.append(Row(kill, codes, versions[life] if life < len(versions) else None, lost))
+    return Report(tuple(rows), tuple(_differences(hurt, whole, logs)), hurt.story() + whole.story())
+
+
+def _steps(log: Sequence[tuple[int, int, str]], life: int) -> set[int]:
+    return {step for each, step, _ in log if each == life}
+
+
+def _differences(hurt: _Lives, whole: _Lives, logs: Sequence[Sequence[tuple[int, int, str]]]) -> list[str]:
+    found = [f"{each.name} ended with {each.codes[-1]}" for each in (hurt, whole) if set(each.codes[-1]) != {0}]
+    for rank, log in enumerate(logs):
+        expected = {step: said for _, step, said in whole.log(rank)}
+        found += [
+            f"rank {rank} reported {said} in step {step}, not {expected.get(step)}"
+            for _, step, said in log
+            if said != expected.get(step)
+        ]
+        ours, theirs = hurt.result(rank), whole.result(rank)
+        names = sorted({*ours, *theirs})
+        found += [f"rank {rank}: {name} differs" for name in names if ours.get(name) != theirs.get(name)]
+    return found
+
+
+class _Lives:
+    """A job that is started again and again in one directory."""
+
+    def __init__(
+        self, job: Job, directory: Path, ports: tuple[int, int], start: Start, timeout_s: float, *, protected: bool
+    ) -> None:
+        directory.mkdir(parents=True)
+        self._job, self._directory, self._start, self._timeout_s = job, directory, start, timeout_s
+        self._ports, self._protected = ports, protected
+        self.name = directory.name
+        self.codes: list[tuple[int, ...]] = []
+
+    def live_all(self, kills: Sequence[Kill]) -> None:
+        """A life for each kill, and one to the end; fewer if one does not end as it should."""
+        if self._job.launcher:
+            self.codes = [self._launch(len(kills))]
+            return
+        for life, kill in enumerate([*kills, None]):
+            self.codes.append(self._live(life))
+            if kill is not None and EXIT_SAVED not in self.codes[-1]:
+                return
+
+    def _live(self, life: int) -> tuple[int, ...]:
+        store = f"file://{self._directory}/store.{uuid.uuid4().hex}"
+        env = self._env() | {"KIT_STORE": store, "TORCHELASTIC_RESTART_COUNT": str(life)}
+        env |= {"TTP_RUN_DIR": str(self._directory / f"run{life}"), "TTP_TOKEN": "of the kit", "TTP_CONTINUITY": "off"}
+        world = self._job.world_size
+        ranks = [
+            self._start(
+                "ttp.testing.kit_rank",
+                [],
+                env | {"RANK": str(r), "LOCAL_RANK": str(r), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)},
+                self._directory / f"rank{r}.out",
+            )
+            for r in range(world)
+        ]
+        deadline = time.monotonic() + self._timeout_s
+        codes = tuple(_ended(rank, deadline) for rank in ranks)
+        stop_controllers(self._directory)
+        return codes
+
+    def _launch(self, restarts: int) -> tuple[int, ...]:
+        ours = self._job.launcher == "ttp" and self._protected
+        module, first = ("ttp", ["run"]) if ours else ("torch.distributed.run", [])
+        flags = ["--standalone", "--nproc-per-node", self._job.world_size, "--max-restarts", restarts]
+        env = self._env() | {"TTP_RUN_DIR": str(self._directory / "run")}
+        arguments = [*first, *flags, "--module", "ttp.testing.kit_rank"]
+        process = self._start(module, arguments, env, self._directory / "launcher.out")
+        code = _ended(process, time.monotonic() + self._timeout_s * (restarts + 1))
+        stop_controllers(self._directory)
+        return (code,)
+
+    def _env(self) -> dict[str, str]:
+        job, (port, master) = self._job, map(str, self._ports)
+        base = {k: v for k, v in os.environ.items() if not k.startswith(("TTP_", "TORCHELASTIC", "PET_"))}
+        path = os.pathsep.join(filter(None, [str(Path.cwd()), base.get("PYTHONPATH", "")]))
+        base |= {
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+            "OMP_NUM_THREADS": "1",
+            "KIT_DIR": str(self._directory),
+            "KIT_STEPS": str(job.steps),
+            "KIT_PROGRAM": job.program,
+            "KIT_KILLS": json.dumps([asdict(kill) for kill in job.kills] if self._protected else []),
+        }
+        if not job.launcher:
+            base |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": master}
+        if self._protected:
+            base |= {"TTP_PORT": port, "TTP_OT": "60", "TTP_STANDBYS": "0"}
+        return base | job.env
+
+    def committed(self) -> list[int]:
+        """Versions, in the order in which they were saved."""
+        events: list[Any] = []
+        for path in sorted((self._directory / "checkpoints" / "incidents").glob("*.jsonl")):
+            events += map(json.loads, path.read_text().splitlines())
+        return [event["version"] for event in events if event["kind"] == "committed"]
+
+    def log(self, rank: int) -> list[tuple[int, int, str]]:
+        """Life, step and what the rank reported of it."""
+        path = self._directory / f"reported{rank}.log"
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []
+        return [(int(life), int(step), said) for life, step, said in (line.split(" ", 2) for line in lines)]
+
+    def result(self, rank: int) -> dict[str, str]:
+        """Digests of what it ended with."""
+        path = self._directory / f"result{rank}.json"
+        found: dict[str, str] = json.loads(path.read_text()) if path.exists() else {"it": "did not end"}
+        return found
+
+    def story(self) -> str:
+        """What ranks and controllers said last."""
+        files = [*sorted(self._directory.glob("*.out")), *self._directory.glob("run*/controller.log")]
+        files += sorted(self._directory.glob("checkpoints/incidents/*.jsonl"))[-1:]
+        return "\n".join(f"--- {self.name}/{path.name}\n{path.read_text()[-5000:]}" for path in files)
+
+
+def _ended(process: Process, deadline: float) -> int:
+    """Its exit code; who has not ended by then is killed, and has -15 for one."""
+    try:
+        return process.wait(max(0.1, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return -15
+
+
+def stop_controllers(run_dir: Path) -> None:
+    """End those whose run directory is in this one. They would leave by themselves, a while after the last rank."""
+    for process in psutil.process_iter(["environ"]):
+        if (process.info["environ"] or {}).get("TTP_RUN_DIR", "").startswith(str(run_dir)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+
+def at(phase: str) -> None:
+    """A phase of the program's own: this rank dies here if that is planned. Otherwise nothing happens."""
+    if _plan is not None:
+        _plan(phase)
+
+
+_plan: Callable[[str], None] | None = None
+"""Set by ``kit_rank`` in a rank that is to die."""
+
+
+def plan(kill: Callable[[str], None]) -> None:
+    """What ``at`` does from now on."""
+    global _plan
+    _plan = kill
