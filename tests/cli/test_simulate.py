@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Ttp
 from ttp.core.layout import Rank
 from ttp.testing import simulation
-from ttp.testing.fault_words import parse
+from ttp.testing.campaign import parse
 from ttp.testing.scenario import KINDS, Fault
 
 HOSTS = ("h0", "h0", "h1", "h1")

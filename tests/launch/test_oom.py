@@ -15,8 +15,7 @@ import pytest
 
 from ttp.launch import oom, worker_watch
 from ttp.launch.deaths import describe_exit
-from ttp.launch.oom import OomWatch
-from ttp.launch.worker_watch import WorkerWatch
+from ttp.launch.worker_watch import OomWatch, WorkerWatch
 
 PID = 77
 LONG_S = 30.0
