@@ -17,7 +17,6 @@ from dataclasses import dataclass, replace
 
 from ttp.core.layout import Rank, Version
 from ttp.errors import TtpError, UsageError
-from ttp.testing import fault_words
 from ttp.testing.scenario import KINDS, LASTS, POINTS, Fault, Scenario, grid, random_fault, random_scenario, with_relays
 from ttp.testing.simulation import Simulation
 
@@ -34,7 +33,7 @@ class Wish:
         replicas: ranks that hold each of them.
         hosts: machines; ranks are spread evenly.
         steps: updates until the training is over.
-        faults: see ``fault_words``.
+        faults: see ``parse_faults``.
         relays: every job has relays; else the seed says.
     """
 
@@ -64,7 +63,7 @@ class Wish:
         if self.relays and not scenario.relays:
             scenario = with_relays(scenario)
         if self.faults is not None:
-            scenario = replace(scenario, faults=(fault_words.parse(self.faults, seed, scenario.hosts),))
+            scenario = replace(scenario, faults=(parse_faults(self.faults, seed, scenario.hosts),))
         return scenario
 
 
@@ -178,7 +177,7 @@ _OF_NOBODY = ("controller", "controller_restart", "controller_twice", "controlle
 _ALL_THE_TIME = ("write", "commit", "slow")
 
 
-def parse(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...]:
+def parse_faults(text: str, seed: int, hosts: Sequence[str]) -> tuple[Fault, ...]:
     """The faults that ``text`` names.
 
     Args:
