@@ -42,6 +42,7 @@ PRELOAD = [
     "ttp.processor.processor",
     "ttp.adapters.torch.adapter",
     "ttp.adapters.torch.sharding.replicated_optimizer",
+    "tests.frozen",  # the last
 ]
 
 _server = multiprocessing.get_context("forkserver")

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
-from ttp.core import messages as m
 from ttp.core.layout import Layout, Version, describe_copies
+from ttp.core.restore_messages import RestoreDecision
 from ttp.errors import ConfigError, RefusedError, RestoreError, TtpError
 
 log = logging.getLogger("ttp.processor")
@@ -36,7 +36,7 @@ class Joining:
         self._started = False  # the training thread does not wait for the controller any more
         self._untold = env.rank == 0  # that training is protected
         self._first: Version | None = None
-        self._decision: queue.SimpleQueue[m.RestoreDecision] = queue.SimpleQueue()
+        self._decision: queue.SimpleQueue[RestoreDecision] = queue.SimpleQueue()
 
     # ---------------------------------------------------------------------------------------- for the training thread
 
@@ -72,7 +72,7 @@ class Joining:
         if self.problem is not None:
             raise self.problem
 
-    def decided(self, patience_s: float) -> m.RestoreDecision:
+    def decided(self, patience_s: float) -> RestoreDecision:
         """Wait for what all ranks have in common.
 
         Args:
@@ -132,7 +132,7 @@ class Joining:
             self._alone()
         self._known.set()
 
-    def decide(self, decision: m.RestoreDecision) -> None:
+    def decide(self, decision: RestoreDecision) -> None:
         """The controller says what all ranks restore."""
         self._decision.put(decision)
 

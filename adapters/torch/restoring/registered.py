@@ -26,8 +26,8 @@ from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import Sharding
 from ttp.adapters.torch.source import TorchSource
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Candidate, RestoreView
 from ttp.core.restore_choice import agree
+from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.processor.local_state.local_piece import why_lost
 from ttp.store.encoding import decode, encode
 from ttp.store.manifest import Manifest

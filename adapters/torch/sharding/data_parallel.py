@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ttp.adapters.torch.sharding.ddp_buckets import BucketWatch, Ddp, apply_bucket_layout, missing_layout
+from ttp.adapters.torch.sharding.instances import instances_of
 from ttp.adapters.torch.sharding.names import ModelNames
 
 _log = logging.getLogger("ttp.adapters.torch")
@@ -174,8 +175,7 @@ def _around(number: Mapping[int, int]) -> Iterator[Ddp]:
 
 
 def _alive() -> list[Ddp]:
-    """``isinstance`` would ask every object for its ``__class__``: some warn, load what is lazy, or raise."""
-    found = [thing for thing in gc.get_objects() if DistributedDataParallel in type(thing).__mro__]
+    found = instances_of(DistributedDataParallel)
     return [ddp for ddp in found if "module" in vars(ddp).get("_modules", ())]  # else it failed when it was made
 
 

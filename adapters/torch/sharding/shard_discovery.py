@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import sys
 from collections import defaultdict
@@ -19,6 +18,7 @@ from ttp.adapters.torch.saving.checkpoint import Chunk, TensorOrChunks
 from ttp.adapters.torch.sharding import dtensor_chunks
 from ttp.adapters.torch.sharding.dtensor_chunks import Ranks
 from ttp.adapters.torch.sharding.fsdp1 import flat_scopes
+from ttp.adapters.torch.sharding.instances import instances_of
 from ttp.adapters.torch.sharding.names import module_tensors
 from ttp.adapters.torch.sharding.sharding import TrainingObjects
 from ttp.core.layout import Rank, Shard, compact_ranks
@@ -218,16 +218,12 @@ def _scopes(parts: TrainingObjects) -> Iterator[Ranks]:
 
 
 def _stages(model: nn.Module) -> tuple[int, ...]:
-    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it.
-
-    ``isinstance`` would ask every object in the process for its ``__class__``: some warn, load what is lazy, or raise.
-    """
+    """Numbers of the stages of ``torch.distributed.pipelining`` made of this model, or of parts of it."""
     library = sys.modules.get("torch.distributed.pipelining.stage")
     if library is None:
         return ()
     own = set(map(id, model.modules()))
-    base = library._PipelineStageBase
-    stages = [thing for thing in gc.get_objects() if base in type(thing).__mro__]
+    stages = instances_of(library._PipelineStageBase)
     return tuple(sorted({stage.stage_index for stage in stages if id(stage.submod) in own}))
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import multiprocessing
 import os
 import traceback
 import uuid
@@ -14,9 +13,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-TIMEOUT_S = 500
+from tests.forking import fork
 
-_server = multiprocessing.get_context("forkserver")
+TIMEOUT_S = 500
 
 
 def run_world(
@@ -31,13 +30,7 @@ def run_world(
     for left in (*directory.glob("failed*"), *directory.glob("told*.json")):
         left.unlink()
     env = {**env, "WORLD_STORE": str(directory / f"store.{uuid.uuid4().hex}")}  # never one that was used before
-    _server.set_forkserver_preload(["torch", "torch.distributed.fsdp", "ttp.adapters.torch.adapter"])
-    ranks = [
-        _server.Process(target=_rank, args=(directory, module, function, rank, size, dict(env)), daemon=True)
-        for rank in range(size)
-    ]
-    for process in ranks:
-        process.start()
+    ranks = [fork(_rank, (directory, module, function, rank, size, dict(env))) for rank in range(size)]
     try:
         return [_told(directory, rank, process) for rank, process in enumerate(ranks)]
     finally:

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.rank import actions as act
@@ -164,7 +165,7 @@ class Copying:
         except OSError as problem:
             log.error("buddy=True: copies cannot be kept at %s (%s)", page_dir, problem)
 
-    def named(self, order: m.CopyTo) -> None:
+    def named(self, order: CopyTo) -> None:
         """Copies go to this buddy from now on."""
         if self._sender is None or self._sender.address != order.address:
             if self._sender is not None:

@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 
 from ttp.config import Config
-from ttp.core import messages as m
+from ttp.core.copy_messages import Keep
 from ttp.core.layout import Rank, Version
 from ttp.core.replication import NOBODY
 from ttp.errors import CheckpointError
@@ -149,7 +149,7 @@ class Receiver(rpc.BuddyServicer):
         """Where copies go; None: this rank has not joined yet."""
         self.rank = NOBODY
         """Who takes them: its own are not to be written from outside."""
-        self.keep: Callable[[m.Keep], str] | None = None
+        self.keep: Callable[[Keep], str] | None = None
         """Takes pages of ranks of other hosts, and says why not; None: this rank keeps none."""
         self.frozen = False
         """What is kept is being looked at: nothing comes, nothing goes."""
@@ -188,7 +188,7 @@ class Receiver(rpc.BuddyServicer):
         """See the proto."""
         if self.keep is None or request.run_id != self._run_id:
             return pb.KeepResponse(refused="it is of another job, or this rank keeps no pages")
-        keep = m.Keep(
+        keep = Keep(
             Rank(request.keeper),
             0,
             Rank(request.of),

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ttp.config import Config, RankEnv
-from ttp.core import messages as m
+from ttp.core.copy_messages import Keep, MirrorTo
 from ttp.core.layout import Rank
 from ttp.processor.liveness import stacks
 from ttp.processor.liveness.peer_watcher import PeerWatcher
@@ -88,7 +88,7 @@ class HostServices:
             source.watch_pages(mirror.changed)
         return path
 
-    def store(self, order: m.Keep, said: Callable[[str], None] = lambda _: None) -> None:
+    def store(self, order: Keep, said: Callable[[str], None] = lambda _: None) -> None:
         """Put the page of a rank elsewhere into this host's memory; ``said`` gets why not. Any thread."""
 
         def job() -> None:
@@ -96,14 +96,14 @@ class HostServices:
 
         self._keeper.submit(job)
 
-    def keep(self, order: m.Keep) -> str:
+    def keep(self, order: Keep) -> str:
         """Like ``store``, for whoever sends the page itself; returns why it is not kept. Any thread."""
         refused = [f"it was not stored within {STORE_S:g} s"]
         self.store(order, refused.append)
         self._keeper.wait_done(STORE_S)
         return refused[-1]
 
-    def mirror_to(self, order: m.MirrorTo) -> None:
+    def mirror_to(self, order: MirrorTo) -> None:
         """Pages of this rank go there from now on."""
         self._sender.named(order)
 

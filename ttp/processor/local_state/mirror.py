@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
-from ttp.core.messages import Keep
+from ttp.core.copy_messages import Keep
 from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page
 
 log = logging.getLogger("ttp.processor")

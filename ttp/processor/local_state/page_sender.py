@@ -8,8 +8,8 @@ import threading
 
 import grpc
 
+from ttp.core.copy_messages import MirrorTo
 from ttp.core.layout import Rank
-from ttp.core.messages import MirrorTo
 from ttp.wire import tls
 from ttp.wire.channel import CLIENT_OPTIONS, metadata
 from ttp.wire.v1 import buddy_pb2 as pb

@@ -1,0 +1,23 @@
+"""Finds the objects of a class in this process, where nothing else leads to them."""
+
+from __future__ import annotations
+
+import gc
+from itertools import compress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def instances_of(kind: type[T]) -> list[T]:
+    """The living objects of a class and of its subclasses. Takes about 0.1 s in a process with torch.
+
+    ``isinstance`` would ask every object for its ``__class__``: some warn, load what is lazy, or raise.
+    """
+    kinds = {kind}
+    fresh = [kind]
+    while fresh:
+        fresh = [below for above in fresh for below in type.__subclasses__(above) if below not in kinds]
+        kinds.update(fresh)
+    things = gc.get_objects()
+    return list(compress(things, map(kinds.__contains__, map(type, things))))
