@@ -66,6 +66,16 @@ FRAMEWORKS = [
 
 
 @nox.session
+def ray(session: nox.Session) -> None:
+    """Ray Train, on a cluster of this machine alone: docs/frameworks.md. By itself, as Ray is large."""
+    session.install(TORCH)
+    session.install(
+        "-e", ".[torch]", "ray[train]==2.60.0", "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"
+    )
+    session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
+
+
+@nox.session
 def frameworks(session: nox.Session) -> None:
     """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
     session.install(TORCH)
