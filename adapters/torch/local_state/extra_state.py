@@ -104,6 +104,8 @@ class ExtraState:
         for name, state in states.items():
             try:
                 objects[name].load_state_dict(state)
+                if name in self._changing:
+                    objects[name].state_dict()  # a loader makes its iterator now, which draws: the streams come after
             except Exception as problem:
                 raise CheckpointError(f"{_path(name)}.load_state_dict() refused what was saved: {problem}") from problem
         notes = [f"{_path(name)} was not saved: it begins anew" for name in objects if name not in saved]
