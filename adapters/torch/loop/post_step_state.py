@@ -194,11 +194,11 @@ class PostStepState:
         return replace(job, scaler_skipped=pending and _skipped(found.scaler))
 
     def param_groups(self, version: int, job: JobState | None = None) -> list[ParamGroups]:
-        """The hyperparameters of ``version``, per optimizer: a leading scheduler has changed the live ones already.
+        """The hyperparameters of ``version``, per optimizer. A leading scheduler has changed the live ones already.
 
         Args:
             version: finished updates.
-            job: what ``job_state`` has said: the groups are of the same moment.
+            job: what ``job_state`` has returned: the groups are of the same moment.
         """
         found = self._of(version)
         if job is not None and found.schedules and job.schedules[0].state is found.schedules[0].state:
@@ -225,7 +225,7 @@ class PostStepState:
         return self._snapshot, [False] * len(self._habits)
 
     def _due(self, last: _Snapshot, entered: bool) -> list[bool]:
-        """For each scheduler whether a step is due on top of ``last``; all false if they can be read as they are now."""
+        """For each scheduler whether a step is due on top of ``last``; all false if each can be read as it is now."""
         pairs = list(zip(self._habits, last.schedules, strict=True))
         began = [habit.began(before) for habit, before in pairs]
         half = any(habit.began(before) and not habit.through(before) for habit, before in pairs)

@@ -301,7 +301,7 @@ def _load_group(group: dict[str, Any], saved: Mapping[str, Any]) -> None:
 
 
 def _frozen_otherwise(names: ModelNames, optimizer: Optimizer, job: JobState) -> list[str]:
-    """A note if ``requires_grad`` differs: the program sets it, and may have changed it in the course of training."""
+    """Notes on parameters whose ``requires_grad`` differs: the program sets it, and may change it while training."""
     if not isinstance(saved := job.extra.get(FROZEN), list):
         return []  # an older ttp has saved it
     here = frozen(names, optimizer)

@@ -186,7 +186,7 @@ class Trial:
             )
 
     def _grown(self) -> Iterator[str]:
-        """Buffers that have grown so that a program that starts again could not load them."""
+        """Messages about buffers that have grown, so that a program that starts again could not load them."""
         now = {name: tuple(buffer.shape) for name, buffer in self._names.buffers.items()}
         for name, shape in self._shapes.items():
             if now.get(name, shape) != shape:
