@@ -56,6 +56,23 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+FRAMEWORKS = [
+    "accelerate==1.15.0",
+    "torchdata==0.11.0",
+    "transformers==5.23.0; python_version >= '3.11'",
+    "transformers==4.57.1; python_version < '3.11'",
+]
+"""The newest that were tried."""
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
+    session.install(TORCH)
+    session.install("-e", ".[hf]", *FRAMEWORKS, "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything but the slow campaigns."""

@@ -18,8 +18,7 @@ from torch import nn
 
 from tests.adapters.torch.hooked import Job
 from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
-from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.large_arrays import ApartMemory
+from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
 from ttp.processor.local_state.pages import Page, PageWriter, read_page
 
 streams: Any = numpy.random
@@ -300,7 +299,7 @@ class TestLargeArrays:
 
         counted = SimpleNamespace(xxh3_64_intdigest=note)
         monkeypatch.setattr("ttp.processor.local_state.pages.xxhash", counted)
-        monkeypatch.setattr("ttp.adapters.torch.local_state.large_arrays.xxhash", counted)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.extra_state.xxhash", counted)
         step(8)
         assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
