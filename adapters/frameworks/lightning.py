@@ -34,7 +34,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment  # noqa: E40
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy  # noqa: E402
 from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 
-from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops  # noqa: E402
+from ttp.adapters.frameworks.lightning_loops import EpochStart, Loops, cluster_environment  # noqa: E402
 
 log = logging.getLogger("ttp.adapters.frameworks")
 
@@ -58,6 +58,8 @@ class TtpCheckpointIO(TorchCheckpointIO):
 
     def load_checkpoint(self, path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Of ``ttp://last`` nothing: the callback restores, when there are optimizers to restore into."""
+        if self.restored_by_callback:
+            _refuse_file(path)
         if not str(path).startswith("ttp:"):
             loaded: dict[str, Any] = super().load_checkpoint(path, *args, **kwargs)
             return loaded
@@ -115,13 +117,8 @@ class TtpCallback(Callback):
             return
         if isinstance(files, TtpCheckpointIO) and Path(files.save_dir) != Path(self._save_dir):
             raise ConfigError(f"TtpCallback({str(self._save_dir)!r}) and TtpCheckpointIO({files.save_dir!r}) differ")
-        if trainer.ckpt_path not in (None, LAST):
-            raise ConfigError(
-                f"fit(ckpt_path={str(trainer.ckpt_path)!r}): each restart of the job would begin there again. Use "
-                f"ckpt_path={LAST!r}, and load the weights to begin with before fit()"
-            )
         _refuse(trainer)
-        environment = getattr(trainer.strategy, "cluster_environment", None)
+        environment = cluster_environment(trainer)
         if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
             environment.auto_requeue = False
             log.warning("Lightning's own requeueing of SLURM jobs was switched off: exit code 75 says when to do it")
@@ -130,6 +127,7 @@ class TtpCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Join the job; restore."""
+        _refuse_file(trainer.ckpt_path)
         self._by_hand = not pl_module.automatic_optimization and len(trainer.optimizers) > 1
         self._state = state = LightningState(trainer)
         extra = self._extra if isinstance(self._extra, dict) or self._extra is None else {"extra_state": self._extra}
@@ -228,6 +226,14 @@ def _refuse(trainer: Trainer) -> None:
                 "Lightning each time: give it state_dict() and load_state_dict(). An average of the weights is given "
                 "as extra_state= of TtpCallback"
             )
+
+
+def _refuse_file(path: Any) -> None:
+    if path is not None and str(path) != LAST:
+        raise ConfigError(
+            f"fit(ckpt_path={str(path)!r}): each restart of the job would begin there again. Use ckpt_path={LAST!r}, "
+            "and load the weights to begin with before fit()"
+        )
 
 
 def _adapter() -> TorchAdapter:

@@ -6,7 +6,7 @@ in the order in which they would have.
 
 **All that is used of Lightning's private parts stands in this file**, as seen in 2.6.6: ``FitLoop._data_fetcher``,
 ``_combined_loader``; ``_Loop._restarting``; ``_EvaluationLoop._restart_stage``;
-``_TrainingEpochLoop._should_check_val_fx``; the keys of the loops' ``state_dict()``.
+``_TrainingEpochLoop._should_check_val_fx``; ``Trainer._accelerator_connector``; the keys of ``FitLoop.state_dict()``.
 """
 
 from __future__ import annotations
@@ -137,3 +137,8 @@ class Loops:
     def _loaders(self) -> list[Any]:
         combined = self._fit._combined_loader
         return [] if combined is None else list(combined.flattened)
+
+
+def cluster_environment(trainer: Any) -> Any:
+    """What has started the ranks, as Lightning sees it."""
+    return trainer._accelerator_connector.cluster_environment

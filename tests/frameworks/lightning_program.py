@@ -1,10 +1,11 @@
 """A job of PyTorch Lightning. ``PROGRAM_KIND``: ``automatic``, ``manual`` (two optimizers), ``workers`` (a loader that
-knows where it is).
+knows where it is). In the first life rank 0 sends itself SIGTERM behind ``PROGRAM_TERM`` steps.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,8 @@ import ttp.lightning
 from ttp.testing import kit
 
 KIND = os.environ.get("PROGRAM_KIND", "automatic")
+TERM = int(os.environ.get("PROGRAM_TERM", "-1")) if "TTP_PORT" in os.environ else -1
+LIFE_AND_RANK = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("RANK", "0")
 
 
 class Classifier(LightningModule):
@@ -95,6 +98,8 @@ class Watch(Callback):
         if trainer.global_step > self.steps:  # else it accumulates
             self.steps = trainer.global_step
             self.report(self.steps, self.smooth)
+        if self.steps == TERM and LIFE_AND_RANK == ("0", "0"):
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         kit.at("on_train_epoch_end")
