@@ -1,9 +1,9 @@
-"""Writes tensors as ``torch.save`` does, and small ones a lot faster.
+"""Writes tensors in the format of ``torch.save``, small ones much faster.
 
-``torch.save`` makes some forty small writes through Python for one tensor, however small it is, and an Adam optimizer
-has a ``step`` tensor of four bytes for every parameter. But without crc32, two tensors of one dtype and layout differ
-in their own bytes only. So the rest is made once and used again. That this holds is not taken for granted: it is
-checked for every layout against two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
+``torch.save`` makes some forty small writes for one tensor, and an Adam optimizer has a ``step`` tensor of four bytes
+for every parameter. Without crc32, the files of two tensors of one dtype and layout differ in the bytes of the tensors
+only. So the bytes around them are made once for each layout and used again. That is checked for every layout against
+two runs of ``torch.save``; where it does not hold, ``torch.save`` writes every tensor.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ Template = tuple[bytes, bytes]
 
 
 class Stream(Protocol):
-    """Where the bytes go."""
+    """A writable stream."""
 
     def write(self, data: memoryview) -> int:
-        """Append."""
+        """Append ``data``."""
 
     def flush(self) -> None:
-        """For ``torch.save``."""
+        """Called by ``torch.save``."""
 
 
 class BlobWriter:
