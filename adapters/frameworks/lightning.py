@@ -269,7 +269,8 @@ class LightningState:
         if self._held is not None:
             return self._held
         trainer = self._trainer
-        module, kept = trainer.lightning_module, {}
+        module = trainer.lightning_module
+        kept: dict[str, Any] = {}
         if is_overridden("on_save_checkpoint", module, LightningModule):
             module.on_save_checkpoint(kept)
         callbacks = {each.state_key: state for each in trainer.callbacks if (state := each.state_dict())}

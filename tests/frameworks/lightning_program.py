@@ -109,7 +109,7 @@ class Watch(Callback):
         return {"smooth": self.smooth, "epochs": self.epochs, "batches": self.batches, "steps": self.steps}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
+        self.__dict__ |= state_dict
 
 
 def loader(length: int, kind: str) -> DataLoader[Any]:
