@@ -322,6 +322,11 @@ class TorchAdapter(Restoring):
         if self._attachment is not None:
             self._attachment.step_done()
 
+    def settled(self) -> None:
+        """What follows the last update is done; for adapters of frameworks that know it."""
+        if self._attachment is not None:
+            self._attachment.settled()
+
 
 def _distinct(optimizer: Optimizer | Sequence[Optimizer]) -> list[Optimizer]:
     """The given optimizers without repetitions."""

@@ -177,6 +177,14 @@ class Bracket:
                 self._complain()
             self._capture.capture(self._version(), True)
 
+    def settled(self) -> None:
+        """All that follows the last finished update is done: a framework says so, whose versions end with the step."""
+        try:
+            self._post_step.at_gate()
+        except Exception:
+            self._complain()
+        self._capture.capture(self._version(), True)
+
     # --------------------------------------------------------------------------------------------------- the update
 
     def _before_step(
