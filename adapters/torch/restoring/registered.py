@@ -166,8 +166,8 @@ def _gather_views(mine: RestoreView) -> list[RestoreView]:
         {"candidates": [[c.version, c.manifest_digest, c.name] for c in mine.candidates], "skipped": list(mine.skipped)}
     )
     views = []
-    for rank, blob in enumerate(gather_bytes(data)):
-        seen = decode(blob)
+    for rank, answer in enumerate(gather_bytes(data)):
+        seen = decode(answer)
         candidates = tuple(Candidate(Version(v), digest, name) for v, digest, name in seen["candidates"])
         views.append(RestoreView(Rank(rank), candidates, tuple(seen["skipped"])))
     return views

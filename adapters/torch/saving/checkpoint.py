@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ttp.adapters.torch.saving.flatten_state import ToHost, dump, leaves, whole
 from ttp.adapters.torch.saving.piece_index import SHARD_KIND, IndexEntry, encode_table
-from ttp.adapters.torch.saving.tensor_serializer import BlobWriter
+from ttp.adapters.torch.saving.tensor_serializer import TensorWriter
 from ttp.core.layout import Rank, Shard
 from ttp.core.messages import Piece
 from ttp.errors import CheckpointError
@@ -112,7 +112,7 @@ class _ShardWriter:
         self._stream = stream
         self._file = file
         self._to_host = to_host
-        self._blobs = BlobWriter(stream)
+        self._serializer = TensorWriter(stream)
         self._tensors: dict[
             tuple[Any, ...], IndexEntry
         ] = {}  # tied weights are stored once, and listed under all their names
@@ -127,9 +127,9 @@ class _ShardWriter:
             name = IndexEntry(path, self._file, self._stream.position, 0, int_keys=int_keys)
             if (chunks := chunks_of(value)) is not None:
                 self.items += [self._write_tensor(name, chunk) for chunk in chunks]
-            elif (blob := self._dump(value)) is not None:
-                self._stream.write(memoryview(blob))
-                self.items.append(replace(name, length=len(blob)))
+            elif (data := self._dump(value)) is not None:
+                self._stream.write(memoryview(data))
+                self.items.append(replace(name, length=len(data)))
             else:
                 self.left_out.append(name.key)
         self._stream.check()
@@ -145,9 +145,9 @@ class _ShardWriter:
         if first is not None:
             return replace(first, path=name.path, int_keys=name.int_keys)
         at = self._stream.position
-        blob = whole(self._to_host(tensor).to(dtype))
-        self._blobs.write(blob)
-        _give_back(blob, tensor)
+        copied = whole(self._to_host(tensor).to(dtype))
+        self._serializer.write(copied)
+        _give_back(copied, tensor)
         item = replace(
             name,
             offset=at,

@@ -62,7 +62,7 @@ class IndexEntry:
 
     @property
     def is_tensor(self) -> bool:
-        """Otherwise it is a plain value, a blob of ``torch.save``."""
+        """Otherwise it is a plain value, as ``torch.save`` writes it."""
         return bool(self.dtype)
 
     @property

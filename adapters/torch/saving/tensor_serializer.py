@@ -32,7 +32,7 @@ class Stream(Protocol):
         """Called by ``torch.save``."""
 
 
-class BlobWriter:
+class TensorWriter:
     """Writes tensors to ``stream``, which ``torch.save`` would write with crc32 off."""
 
     def __init__(self, stream: Stream) -> None:
@@ -40,7 +40,7 @@ class BlobWriter:
         self._templates: dict[tuple[Any, ...], Template | None] = {}
 
     def write(self, tensor: Tensor) -> None:
-        """Append the blob of ``tensor``, which is on the CPU and owns all of its storage."""
+        """Append ``tensor``, which is on the CPU and owns all of its storage."""
         template = self._template(tensor) if 0 < tensor.nbytes <= _TEMPLATE_BYTES_MAX else None
         if template is None:
             torch.save(tensor, cast("Any", self._stream))
@@ -77,11 +77,11 @@ def _saved(tensor: Tensor) -> bytes:
     return buffer.getvalue()
 
 
-def _position(blob: bytes) -> int:
+def _position(data: bytes) -> int:
     """Where in the zip archive the bytes of the only storage begin."""
-    with zipfile.ZipFile(io.BytesIO(blob)) as archive:
+    with zipfile.ZipFile(io.BytesIO(data)) as archive:
         (entry,) = (entry for entry in archive.infolist() if entry.filename.endswith("/data/0"))
-    header = blob[entry.header_offset : entry.header_offset + 30]
+    header = data[entry.header_offset : entry.header_offset + 30]
     names, extra = int.from_bytes(header[26:28], "little"), int.from_bytes(header[28:30], "little")
     return entry.header_offset + 30 + names + extra
 

@@ -28,7 +28,7 @@ def gather_bytes(data: bytes) -> list[bytes]:
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_device())
     everyone = [torch.zeros_like(padded) for _ in sizes]
     dist.all_gather(everyone, padded)
-    return [_bytes(blob[: int(length)]) for blob, length in zip(everyone, sizes, strict=True)]
+    return [_bytes(each[: int(length)]) for each, length in zip(everyone, sizes, strict=True)]
 
 
 def gather_or_refuse(make: Callable[[], bytes]) -> list[bytes]:
