@@ -1,0 +1,113 @@
+"""DeepSpeed's engine with ZeRO 0 to 2: partitions of the fp32 weights and their moments are the shards.
+
+What counts are the flat fp32 partitions that DeepSpeed's optimizer keeps, one of each param group on each rank, and the
+moments of torch's optimizer inside of it. The weights of the model are rounded from them: they are made anew when a job
+resumes. A partition is on one rank only, hence ``buddy``.
+
+``engine.step`` is the update: torch's optimizer is stepped once for each param group in it, the schedule behind. Used
+of DeepSpeed, as seen in 0.19.8: ``engine.optimizer.optimizer``, ``single_partition_of_fp32_groups``, ``update_lp_params``,
+``engine.global_steps`` and the other counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from ttp import api
+from ttp.adapters.frameworks.versions import require
+from ttp.errors import ConfigError
+
+TESTED = ("0.19", "0.19")
+_COUNTS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
+
+
+def protect(engine: Any, save_dir: str | Path = "checkpoints", *, extra_state: Any = None, **settings: Any) -> int:
+    """Join the job, and restore, with what ``deepspeed.initialize`` has returned. To be called in place of ``ttp.restore``.
+
+    Args:
+        engine: of stage 0, 1 or 2, without offloading; its optimizer is one of torch.
+        save_dir: see ``ttp.wrap_optimizer``.
+        extra_state: likewise; the counts of the engine are saved in any case.
+        settings: ``buddy`` (on by default with stages 1 and 2): likewise.
+
+    Returns:
+        Finished updates; 0: nothing was saved before.
+
+    Raises:
+        ConfigError: this engine has not been tried.
+    """
+    require("deepspeed", "deepspeed", TESTED)
+    stage, optimizer = engine.zero_optimization_stage(), engine.optimizer
+    partitions = getattr(optimizer, "single_partition_of_fp32_groups", None)
+    if stage > 2 or (stage and partitions is None) or getattr(optimizer, "cpu_offload", False):
+        raise ConfigError(f"ttp.deepspeed knows ZeRO 0 to 2 without offloading, and not stage {stage} of this engine")
+    inner = optimizer.optimizer if hasattr(optimizer, "optimizer") else optimizer
+    model = engine.module if partitions is None else _Partitions(partitions, engine.module)
+    counts = _Counts(engine)
+    extra = extra_state if isinstance(extra_state, dict) or extra_state is None else {"extra_state": extra_state}
+    api.wrap_optimizer(
+        inner,
+        model=model,
+        scheduler=engine.lr_scheduler,
+        save_dir=save_dir,
+        extra_state={"deepspeed": counts, **(extra or {})},
+        **({"buddy": partitions is not None} | settings),
+    )
+    version = api.restore()
+    if version and partitions is not None:
+        optimizer.update_lp_params()
+    api.step_done()  # from now on versions end where engine.step does
+    _bracket(engine, counts)
+    return version
+
+
+def _bracket(engine: Any, counts: _Counts) -> None:
+    """Let ``engine.step`` end a version when it has made an update."""
+    step = engine.step
+
+    def stepped(*args: Any, **kwargs: Any) -> Any:
+        before = engine.global_steps - engine.skipped_steps
+        result = step(*args, **kwargs)
+        if engine.global_steps - engine.skipped_steps > before:
+            counts.settled = True
+            api.step_done()
+            counts.settled = False
+        return result
+
+    counts.settled, engine.step = False, stepped
+
+
+class _Partitions(nn.Module):
+    """What a rank trains, under names of its own; and the buffers of the model."""
+
+    def __init__(self, partitions: list[Any], module: nn.Module) -> None:
+        super().__init__()
+        for number, partition in enumerate(partitions):
+            partition._is_param = True  # it is a leaf that torch's optimizer updates
+            self.register_parameter(f"group{number}_rank{dist.get_rank()}", partition)
+        for name, buffer in module.named_buffers():
+            self.register_buffer(name.replace(".", "/"), buffer)
+
+
+class _Counts:
+    """Those of the engine, as they are at the end of the update that has begun."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.settled = True  # no update has begun
+
+    def state_dict(self) -> dict[str, Any]:
+        counts = {name: getattr(self._engine, name) for name in _COUNTS}
+        if not self.settled:
+            counts["global_steps"] += 1
+            counts["micro_steps"] += 1
+            counts["global_samples"] += self._engine.train_batch_size()
+        return counts
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self._engine, name, value)

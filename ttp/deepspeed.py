@@ -1,0 +1,5 @@
+"""DeepSpeed; see docs/frameworks.md."""
+
+from ttp.adapters.frameworks.deepspeed import protect
+
+__all__ = ["protect"]
