@@ -9,6 +9,7 @@
 #   make lint types protos docs    what CI checks, through nox; the documentation is built as a site, into site/
 #   make test-gpu PYTHON=python3   what only a GPU can show, with the Python that has torch with CUDA: installs nothing, says what
 #                                  is missing, 20 minutes at most; ARGS="-k host_ahead" for a part of it. See docs/gpu.md
+#   make frameworks                Trainer, Accelerate and loaders of torchdata, in an environment of their own; see docs/frameworks.md
 #   make bench                     benchmarks, a table at the end
 #   make clean                     remove .venv and what was installed into it
 #
@@ -25,7 +26,7 @@ JOBS ?= 3
 PY := $(VENV)/bin/python
 PIP := $(PY) -m pip --disable-pip-version-check
 
-.PHONY: help demo test test-gpu bench lint types protos docs clean
+.PHONY: help demo test test-gpu bench lint types protos docs frameworks clean
 .DELETE_ON_ERROR:
 
 help:
@@ -47,7 +48,7 @@ bench: $(VENV)/.installed-test
 
 types: $(VENV)/.installed-test
 
-lint types protos docs: $(VENV)/.installed-nox
+lint types protos docs frameworks: $(VENV)/.installed-nox
 	$(PY) -m nox -s $@
 
 clean:

@@ -56,6 +56,34 @@ def docs(session: nox.Session) -> None:
     session.run("mkdocs", "build", "--strict", "--quiet", env={"NO_MKDOCS_2_WARNING": "1"})
 
 
+FRAMEWORKS = [
+    "accelerate==1.15.0",
+    "lightning==2.6.6",
+    "torchdata==0.11.0",
+    "transformers==5.23.0; python_version >= '3.11'",
+    "transformers==4.57.1; python_version < '3.11'",
+]
+"""The newest that were tried."""
+
+
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Ray Train, on a cluster of this machine alone: docs/frameworks.md. By itself, as Ray is large."""
+    session.install(TORCH)
+    session.install(
+        "-e", ".[torch]", "ray[train]==2.60.0", "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100"
+    )
+    session.run("python", "-m", "pytest", "-m", "", "tests/frameworks/test_ray.py", *session.posargs)
+
+
+@nox.session
+def frameworks(session: nox.Session) -> None:
+    """Trainers of others: docs/frameworks.md. Its own environment: they want other versions of much that tests have."""
+    session.install(TORCH)
+    session.install("-e", ".[hf]", *FRAMEWORKS, "pytest>=8,<9.1", "pytest-timeout>=2.3", "hypothesis>=6.100")
+    session.run("python", "-m", "pytest", "tests/frameworks", *session.posargs)
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Everything but the slow campaigns."""

@@ -18,8 +18,8 @@ from benchmarks.world import protected, scratch
 from ttp import session
 from ttp.api import wrap_optimizer
 from ttp.config import Config
+from ttp.core.copy_messages import CopyTo
 from ttp.core.layout import Rank
-from ttp.core.messages import CopyTo
 from ttp.core.rank.events import CopyMade
 from ttp.processor.copies.copier import Copying
 from ttp.processor.copies.store import CopyStore

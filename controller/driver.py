@@ -20,6 +20,7 @@ from ttp.core import messages as m
 from ttp.core.controller import events as ce
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
+from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 from ttp.store.history import HISTORY_KINDS
 
@@ -148,7 +149,7 @@ class Driver:
         kind: m.FaultKind,
         reason: str,
         pids: tuple[int, ...],
-        pages: tuple[m.Mirror, ...] = (),
+        pages: tuple[Mirror, ...] = (),
         seat: str = "",
     ) -> None:
         """Report a fault of ``ranks`` from outside of the job.

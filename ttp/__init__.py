@@ -61,8 +61,14 @@ __all__ = [
 ]
 
 
+FRAMEWORKS = ("accelerate", "hf", "lightning")
+"""Modules that need a package of that kind; see docs/frameworks.md."""
+
+
 def __getattr__(name: str) -> Any:
     """Load a public name from its home on first use."""
+    if name in FRAMEWORKS:
+        return importlib.import_module(f"ttp.{name}")
     if name not in __all__:
         raise AttributeError(f"module 'ttp' has no attribute {name!r}")
     old = name.startswith("ttp_") and name != "ttp_to_persist"

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Version
-from ttp.core.messages import Candidate, FaultKind, GoodbyeReason
+from ttp.core.messages import FaultKind, GoodbyeReason
+from ttp.core.restore_messages import Candidate
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, RestoreError, UsageError
 from ttp.launch.rank_names import in_torchruns_names
 from ttp.launch.run_dir import allow_journal

@@ -21,8 +21,8 @@ from ttp.adapters.mindspore.read import load_into, position_of
 from ttp.adapters.mindspore.source import MindSporeSource
 from ttp.adapters.mindspore.wrapper import OptTTPWrapper
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import Candidate, RestoreView
 from ttp.core.restore_choice import agree
+from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import ConfigError, UsageError
 from ttp.launch.standby import own_address
 from ttp.store.manifest import Manifest

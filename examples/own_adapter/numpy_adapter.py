@@ -16,8 +16,9 @@ import numpy as np
 
 from ttp import api
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import Candidate, Piece, RestoreView, SaverOrder
+from ttp.core.messages import Piece, SaverOrder
 from ttp.core.restore_choice import agree
+from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.processor.processor import Processor
 from ttp.processor.source import Cancelled, StateSource, UpdateReporter

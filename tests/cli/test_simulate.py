@@ -9,7 +9,7 @@ import pytest
 from tests.cli.conftest import Ttp
 from ttp.core.layout import Rank
 from ttp.testing import simulation
-from ttp.testing.fault_words import parse
+from ttp.testing.campaign import parse_faults
 from ttp.testing.scenario import KINDS, Fault
 
 HOSTS = ("h0", "h0", "h1", "h1")
@@ -96,13 +96,13 @@ def test_bad_usage(ttp: Ttp, arguments: list[object], complaint: str) -> None:
     ],
 )
 def test_faults_in_words(text: str, faults: tuple[Fault, ...] | None) -> None:
-    parsed = parse(text, 1, HOSTS)
+    parsed = parse_faults(text, 1, HOSTS)
     if faults is not None:
         assert parsed == faults
-    assert parse(text, 1, HOSTS) == parsed
+    assert parse_faults(text, 1, HOSTS) == parsed
 
 
 def test_every_kind_can_be_drawn() -> None:
     for kind in KINDS:
-        assert [f.kind for f in parse(f"{kind}=2", 1, HOSTS)] == [kind, kind]
-    assert parse("kill=2", 1, HOSTS) != parse("kill=2", 2, HOSTS)
+        assert [f.kind for f in parse_faults(f"{kind}=2", 1, HOSTS)] == [kind, kind]
+    assert parse_faults("kill=2", 1, HOSTS) != parse_faults("kill=2", 2, HOSTS)

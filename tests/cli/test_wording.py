@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from ttp.cli.wording import count_text, duration_text, size_text, when_text
+from ttp.cli.output import count_text, duration_text, size_text, when_text
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from ttp.core.controller.incident import Incident
 from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.controller.machine import ControllerMachine
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
+from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.layout_messages import LayoutPart, TellLayout
 from ttp.testing.scenario import grid
@@ -232,6 +233,6 @@ class Wide(Talk):
         return said
 
 
-def page(rank: int, incarnation: int = 1) -> m.Mirror:
+def page(rank: int, incarnation: int = 1) -> Mirror:
     """What a dead rank has left, as its launcher hands it over."""
-    return m.Mirror(Rank(rank), Version(7), True, incarnation, b"page")
+    return Mirror(Rank(rank), Version(7), True, incarnation, b"page")

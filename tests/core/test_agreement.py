@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Candidate, Reading, RestoreView
 from ttp.core.restore_choice import agree, fallback_note, is_fallback_note, is_unread
+from ttp.core.restore_messages import Candidate, Reading, RestoreView
 
 
 def candidate(version: int, digest: str = "d") -> Candidate:

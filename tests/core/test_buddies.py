@@ -15,6 +15,7 @@ from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
+from ttp.core.copy_messages import Copied, CopyTo, Settled
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.rank import actions as act
@@ -63,7 +64,7 @@ class Hosts(Talk):
         self.formed = said
 
     def copied(self, rank: int, version: int, whole: int = 0, text: str = "") -> str:
-        return self.report(rank, m.Copied(Rank(rank), Version(version), not text, text, Version(whole)))
+        return self.report(rank, Copied(Rank(rank), Version(version), not text, text, Version(whole)))
 
     def keeps(self, rank: int, *copies: tuple[int, int], version: int = 17) -> str:
         return self.frozen(rank, version, kept=tuple(m.KeptCopy(Rank(of), Version(v)) for of, v in copies))
@@ -72,14 +73,14 @@ class Hosts(Talk):
 def test_every_rank_is_told_its_buddy_on_the_next_host() -> None:
     talk = Hosts()
     assert "[buddies] CopyTo:0,1,2,3" in talk.formed
-    named = {o.rank: (o.buddy, o.address) for o in talk.orders(m.CopyTo)}
+    named = {o.rank: (o.buddy, o.address) for o in talk.orders(CopyTo)}
     assert named == {0: (2, "h1:7002"), 1: (3, "h1:7003"), 2: (0, "h0:7000"), 3: (1, "h0:7001")}
     assert "CopyTo:1" in talk.back(1, host="h0", copies_at="h0:7001")
 
 
 def test_with_one_host_there_is_nobody_to_send_to() -> None:
     talk = Hosts(per_host=4)
-    assert [(o.buddy, o.address) for o in talk.orders(m.CopyTo)] == [(NOBODY, "")] * 4
+    assert [(o.buddy, o.address) for o in talk.orders(CopyTo)] == [(NOBODY, "")] * 4
 
 
 def test_not_every_rank_keeps_copies() -> None:
@@ -94,7 +95,7 @@ def test_a_version_is_whole_when_all_have_it() -> None:
     talk = Hosts()
     assert [talk.copied(r, 10) for r in (3, 0, 0, 1)] == ["", "", "", ""]
     assert talk.copied(2, 10) == "[copied] Settled:0,1,2,3"
-    assert all(o.whole for o in talk.orders(m.Settled))
+    assert all(o.whole for o in talk.orders(Settled))
     assert talk.machine.copied_version == 10
     assert talk.copied(1, 10) == "Settled:1", "it did not hear it"
 
@@ -103,10 +104,10 @@ def test_one_that_fails_decides() -> None:
     talk = Hosts()
     talk.copied(0, 10)
     assert talk.copied(1, 10, text="shared memory is full") == "[not_copied] Settled:0,1,2,3"
-    assert not any(o.whole for o in talk.orders(m.Settled))
+    assert not any(o.whole for o in talk.orders(Settled))
     assert talk.facts("not_copied") == {"rank": 1, "version": 10, "text": "shared memory is full"}
     assert [talk.copied(r, 10) for r in (2, 3)] == ["Settled:2", "Settled:3"]
-    assert not talk.orders(m.Settled)[0].whole
+    assert not talk.orders(Settled)[0].whole
     assert talk.machine.copied_version == 0
 
 
@@ -123,11 +124,11 @@ def test_a_new_controller_learns_what_was_settled() -> None:
     knows = Hosts()
     assert knows.copied(0, 20, whole=10) == "[copied] Settled:0,1,2,3", "of 10, as it is said"
     assert knows.copied(1, 20, whole=20) == "Settled:0,1,2,3", "another controller has heard all of them"
-    assert {(o.version, o.whole) for o in knows.orders(m.Settled)} == {(20, True)}
+    assert {(o.version, o.whole) for o in knows.orders(Settled)} == {(20, True)}
     gave_up = Hosts()
     gave_up.copied(0, 20, whole=10)
     assert gave_up.copied(1, 30, whole=10) == "Settled:0,1,2,3", "rank 1 has gone on without it"
-    assert {(o.version, o.whole) for o in gave_up.orders(m.Settled)} == {(20, False)}
+    assert {(o.version, o.whole) for o in gave_up.orders(Settled)} == {(20, False)}
 
 
 # -------------------------------------------------------------------------------------------------------------- rescues
@@ -246,7 +247,7 @@ class Played:
         self.held: list[set[Version]] = [set() for _ in range(world)]  # copies that are stored and not dropped
         self.making: list[Version | None] = [None] * world
         self.versions = [0] * world
-        self.ups: list[deque[m.Copied]] = []
+        self.ups: list[deque[Copied]] = []
         self.downs: list[deque[m.Order]] = []
         self.had_whole = False
         self.take_over()
@@ -274,7 +275,7 @@ class Played:
 
     def event(self, r: int, event: ev.Event) -> None:
         for action in self.machines[r].on_event(event, 0.0):
-            if isinstance(action, act.Send) and isinstance(action.report, m.Copied):
+            if isinstance(action, act.Send) and isinstance(action.report, Copied):
                 self.ups[r].append(action.report)
             elif isinstance(action, act.SettleCopy):
                 gone = self.generations[r].settle(action.version, whole=action.whole)
@@ -341,11 +342,11 @@ def test_there_is_always_a_version_that_all_hold(seed: int) -> None:
 
 def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
     machine = ProcessorMachine(hello(1, ALONE), RankTimeouts(), 0.0)
-    said: list[m.Copied] = []
+    said: list[Copied] = []
 
     def event(event: ev.Event) -> list[str]:
         did = machine.on_event(event, 0.0)
-        said.extend(a.report for a in did if isinstance(a, act.Send) and isinstance(a.report, m.Copied))
+        said.extend(a.report for a in did if isinstance(a, act.Send) and isinstance(a.report, Copied))
         return [type(a).__name__ for a in did]
 
     event(ev.StreamUp())
@@ -353,10 +354,10 @@ def test_a_turn_is_skipped_while_the_last_one_is_open() -> None:
     event(ev.CopySkipped(Version(20)))
     assert said == [], "version 10 is being copied"
     event(ev.CopyMade(Version(10), True))
-    assert event(ev.OrderReceived(m.Settled(Rank(1), 1, Version(10), True))) == ["SettleCopy", "Send"]
+    assert event(ev.OrderReceived(Settled(Rank(1), 1, Version(10), True))) == ["SettleCopy", "Send"]
     assert [(c.version, c.stored, c.whole) for c in said] == [(10, True, 0), (20, False, 10)]
     assert said[1].text == "the copy of version 10 was not through yet"
-    assert event(ev.OrderReceived(m.Settled(Rank(1), 1, Version(20), False))) == []
+    assert event(ev.OrderReceived(Settled(Rank(1), 1, Version(20), False))) == []
 
 
 def test_orders_of_kept_copies_need_no_state_of_that_version() -> None:
@@ -378,5 +379,5 @@ def test_orders_of_kept_copies_need_no_state_of_that_version() -> None:
 
 def test_buddies_are_even() -> None:
     talk = Hosts(grid(6, 1), per_host=4)
-    load = Counter(o.buddy for o in talk.orders(m.CopyTo))
+    load = Counter(o.buddy for o in talk.orders(CopyTo))
     assert load == {4: 2, 5: 2, 0: 1, 1: 1}

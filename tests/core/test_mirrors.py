@@ -9,6 +9,7 @@ import pytest
 from tests.core.talk import Wide, page
 from ttp.core import messages as m
 from ttp.core.controller.events import Accused
+from ttp.core.copy_messages import Keep, Mirror, MirrorTo
 from ttp.core.layout import Rank, Version
 from ttp.testing.scenario import grid
 
@@ -45,9 +46,9 @@ def test_a_keeper_that_comes_back_is_where_it_says_it_is() -> None:
     """And the rank itself is told again, by whatever controller it has."""
     talk = Mirrored()
     talk.back(1, pages_at="10.0.0.0:99")
-    assert talk.orders(m.MirrorTo) == [
-        m.MirrorTo(Rank(1), 1, Rank(3), "10.0.0.1:3"),
-        m.MirrorTo(Rank(3), 1, Rank(1), "10.0.0.0:99"),
+    assert talk.orders(MirrorTo) == [
+        MirrorTo(Rank(1), 1, Rank(3), "10.0.0.1:3"),
+        MirrorTo(Rank(3), 1, Rank(1), "10.0.0.0:99"),
     ]
 
 
@@ -64,7 +65,7 @@ def test_what_a_dead_rank_has_left_on_its_host_goes_to_one_that_lives() -> None:
     talk.accuse(2, m.FaultKind.EXITED)
     said = talk.event(Accused((Rank(3),), m.FaultKind.EXITED, "seen", (103,), (page(2), page(3))))
     assert said.endswith("Keep:0,0")
-    assert talk.orders(m.Keep)[1] == m.Keep(Rank(0), 1, Rank(3), Version(7), True, 1, b"page")
+    assert talk.orders(Keep)[1] == Keep(Rank(0), 1, Rank(3), Version(7), True, 1, b"page")
     talk.frozen_all()
     assert {order.rank: order.order.pages for order in talk.orders(m.Save)} == {0: (0, 1, 2, 3)}
     talk.saved(0)
@@ -85,7 +86,7 @@ def test_it_comes_before_the_commit_though_after_the_plan() -> None:
 
 
 @pytest.mark.parametrize("wrong", [page(1), page(2, incarnation=9), page(99)], ids=["lives", "incarnation", "nobody"])
-def test_nobody_else_is_inherited_from(wrong: m.Mirror) -> None:
+def test_nobody_else_is_inherited_from(wrong: Mirror) -> None:
     talk = Wide(grid(1, 4))
     assert "Keep" not in talk.event(Accused((Rank(2),), m.FaultKind.EXITED, "seen", (102,), (wrong,)))
 

@@ -10,6 +10,7 @@ from ttp.core.decide import How
 from ttp.core.layout import Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
+from ttp.core.restore_messages import RestoreDecision
 
 # --------------------------------------------------------------------------------------------------------------- stream
 
@@ -184,7 +185,7 @@ def test_who_leaves_on_purpose_is_not_kept_waiting() -> None:
 def test_restoring() -> None:
     rank = Rank1()
     assert rank.event(ev.RestoreWanted((), ())) == ">RestoreView"
-    decision = m.RestoreDecision(ME, 1, Version(5), "step_5", "d", "")
+    decision = RestoreDecision(ME, 1, Version(5), "step_5", "d", "")
     assert rank.order(decision) == "Decided"
     assert rank.order(decision) == ""
     assert rank.event(ev.Based(Version(5))) == ""
@@ -193,7 +194,7 @@ def test_restoring() -> None:
 def test_a_view_is_repeated_until_the_training_has_begun() -> None:
     rank = Rank1()
     rank.event(ev.RestoreWanted((), ()))
-    rank.order(m.RestoreDecision(ME, 1, Version(5), "step_5", "d", ""))
+    rank.order(RestoreDecision(ME, 1, Version(5), "step_5", "d", ""))
     rank.event(ev.Based(Version(5)))
     rank.event(ev.StreamDown("gone"))
     rank.event(ev.StreamUp())

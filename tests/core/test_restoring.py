@@ -7,12 +7,13 @@ from dataclasses import replace
 from tests.core.talk import Talk
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
+from ttp.core.restore_messages import Candidate, Reading, RestoreDecision, RestoreView
 from ttp.testing.scenario import grid
 
 
-def view(rank: int, *found: tuple[int, str]) -> m.RestoreView:
-    candidates = tuple(m.Candidate(Version(v), digest, f"step_{v}") for v, digest in found)
-    return m.RestoreView(Rank(rank), candidates, ())
+def view(rank: int, *found: tuple[int, str]) -> RestoreView:
+    candidates = tuple(Candidate(Version(v), digest, f"step_{v}") for v, digest in found)
+    return RestoreView(Rank(rank), candidates, ())
 
 
 def test_all_ranks_restore_what_all_have_found() -> None:
@@ -20,7 +21,7 @@ def test_all_ranks_restore_what_all_have_found() -> None:
     talk.report(0, view(0, (9, "a"), (7, "b")))
     talk.report(1, view(1, (7, "b")))
     assert talk.report(2, view(2, (9, "a"), (7, "b"))) == "[restore] RestoreDecision:0,1,2"
-    assert talk.orders(m.RestoreDecision)[0].version == 7
+    assert talk.orders(RestoreDecision)[0].version == 7
     assert talk.machine.base_version == 7
     assert talk.report(1, view(1, (7, "b"))) == "RestoreDecision:1"  # it did not hear
 
@@ -29,16 +30,16 @@ def test_what_nobody_has_read_is_decided_once_more_when_everybody_has() -> None:
     """Rank 1 does not hear the first decision: it says once more what it said before."""
     talk = Talk(grid(1, 2))
 
-    def read(rank: int, index: int, count: int) -> m.RestoreView:
-        return replace(view(rank, (9, "a")), readings=(m.Reading("copy", index, count),))
+    def read(rank: int, index: int, count: int) -> RestoreView:
+        return replace(view(rank, (9, "a")), readings=(Reading("copy", index, count),))
 
     talk.report(0, read(0, 0, 3))
     assert talk.report(1, read(1, 1, 3)) == "RestoreDecision:0,1"
-    assert all(order.unread for order in talk.orders(m.RestoreDecision))
+    assert all(order.unread for order in talk.orders(RestoreDecision))
     assert talk.machine.base_version == 0
     assert talk.report(1, read(1, 1, 3)) == ""
     assert talk.report(0, read(0, 0, 1)) == "[restore] RestoreDecision:1,0", "rank 0 has read what rank 1 did not"
-    assert not any(order.unread for order in talk.orders(m.RestoreDecision))
+    assert not any(order.unread for order in talk.orders(RestoreDecision))
     assert talk.machine.base_version == 9
 
 
@@ -69,7 +70,7 @@ def test_a_launch_that_was_saved_elsewhere_is_not_believed() -> None:
     for rank in (0, 1):
         assert talk.report(rank, view(rank, (9, "a"))) == ""
     assert talk.report(2, view(2, (9, "a"))) == "[restore] RestoreDecision:0,1,2"
-    assert talk.orders(m.RestoreDecision)[0].version == 9
+    assert talk.orders(RestoreDecision)[0].version == 9
 
 
 def test_what_was_found_by_a_process_that_was_replaced_does_not_count() -> None:
@@ -88,7 +89,7 @@ def test_ranks_that_see_different_storage_are_told() -> None:
     talk = Talk(grid(1, 2))
     talk.report(0, view(0, (9, "aaaa")))
     talk.report(1, view(1))
-    assert talk.orders(m.RestoreDecision)[0].error == (
+    assert talk.orders(RestoreDecision)[0].error == (
         "the ranks do not see one common checkpoint: rank 0 found step 9 (aaaa); rank 1 found nothing whole. "
         "Is save_dir shared by all hosts?"
     )
@@ -98,7 +99,7 @@ def test_nothing_found_is_a_fresh_start() -> None:
     talk = Talk(grid(1, 2))
     talk.report(0, view(0))
     talk.report(1, view(1))
-    assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (0, "")
+    assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (0, "")
 
 
 def restarted(save_dir: str = "/save", again: str = "/save") -> Talk:
@@ -127,7 +128,7 @@ def test_what_was_committed_may_not_vanish() -> None:
     talk = restarted()
     talk.report(0, view(0, (5, "b")))
     talk.report(1, view(1, (5, "b")))
-    decision = talk.orders(m.RestoreDecision)[0]
+    decision = talk.orders(RestoreDecision)[0]
     assert decision.version == 7 and "step 7 was committed as /save/step, and the newest that all" in decision.error
     assert talk.machine.base_version == 0
 
@@ -140,25 +141,25 @@ def test_it_is_not_forgotten_by_an_incarnation_that_saves_nothing() -> None:
     restart(talk, 2)
     talk.report(0, view(0))
     talk.report(1, view(1))
-    assert "the ranks find no checkpoint at all" in talk.orders(m.RestoreDecision)[0].error
+    assert "the ranks find no checkpoint at all" in talk.orders(RestoreDecision)[0].error
 
 
 def test_what_is_there_but_damaged_has_not_vanished() -> None:
     talk = restarted()
     talk.report(0, view(0, (5, "b")))
     talk.report(1, replace(view(1, (5, "b")), skipped=("/save/step: its digest is wrong",)))
-    assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (5, "")
+    assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
 
 
 def test_what_one_rank_has_seen_has_not_vanished() -> None:
     talk = restarted()
     talk.report(0, view(0, (7, "a"), (5, "b")))
     talk.report(1, view(1, (5, "b")))
-    assert (talk.orders(m.RestoreDecision)[0].version, talk.orders(m.RestoreDecision)[0].error) == (5, "")
+    assert (talk.orders(RestoreDecision)[0].version, talk.orders(RestoreDecision)[0].error) == (5, "")
 
 
 def test_another_directory_is_another_job() -> None:
     talk = restarted(again="/other")
     talk.report(0, view(0))
     talk.report(1, view(1))
-    assert talk.orders(m.RestoreDecision)[0].error == ""
+    assert talk.orders(RestoreDecision)[0].error == ""

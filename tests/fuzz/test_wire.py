@@ -32,6 +32,7 @@ from ttp.core.layout_messages import TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
 from ttp.core.rank.machine import ProcessorMachine, RankTimeouts
+from ttp.core.restore_messages import Candidate, Reading, RestoreView
 from ttp.mindio.protocol.handler_recovery import HandlerRecovery
 from ttp.mindio.protocol.rank_side import RankRounds
 from ttp.wire import limits
@@ -79,7 +80,7 @@ HONEST_REPORTS = [
     said(m.Fault(Rank(0), Rank(1), m.FaultKind.EXITED, "gone", nonce="n1")),
     said(m.Fault(Rank(2), Rank(2), m.FaultKind.EXCEPTION, "oh")),
     said(m.Heartbeat(Rank(1), Version(9), m.Phase.IDLE)),
-    said(m.RestoreView(Rank(1), (m.Candidate(Version(3), "d", "n"),), ("x",), (m.Reading("c", 1, 2),))),
+    said(RestoreView(Rank(1), (Candidate(Version(3), "d", "n"),), ("x",), (Reading("c", 1, 2),))),
     said(m.Goodbye(Rank(2), m.GoodbyeReason.DONE, Version(3))),
 ]
 SPOKEN = st.one_of(REPORTS, st.sampled_from(HONEST_REPORTS), st.sampled_from(HONEST_REPORTS).flatmap(changed))
@@ -298,9 +299,9 @@ def test_texts_are_cut_and_names_are_not() -> None:
     fault = m.Fault(Rank(0), Rank(0), m.FaultKind.EXCEPTION, "t" * 10**6, "d" * 10**6)
     report = parse_report(report_to_wire(fault).SerializeToString())
     assert isinstance(report, m.Fault) and len(report.text) + len(report.detail) < 3 * limits.TEXT_MAX
-    view = m.RestoreView(Rank(0), (), ("reason",) * 10**5)
+    view = RestoreView(Rank(0), (), ("reason",) * 10**5)
     report = parse_report(report_to_wire(view).SerializeToString())
-    assert isinstance(report, m.RestoreView) and len(report.skipped) == limits.TEXTS_MAX
+    assert isinstance(report, RestoreView) and len(report.skipped) == limits.TEXTS_MAX
     with pytest.raises(WireError, match="host is 5000 characters long"):
         parse_report(said(hello(0, LAYOUT, host="h" * 5000)).SerializeToString())
 

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching
+from tests.adapters.torch.fake_device import FakeDevice, Watching
+from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.adapters.torch import adapter
 from ttp.adapters.torch.local_state import capture
 from ttp.adapters.torch.saving import standing

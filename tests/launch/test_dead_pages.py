@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.processor.page_records import record_of
-from ttp.core.messages import Mirror
+from ttp.core.copy_messages import Mirror
 from ttp.launch import dead_pages
 from ttp.launch.dead_pages import DeadPages
 from ttp.processor.local_state import page_file

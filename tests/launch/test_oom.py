@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from ttp.launch import oom, worker_watch
+from ttp.launch import worker_watch
 from ttp.launch.deaths import describe_exit
-from ttp.launch.oom import OomWatch
-from ttp.launch.worker_watch import WorkerWatch
+from ttp.launch.worker_watch import OomWatch, WorkerWatch
 
 PID = 77
 LONG_S = 30.0
@@ -240,6 +239,6 @@ def test_a_signal_to_the_launcher_is_not_lost_here(monkeypatch: pytest.MonkeyPat
     def signalled(_: object) -> None:
         raise SignalError
 
-    monkeypatch.setattr(oom, "mounts", signalled)
+    monkeypatch.setattr(worker_watch, "mounts", signalled)
     with pytest.raises(SignalError):
         OomWatch()

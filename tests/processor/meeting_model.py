@@ -384,9 +384,8 @@ class World:
 
     def _missing(self, state: State, rank: int, turn: int) -> set[int]:
         """Ranks of the host of ``rank`` that have not written that they came."""
-        home = self._home[rank]
-        memory = dict(state.memories[home])
-        return {r for place, r in enumerate(self.hosts[home]) if memory.get(slot(place), 0) < turn}
+        memory, ranks = dict(state.memories[self._home[rank]]), self.hosts[self._home[rank]]
+        return {r for place, r in enumerate(ranks) if memory.get(slot(place), 0) < turn}
 
 
 def _with(state: State, number: int, thread: Thread) -> State:

@@ -16,6 +16,7 @@ import pytest
 from tests.processor.copying_rank import LAYOUT, ME, OTHER, PATIENCE_S, Source
 from ttp.config import Config, RankEnv
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo
 from ttp.core.decide import How
 from ttp.core.layout import Layout, Rank, Shard, Version
 from ttp.core.rank import actions as act
@@ -44,7 +45,7 @@ class Copies:
         self.copying = Copying(self.source, LAYOUT, Config(buddy_every=10), env, self.receiver, self.told.put)
         self.copying.joined(pages, 3)
         if named:
-            self.copying.named(m.CopyTo(ME, 1, NOBODY, ""))
+            self.copying.named(CopyTo(ME, 1, NOBODY, ""))
 
     def made(self, version: int) -> Any:
         self.copying.updated(Version(version))
@@ -227,7 +228,7 @@ def test_too_little_memory_stops_the_copy_before_it_is_full(copies: Copies, monk
 
 def test_a_copy_goes_to_the_buddy_too(copies: Copies, tmp_path: Path) -> None:
     buddy = Copies(tmp_path / "other host", OTHER)
-    copies.copying.named(m.CopyTo(ME, 1, OTHER, f"127.0.0.1:{buddy.receiver.port}"))
+    copies.copying.named(CopyTo(ME, 1, OTHER, f"127.0.0.1:{buddy.receiver.port}"))
     assert copies.made(10).stored
     assert buddy.held == [(0, 10)]
     copies.settled(10, whole=True)

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from tests.processor.page_records import record_of
+from ttp.core.copy_messages import Keep
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Keep
 from ttp.processor.local_state import mirror, page_file
 from ttp.processor.local_state.mirror import KeptPages, PageMirror, kept_directory, read_page_or_kept
 from ttp.processor.local_state.pages import Page, PageWriter, page_name, read_page

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import pytest
 
 from ttp.config import Config
+from ttp.core.copy_messages import Keep, MirrorTo
 from ttp.core.layout import Rank
-from ttp.core.messages import Keep, MirrorTo
 from ttp.processor.copies.transfer import Receiver
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX
 from ttp.processor.local_state.page_sender import PageSender

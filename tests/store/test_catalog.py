@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from ttp.core.messages import Candidate
+from ttp.core.restore_messages import Candidate
 from ttp.store import catalog, digest
 from ttp.store.catalog import find_whole, prune, scan
 from ttp.store.manifest import MANIFEST, Manifest, manifest_digest

@@ -13,8 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ttp.core.layout import Rank, Shard
-from ttp.core.messages import Candidate, Piece, RestoreView
+from ttp.core.messages import Piece
 from ttp.core.restore_choice import agree, is_unread
+from ttp.core.restore_messages import Candidate, RestoreView
 from ttp.store import share as module
 from ttp.store.choice import Found, check_chosen, look_back
 from ttp.store.manifest import Manifest

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 import subprocess
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -59,3 +62,108 @@ def piped(command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[st
     """Run ``command`` with pipes for lines; what it says on stderr is dropped."""
     pipe, null = subprocess.PIPE, subprocess.DEVNULL
     return subprocess.Popen(command, env=dict(env), text=True, bufsize=1, stdin=pipe, stdout=pipe, stderr=null)
+
+
+# --------------------------------------------------------------------------------------------------------- this machine
+#
+# This machine as the only host of a job, where namespaces cannot be made.
+
+
+JOB_TAG = "CHAOS_JOB"
+"""In the environment of every process of a job; the value names the job."""
+
+
+class ThisMachine:
+    """One host that shares network, disk and processes with this machine.
+
+    Args:
+        tag: names the job; its processes are found by it.
+    """
+
+    def __init__(self, tag: str) -> None:
+        self.addresses = ["127.0.0.1"]
+        self.names = [socket.gethostname()]
+        self._tag = tag
+        end_orphans()
+
+    def start(self, host: int, command: Sequence[str], env: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
+        """See ``Hosts``."""
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                list(command),
+                env={**env, JOB_TAG: self._tag},
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def listen(self, host: int, command: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[str]:
+        """See ``Hosts``."""
+        return piped(list(command), env)
+
+    def processes(self, host: int) -> list[psutil.Process]:
+        """See ``Hosts``."""
+        return [process for process, tag in _tagged() if tag == self._tag]
+
+    def power_off(self, host: int) -> None:
+        """See ``Hosts``."""
+        deadline = time.monotonic() + 10
+        while (found := self.processes(host)) and time.monotonic() < deadline:
+            for process in found:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(found, timeout=1)
+
+    def power_on(self, host: int) -> None:
+        """See ``Hosts``."""
+
+    def cut(self, host: int, *, carrier: bool) -> None:
+        """See ``Hosts``."""
+        raise OSError("the only host cannot be cut off")
+
+    def join(self, host: int) -> None:
+        """See ``Hosts``."""
+
+    def leftovers(self, host: int) -> list[str]:
+        """See ``Hosts``. Shared memory is not looked at: other jobs of this user may live there."""
+        return commands(self.processes(host))
+
+    def close(self) -> None:
+        """See ``Hosts``."""
+        self.power_off(0)
+
+
+def new_tag() -> str:
+    """A name for a job that tells which process drives it: ``PID:START:NUMBER``."""
+    me = psutil.Process()
+    return f"{me.pid}:{me.create_time():.2f}:{time.monotonic_ns()}"
+
+
+def end_orphans() -> list[int]:
+    """Kill what an earlier ``ttp chaos`` that was killed itself has left running; returns the processes."""
+    ended = []
+    for process, tag in _tagged():
+        pid, start, _ = (*tag.split(":"), "", "")[:3]
+        if pid.isdecimal() and not _lives(int(pid), start):
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+                ended.append(process.pid)
+    return ended
+
+
+def _lives(pid: int, start: str) -> bool:
+    try:
+        return f"{psutil.Process(pid).create_time():.2f}" == start
+    except psutil.Error:
+        return False
+
+
+def _tagged() -> Iterator[tuple[psutil.Process, str]]:
+    for process in psutil.process_iter():
+        try:
+            tag = process.environ().get(JOB_TAG)
+        except (psutil.Error, OSError):
+            continue
+        if tag and process.pid != os.getpid():
+            yield process, tag

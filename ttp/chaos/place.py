@@ -10,12 +10,11 @@ from pathlib import Path
 
 from ttp.chaos import world
 from ttp.chaos.disk import Disk
-from ttp.chaos.hosts import Hosts
+from ttp.chaos.hosts import Hosts, ThisMachine, new_tag
 from ttp.chaos.launching import CONTROLLER_PORT
 from ttp.chaos.namespaces import Namespaces
 from ttp.chaos.script import Script
 from ttp.chaos.switchboard import remove_abandoned
-from ttp.chaos.this_machine import ThisMachine, new_tag
 from ttp.errors import ConfigError
 from ttp.launch.ports import hold_port
 

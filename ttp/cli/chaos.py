@@ -15,8 +15,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
-from ttp.cli.output import Json, aside, print_json, say, screen, table
-from ttp.cli.wording import count_text
+from ttp.cli.output import Json, aside, count_text, print_json, say, screen, table
 from ttp.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from ttp.cli.bars import Watch, bars
 from ttp.cli.directories import is_checkpoint
-from ttp.cli.output import Json, aside, print_json, say
-from ttp.cli.wording import count_text, size_text
+from ttp.cli.output import Json, aside, count_text, print_json, say, size_text
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.catalog import newest_whole
 

@@ -10,9 +10,8 @@ from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing
 from ttp.cli.incident_reader import SUFFIX, IncidentLog, incident_files, read_incident
-from ttp.cli.output import Json, print_json, say, screen, table
+from ttp.cli.output import Json, print_json, say, screen, table, when_text
 from ttp.cli.timeline import rows, style_of
-from ttp.cli.wording import when_text
 from ttp.errors import CheckpointError, UsageError
 
 Id = Annotated[str | None, typer.Argument(metavar="ID", help="One incident: its id, or the beginning or end of it.")]

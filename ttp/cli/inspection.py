@@ -11,8 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from ttp.cli.directories import CheckpointOrDir, checkpoint_meant
-from ttp.cli.output import Json, print_json, say, screen, table
-from ttp.cli.wording import count_text, size_text, when_text
+from ttp.cli.output import Json, count_text, print_json, say, screen, size_text, table, when_text
 from ttp.core.layout import compact_ranks
 from ttp.core.messages import Piece
 from ttp.store.manifest import Manifest

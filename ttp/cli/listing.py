@@ -9,8 +9,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.directories import SaveDir, existing
-from ttp.cli.output import Json, print_json, say, screen, table
-from ttp.cli.wording import size_text, when_text
+from ttp.cli.output import Json, print_json, say, screen, size_text, table, when_text
 from ttp.config import Config
 from ttp.errors import CheckpointError
 from ttp.store.catalog import CatalogEntry, scan

@@ -9,8 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ttp.cli.output import Json, print_json, say, screen, table
-from ttp.cli.wording import count_text
+from ttp.cli.output import Json, count_text, print_json, say, screen, table
 from ttp.errors import CheckpointError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
 

@@ -10,8 +10,7 @@ import typer
 from rich.text import Text
 
 from ttp.cli.bars import Watch, bars
-from ttp.cli.output import Json, print_json, say
-from ttp.cli.wording import count_text, size_text
+from ttp.cli.output import Json, count_text, print_json, say, size_text
 from ttp.errors import ConfigError, UsageError
 
 if TYPE_CHECKING:

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ttp.cli.output import Json, aside, print_json, say
-from ttp.cli.wording import count_text, duration_text
+from ttp.cli.output import Json, aside, count_text, duration_text, print_json, say
 from ttp.errors import UsageError
 
 if TYPE_CHECKING:

@@ -15,8 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ttp.cli.connection import Address, Client, Port, Token, UnreachableError, Where, connected, find
-from ttp.cli.output import Json, print_json, screen, table
-from ttp.cli.wording import count_text, duration_text, when_text
+from ttp.cli.output import Json, count_text, duration_text, print_json, screen, table, when_text
 from ttp.core.layout import compact_ranks
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pathlib import PurePath
 from typing import Any
 
 from ttp.cli.incident_reader import IncidentLog, Line
-from ttp.cli.wording import count_text, size_text
+from ttp.cli.output import count_text, size_text
 from ttp.core.layout import compact_ranks
 
 Facts = Mapping[str, Any]

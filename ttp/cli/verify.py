@@ -12,8 +12,7 @@ from rich.text import Text
 
 from ttp.cli.bars import bars
 from ttp.cli.directories import CheckpointOrDir, bears_name, existing, is_checkpoint
-from ttp.cli.output import Json, print_json, say
-from ttp.cli.wording import size_text
+from ttp.cli.output import Json, print_json, say, size_text
 from ttp.core.layout import Version
 from ttp.errors import CheckpointError
 from ttp.store import names

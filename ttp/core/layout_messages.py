@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ttp.core import messages as m
 from ttp.core.layout import Rank, Shard
 
 
@@ -23,13 +24,12 @@ Parts = tuple[tuple[ShardGroup, ...], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LayoutPart:
+class LayoutPart(m.Report):
     """Report, the answer to ``TellLayout``: part ``index`` of ``count`` of the layout with this digest.
 
     Parts are numbered from 0. A group that is too long for one part goes on in the next one, under the same name.
     """
 
-    rank: Rank
     digest: str
     index: int
     count: int
@@ -37,8 +37,7 @@ class LayoutPart:
 
 
 @dataclass(frozen=True, slots=True)
-class TellLayout:
+class TellLayout(m.Order):
     """Order, maybe before ``Welcome``: say what the layout is that has this digest."""
 
-    rank: Rank
     digest: str

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from ttp.core.decide import How
 from ttp.core.layout import Rank, Shard, Version
-from ttp.core.layout_messages import LayoutPart, TellLayout
 
 PROTOCOL_MAJOR = 2
 PROTOCOL_MINOR = 0
@@ -119,23 +118,20 @@ class SaverOrder:
     kept: tuple[Shard, ...] = ()  # shards that are not written anew: a kept copy of the version is brought
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A checkpoint that one rank found whole."""
-
-    version: Version
-    manifest_digest: str
-    name: str
-
-
 # ------------------------------------------------------------------------------------------------------------- reports
 
 
 @dataclass(frozen=True, slots=True)
-class Hello:
-    """First word of a rank on a stream. After a reconnect it repeats everything a new controller must know."""
+class Report:
+    """Base of what ranks say; ``rank`` is the one that says it."""
 
     rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class Hello(Report):
+    """First word of a rank on a stream. After a reconnect it repeats everything a new controller must know."""
+
     protocol_major: int
     protocol_minor: int
     ttp_version: str
@@ -172,10 +168,9 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Report):
     """``mark`` counts the points of a step passed since the last update; equal steps pass equal points."""
 
-    rank: Rank
     version: Version
     phase: Phase
     mark: int = 0
@@ -184,13 +179,12 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class Fault(Report):
     """Evidence against ``subject``; ``rank`` is the witness, -1 for one outside of the job.
 
     ``wrong``: it is the program or its configuration, which no restart mends: whatever is saved, all leave with 64.
     """
 
-    rank: Rank
     subject: Rank
     kind: FaultKind
     text: str
@@ -200,10 +194,9 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Frozen:
+class Frozen(Report):
     """Answer to ``Freeze``: the gate is closed. ``final`` is false while an update is still running."""
 
-    rank: Rank
     incident: str
     version: Version
     phase: Phase
@@ -218,16 +211,14 @@ class Frozen:
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
-    rank: Rank
+class Saved(Report):
     incident: str
     generation: int
     pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class SaveFailed:
-    rank: Rank
+class SaveFailed(Report):
     incident: str
     generation: int
     text: str
@@ -235,8 +226,7 @@ class SaveFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Committed:
-    rank: Rank
+class Committed(Report):
     incident: str
     generation: int
     path: str
@@ -244,8 +234,7 @@ class Committed:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitFailed:
-    rank: Rank
+class CommitFailed(Report):
     incident: str
     generation: int
     text: str
@@ -253,160 +242,85 @@ class CommitFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
-    """What a rank has read of a candidate, or will before it loads it.
-
-    Args:
-        copy: tells these files from others of the same contents.
-        index: which of ``count`` parts.
-        count: 1: all of it; 0: nothing.
-    """
-
-    copy: str
-    index: int
-    count: int
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreView:
-    """``readings``: one for each of ``candidates``."""
-
-    rank: Rank
-    candidates: tuple[Candidate, ...]
-    skipped: tuple[str, ...]
-    readings: tuple[Reading, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Goodbye:
-    rank: Rank
+class Goodbye(Report):
     reason: GoodbyeReason
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class StackTaken:
+class StackTaken(Report):
     """Answer to ``TakeStack``: where the threads of ``subject`` are."""
 
-    rank: Rank
     incident: str
     subject: Rank
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class Probed(Report):
     """Answer to ``Probe``: whether the subject's host answers this one."""
 
-    rank: Rank
     subject: Rank
     reachable: bool
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyUp:
+class StandbyUp(Report):
     """Answer to ``StandBy``: a controller is ready there (``host:port``); empty: it could not be started."""
 
-    rank: Rank
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class Mirror:
-    """What is left of a dead rank's page, in the hands of its launcher."""
-
-    rank: Rank
-    version: Version
-    final: bool
-    incarnation: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """What came of this rank's copy of ``version``; see ``ttp.core.replication``.
-
-    Args:
-        rank: who copied.
-        version: whose turn it was.
-        stored: the copy is whole, here and at the buddy; else ``text`` says why not.
-        text: for people.
-        whole: the newest version that this rank knows to be whole everywhere; 0: none.
-    """
-
-    rank: Rank
-    version: Version
-    stored: bool
-    text: str
-    whole: Version
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramReport:
+class ProgramReport(Report):
     """Base of what ranks say of a recovery that the program makes itself; opaque to everybody else."""
 
-    rank: Rank
-
-
-Report = (
-    Hello
-    | LayoutPart
-    | Heartbeat
-    | Fault
-    | Frozen
-    | Saved
-    | SaveFailed
-    | Committed
-    | CommitFailed
-    | RestoreView
-    | Goodbye
-    | StackTaken
-    | Probed
-    | StandbyUp
-    | Copied
-    | ProgramReport
-)
 
 # -------------------------------------------------------------------------------------------------------------- orders
 
 
 @dataclass(frozen=True, slots=True)
-class Welcome:
+class Order:
+    """Base of what the controller says; ``rank`` is the one that it says it to."""
+
     rank: Rank
+
+
+@dataclass(frozen=True, slots=True)
+class LedOrder(Order):
+    """Base of what only the controller that leads may say: a rank does not obey one of an older term."""
+
     term: int
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome(LedOrder):
     incarnation: int
     ttp_version: str
 
 
 @dataclass(frozen=True, slots=True)
-class Refused:
-    rank: Rank
+class Refused(Order):
     code: RefusalCode
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Freeze:
-    rank: Rank
-    term: int
+class Freeze(LedOrder):
     incident: str
     cause: str
     snapshot: bool  # nothing is broken: thaw by yourself if no controller can be reached
 
 
 @dataclass(frozen=True, slots=True)
-class Thaw:
-    rank: Rank
-    term: int
+class Thaw(LedOrder):
     incident: str
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Save:
-    rank: Rank
-    term: int
+class Save(LedOrder):
     incident: str
     generation: int
     version: Version
@@ -416,9 +330,7 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
-class Commit:
-    rank: Rank
-    term: int
+class Commit(LedOrder):
     incident: str
     generation: int
     version: Version
@@ -434,11 +346,9 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
+class Release(LedOrder):
     """Leave with ``exit_code``; with ``again`` a rank that said ``can_continue`` begins train() again instead."""
 
-    rank: Rank
-    term: int
     incident: str
     exit_code: int
     text: str
@@ -446,137 +356,39 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreDecision:
-    """``version`` 0 with an empty name: start from nothing. A non-empty ``error`` is raised on every rank.
-
-    An error with a version: that one was committed and has vanished, which only an operator can mend.
-    ``unread``: what the ranks have read is not all of it. They read more, and say once more what they found.
-    """
-
-    rank: Rank
-    term: int
-    version: Version
-    name: str
-    manifest_digest: str
-    error: str
-    unread: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
+class Finished(LedOrder):
     """Every rank has left train(): the job is over."""
 
-    rank: Rank
-    term: int
-
 
 @dataclass(frozen=True, slots=True)
-class TakeStack:
+class TakeStack(LedOrder):
     """Say where the threads of ``subject`` are, process ``pid`` of the same host."""
 
-    rank: Rank
-    term: int
     incident: str
     subject: Rank
     pid: int
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
+class Probe(LedOrder):
     """Be a second witness: does the host of ``subject`` answer?"""
 
-    rank: Rank
-    term: int
     subject: Rank
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class StandBy:
+class StandBy(LedOrder):
     """Start a controller on this host that takes over when this one is lost."""
-
-    rank: Rank
-    term: int
 
 
 @dataclass(frozen=True, slots=True)
-class Standbys:
+class Standbys(LedOrder):
     """Where to go when this controller cannot be reached, in order."""
 
-    rank: Rank
-    term: int
     addresses: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
-    """Keep the page of rank ``of``, which runs on another host."""
-
-    rank: Rank
-    term: int
-    of: Rank
-    version: Version
-    final: bool
-    incarnation: int
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class CopyTo:
-    """Copies of this rank's shards go to ``buddy`` too, at ``address`` (host:port); -1: there is no other host."""
-
-    rank: Rank
-    term: int
-    buddy: Rank
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class MirrorTo:
-    """Copies of this rank's page go to ``keeper`` too, at ``address`` (host:port)."""
-
-    rank: Rank
-    term: int
-    keeper: Rank
-    address: str
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """The copies of ``version`` are whole on every rank, so that older ones can go; or they never will be."""
-
-    rank: Rank
-    term: int
-    version: Version
-    whole: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ProgramOrder:
+class ProgramOrder(LedOrder):
     """Base of what ranks are told in a recovery that the program makes itself; opaque to everybody else."""
-
-    rank: Rank
-    term: int
-
-
-Order = (
-    Welcome
-    | TellLayout
-    | Refused
-    | Freeze
-    | Thaw
-    | Save
-    | Commit
-    | Release
-    | RestoreDecision
-    | Finished
-    | TakeStack
-    | Probe
-    | StandBy
-    | Standbys
-    | Keep
-    | CopyTo
-    | MirrorTo
-    | Settled
-    | ProgramOrder
-)

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from typing import NewType
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import Settled
 from ttp.core.layout import Rank
 
 LineId = NewType("LineId", int)
@@ -33,7 +34,7 @@ HOLD_S = 0.002
 """How long the answers of some ranks wait for those of the other ranks of their host."""
 FRESH = 1.5
 """Heartbeats after which a line counts as silent: beats and frames of the same period drift against each other."""
-SHARED = (m.Freeze, m.Thaw, m.Release, m.Finished, m.Standbys, m.Settled)
+SHARED = (m.Freeze, m.Thaw, m.Release, m.Finished, m.Standbys, Settled)
 """Orders that often are the same for all ranks."""
 
 

@@ -30,10 +30,10 @@ from __future__ import annotations
 
 from collections import Counter
 
-from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.mirrors import next_host
 from ttp.core.controller.outbox import Outbox
+from ttp.core.copy_messages import Copied, CopyTo, Settled
 from ttp.core.layout import Layout, Rank, Shard, Version
 
 NOBODY = Rank(-1)
@@ -135,11 +135,11 @@ class Buddies:
     def _tell(self, rank: Rank) -> None:
         buddy = self._named[rank]
         address = "" if buddy == NOBODY else self._job.members[buddy].hello.copies_at
-        self._outbox.send_to(rank, m.CopyTo(rank, self._job.term, buddy, address))
+        self._outbox.send_to(rank, CopyTo(rank, self._job.term, buddy, address))
 
     # ----------------------------------------------------------------------------------------------------------- fates
 
-    def copied(self, report: m.Copied) -> None:
+    def copied(self, report: Copied) -> None:
         """A rank says what came of its copy."""
         if report.version in self._fates:
             self._settled(report.version, report.rank)
@@ -157,7 +157,7 @@ class Buddies:
             if self._job.complete and len(stored) == len(self._job.members):
                 self._settle(report.version, whole=True)
 
-    def _learn(self, report: m.Copied) -> None:
+    def _learn(self, report: Copied) -> None:
         """What another controller has settled, and this one does not know."""
         if report.whole > self.whole:
             self._settle(report.whole, whole=True)
@@ -178,4 +178,4 @@ class Buddies:
             self._settled(version, rank)
 
     def _settled(self, version: Version, rank: Rank) -> None:
-        self._outbox.send_to(rank, m.Settled(rank, self._job.term, version, self._fates[version]))
+        self._outbox.send_to(rank, Settled(rank, self._job.term, version, self._fates[version]))

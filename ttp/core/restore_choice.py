@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from ttp.core.layout import Version
-from ttp.core.messages import Candidate, Reading, RestoreView
+from ttp.core.restore_messages import Candidate, Reading, RestoreView
 
 _IN_FALLBACK = "in the fallback directory "
 

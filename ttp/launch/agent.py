@@ -20,9 +20,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 
 from ttp.errors import EXIT_BAD_CONFIG, EXIT_NOT_SAVED, EXIT_TRAINED
 from ttp.launch.deaths import ORDERLY_EXITS
-from ttp.launch.fresh_store import give_fresh_stores
 from ttp.launch.host import GRACE_S, Host
 from ttp.launch.preparation import EXIT_FAILED, verdict
+from ttp.launch.rendezvous import give_fresh_stores
 from ttp.launch.seats import Seats
 from ttp.launch.shared_token import SharedToken
 from ttp.launch.stand_by import Rescheduling, StandBy, is_dynamic

@@ -12,8 +12,8 @@ import threading
 from collections.abc import Mapping
 from pathlib import Path
 
+from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
-from ttp.core.messages import Mirror
 from ttp.processor.local_state.mirror import PAGE_BYTES_MAX, VERSIONS_KEPT
 from ttp.processor.local_state.page_dir import SHARED_MEMORY, page_directories
 from ttp.processor.local_state.page_reader import newest_pages

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ttp.core.messages import Mirror
+from ttp.core.copy_messages import Mirror
 from ttp.launch.presence import channel_options
 
 logger = logging.getLogger("ttp.launch")

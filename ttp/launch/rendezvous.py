@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo
+import torch.distributed
+from torch.distributed.elastic.rendezvous.api import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 
 class WrappedRendezvous(RendezvousHandler):
@@ -50,3 +51,62 @@ class WrappedRendezvous(RendezvousHandler):
     def shutdown(self) -> bool:
         """See torch."""
         return bool(self._inner.shutdown())
+
+
+# --------------------------------------------------------------------------------------- a fresh store for each restart
+#
+# A fresh TCPStore for each restart under torch's static rendezvous.
+#
+# The static rendezvous lets the workers use the agent's own store, on the port the user gave, and torch no longer
+# prefixes their keys with the attempt ("We create a new TCPStore for every retry", says
+# torch/distributed/rendezvous.py, which is not so here). A restarted gloo job finds the addresses of its dead
+# predecessor in it, and hangs or fails. So from the second attempt on the first node's agent hosts a new store on a
+# free port, and tells the others through the old one. It outlives rank 0, as torch's own does. The first attempt is
+# torch's own: same port, same store.
+
+
+_TCPStore: Any = torch.distributed.TCPStore  # type: ignore[attr-defined,unused-ignore]
+
+KEY = "ttp/workers_store_port"
+
+
+class FreshStoreRendezvous(WrappedRendezvous):
+    """Torch's static rendezvous with another store for the workers after each restart.
+
+    Args:
+        inner: what is asked for everything else.
+        master_addr: host of the first node, where the stores live.
+    """
+
+    def __init__(self, inner: Any, master_addr: str) -> None:
+        super().__init__(inner)
+        self._master_addr = master_addr
+        self._attempt = 0
+        self._store: Any = None  # held: the server ends with its last reference
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the other nodes. From the second time on the workers get a store that is new."""
+        info = self._inner.next_rendezvous()
+        attempt, self._attempt = self._attempt, self._attempt + 1
+        if attempt == 0:
+            return info
+        port = self._agree_on_port(info, f"{KEY}/{attempt}")
+        where = RendezvousStoreInfo(self._master_addr, port)
+        return RendezvousInfo(info.store, info.rank, info.world_size, where)
+
+    def _agree_on_port(self, info: RendezvousInfo, key: str) -> int:
+        """The port of the new store. All nodes call this equally often: each restarts when its ranks were released."""
+        if info.rank == 0:
+            self._store = _TCPStore(self._master_addr, 0, is_master=True, wait_for_workers=False)
+            info.store.set(key, str(self._store.port))
+        return int(info.store.get(key))
+
+
+def give_fresh_stores(spec: Any) -> None:
+    """Make a worker spec with a static rendezvous restart on fresh stores; other specs stay as they are."""
+    if spec.rdzv_handler.get_backend() != "static" or not spec.master_addr:
+        return
+    spec.rdzv_handler = FreshStoreRendezvous(spec.rdzv_handler, spec.master_addr)
+    # Torch lets this field overrule what the rendezvous says; without it, the rendezvous' port (the same one in the
+    # first attempt) is used.
+    spec.master_port = None

@@ -6,16 +6,21 @@ element of it compared with the source.
 
 from __future__ import annotations
 
+import itertools
+import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+
 from ttp.errors import CheckpointError
 from ttp.mindspore_files.ckpt_reader import FileTensor, index
 from ttp.mindspore_files.ckpt_writer import CkptWriter
-from ttp.mindspore_files.reshard_copy import blocks, difference
-from ttp.mindspore_files.reshard_fit import Plan
-from ttp.mindspore_files.tensor_bytes import read_bytes
+from ttp.mindspore_files.reshard_fit import Plan, TargetTensor
+from ttp.mindspore_files.tensor_bytes import bits, read_bytes, read_rows
+from ttp.mindspore_files.tensor_layout import Cell, Shape
 from ttp.store.digest import HashingFile, Progress
 
 
@@ -102,3 +107,85 @@ def _check(plan: Plan, rank: int, path: Path, told: Progress) -> dict[str, str]:
         if read_bytes(found[name]) != _passed(plan, rank, name)[1]:
             wrong[name] = "it is not what the source holds"
     return wrong
+
+
+# ------------------------------------------------------------------------------------------------- cutting and checking
+#
+# Cutting a tensor anew a few rows at a time, and checking what was made. The two do not share their arithmetic.
+#
+# ``blocks`` intersects boxes: which rows and columns of a part of the source lie in the part of the target.
+# ``difference`` asks for every index of the target which part of the source it is in and where there, and compares
+# elements.
+
+
+BLOCK = 8 << 20
+"""Bytes of a target's rows that are looked at together."""
+
+
+def blocks(entry: TargetTensor, rank: int, size: int = BLOCK) -> Iterator[bytes]:
+    """What target ``rank`` (within its stage) holds of a tensor, in order."""
+    piece, source = _sizes(entry)
+    start = [index * length for index, length in zip(_cell(entry, rank), piece, strict=True)]
+    item = entry.sample.item_size
+    for first, last in row_blocks(piece, item, size):
+        made = np.empty((last - first, *piece[1:]), bits(item))
+        low = [start[0] + first, *start[1:]]
+        high = [start[0] + last, *(a + b for a, b in zip(start[1:], piece[1:], strict=True))]
+        touched = [range(a // n, (b - 1) // n + 1) for a, b, n in zip(low, high, source, strict=True)]
+        for cell in itertools.product(*touched):
+            box = [
+                (max(a, index * n), min(b, (index + 1) * n))
+                for a, b, index, n in zip(low, high, cell, source, strict=True)
+            ]
+            inside = [slice(a - index * n, b - index * n) for (a, b), index, n in zip(box, cell, source, strict=True)]
+            rows = read_rows(_part(entry, cell), inside[0].start, inside[0].stop)
+            there = tuple(slice(a - at, b - at) for (a, b), at in zip(box, low, strict=True))
+            columns = (slice(None), *inside[1:])
+            made[there] = rows[columns]
+        yield made.tobytes()
+
+
+def difference(entry: TargetTensor, rank: int, made: FileTensor, told: Progress, size: int = BLOCK) -> str | None:
+    """In what ``made`` is not what target ``rank`` (within its stage) should hold; None: every element is right."""
+    sample = entry.sample
+    if (made.dtype, made.dims, made.nbytes) != (sample.dtype, entry.piece, entry.piece_bytes):
+        return f"it is {made.dtype} {made.dims}, and should be {sample.dtype} {entry.piece}"
+    piece, source = _sizes(entry)
+    indices = [index * length + np.arange(length) for index, length in zip(_cell(entry, rank), piece, strict=True)]
+    for first, last in row_blocks(piece, sample.item_size, size):
+        rows = read_rows(made, first, last)
+        wanted = [indices[0][first:last], *indices[1:]]
+        owners = [index // length for index, length in zip(wanted, source, strict=True)]
+        places = [index % length for index, length in zip(wanted, source, strict=True)]
+        for cell in itertools.product(*(np.unique(owner).tolist() for owner in owners)):
+            picks = [np.flatnonzero(owner == index) for owner, index in zip(owners, cell, strict=True)]
+            take = [place[pick] for place, pick in zip(places, picks, strict=True)]
+            part = read_rows(_part(entry, cell), int(take[0].min()), int(take[0].max()) + 1)
+            expected = part[np.ix_(take[0] - take[0].min(), *take[1:])]
+            if not np.array_equal(expected, rows[np.ix_(*picks)]):
+                return f"elements of its rows {first} to {last - 1} are not those of the source"
+        told(rows.nbytes)
+    return None
+
+
+def row_blocks(shape: Shape, item_size: int, size: int) -> Iterator[tuple[int, int]]:
+    """Runs of rows of about ``size`` bytes."""
+    row = math.prod(shape[1:]) * item_size
+    if not row:
+        return
+    step = max(1, size // row)
+    for first in range(0, shape[0], step):
+        yield first, min(first + step, shape[0])
+
+
+def _sizes(entry: TargetTensor) -> tuple[Shape, Shape]:
+    """The shapes of the target's and the source's parts; a scalar counts as one row."""
+    return entry.piece or (1,), entry.sample.dims or (1,)
+
+
+def _cell(entry: TargetTensor, rank: int) -> Cell:
+    return entry.target.cell(rank) or (0,)
+
+
+def _part(entry: TargetTensor, cell: Cell) -> FileTensor:
+    return entry.parts[cell if entry.full else ()]

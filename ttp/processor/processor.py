@@ -22,9 +22,9 @@ from ttp.core.controller.layout_exchange import in_parts
 from ttp.core.layout import Layout, Rank, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
-from ttp.core.rank.actions import not_done
 from ttp.core.rank.machine import ProcessorMachine
 from ttp.core.rank.program import RankProgram
+from ttp.core.restore_messages import Candidate, Reading, RestoreDecision
 from ttp.errors import EXIT_BAD_CONFIG, ConfigError, TtpError
 from ttp.launch.standby import own_address
 from ttp.mindio.protocol.rank_side import NoHandlers
@@ -177,8 +177,8 @@ class Processor:
         self._inbox.put(ev.Based(version))
 
     def agree_on_restore(
-        self, candidates: tuple[m.Candidate, ...], skipped: tuple[str, ...], readings: tuple[m.Reading, ...]
-    ) -> m.RestoreDecision:
+        self, candidates: tuple[Candidate, ...], skipped: tuple[str, ...], readings: tuple[Reading, ...]
+    ) -> RestoreDecision:
         """Tell the controller what this rank found, wait for what all ranks have in common.
 
         Raises:
@@ -285,7 +285,7 @@ class Processor:
             self._perform(action)
         except Exception as problem:
             log.exception("%s could not be done; training is not affected", type(action).__name__)
-            if (failed := not_done(action, repr(problem))) is not None:
+            if (failed := act.not_done(action, repr(problem))) is not None:
                 self._inbox.put(failed)
 
     def _next_event(self) -> ev.Event | Snapshot:

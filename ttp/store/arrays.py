@@ -20,11 +20,19 @@ _TORCH_DTYPE = re.compile(r"[a-z][a-z0-9_]{2,30}", re.ASCII)
 
 
 class NotPlainError(Exception):
-    """An array that is more than a dtype, a shape and bytes."""
+    """This array cannot be described by a dtype, a shape and bytes alone."""
 
 
 def may_be_apart(value: Any, least: int) -> bool:
-    """Whether this is an array of so many bytes, whose memory holds nothing but them, one behind the other."""
+    """Whether the bytes of an array can be taken from its memory as they lie there.
+
+    Args:
+        value: any object.
+        least: bytes; smaller arrays are not worth it.
+
+    Returns:
+        True for a numpy array or a CPU tensor of at least that size whose elements lie in order and without gaps.
+    """
     if (torch := sys.modules.get("torch")) is not None and type(value) in (torch.Tensor, torch.nn.Parameter):
         return (
             value.device.type == "cpu"
@@ -45,7 +53,14 @@ def is_tensor(value: Any) -> bool:
 
 
 def pack_array(array: Any, index: int | None = None) -> list[Any]:
-    """A ``numpy.ndarray`` as ``[dtype, shape, bytes]``; with ``index`` that instead of the bytes.
+    """Describe a numpy array by values that msgpack knows.
+
+    Args:
+        array: a ``numpy.ndarray``.
+        index: if given, it stands in the place of the bytes, which the caller stores elsewhere.
+
+    Returns:
+        ``[dtype, shape, bytes]``, or ``[dtype, shape, index]``.
 
     Raises:
         NotPlainError: its dtype holds objects or records.
@@ -58,7 +73,13 @@ def pack_array(array: Any, index: int | None = None) -> list[Any]:
 
 
 def unpack_array(fields: list[Any]) -> Any:
-    """The writable ``numpy.ndarray`` that ``pack_array`` was given, in C order.
+    """Make the array of what ``pack_array`` returned.
+
+    Args:
+        fields: ``[dtype, shape, bytes]``.
+
+    Returns:
+        A writable ``numpy.ndarray`` in C order.
 
     Raises:
         ValueError: bytes and shape do not fit.
@@ -74,9 +95,15 @@ def unpack_array(fields: list[Any]) -> Any:
 
 
 def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
-    """A ``torch.Tensor`` or ``Parameter`` as ``[dtype, shape, bytes, requires_grad, is_parameter]``.
+    """Describe a tensor by values that msgpack knows.
 
-    With ``index`` that instead of the bytes, for one that ``may_be_apart``.
+    Args:
+        tensor: a ``torch.Tensor`` or ``torch.nn.Parameter`` on any device.
+        index: if given, it stands in the place of the bytes, which the caller stores elsewhere. Only for tensors for
+            which ``may_be_apart`` is true.
+
+    Returns:
+        ``[dtype, shape, bytes, requires_grad, is_parameter]``.
 
     Raises:
         NotPlainError: it is of another subclass, or not strided, or has no data.
@@ -101,7 +128,10 @@ def pack_tensor(tensor: Any, index: int | None = None) -> list[Any]:
 
 
 def unpack_tensor(fields: list[Any]) -> Any:
-    """The tensor that ``pack_tensor`` was given, on the CPU.
+    """Make the tensor of what ``pack_tensor`` returned, on the CPU.
+
+    Args:
+        fields: ``[dtype, shape, bytes, requires_grad, is_parameter]``.
 
     Raises:
         ValueError: bytes and shape do not fit, or there is no such dtype.
@@ -119,7 +149,7 @@ def unpack_tensor(fields: list[Any]) -> Any:
 
 
 def _check_shape(shape: list[int], itemsize: int, data: bytes) -> None:
-    """So that nothing is allocated by a shape alone."""
+    """Refuse a shape that does not fit the bytes, before memory is allocated for it."""
     if len(shape) > _DIMENSIONS_MAX:
         raise ValueError(f"{len(shape)} dimensions are more than an array can have")
     if not all(type(extent) is int and extent >= 0 for extent in shape):

@@ -1,6 +1,6 @@
-"""What is in a ``save_dir``: listing it, finding what can be restored, removing what is too old.
+"""Lists a ``save_dir``, finds the checkpoints that can be restored, and removes those that are too old.
 
-Whatever cannot be read is left alone: it may be somebody's, or a newer ttp's, or readable again tomorrow.
+What cannot be read is never removed: it may belong to another program, to a newer ttp, or be readable again later.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from ttp.core.layout import Version
-from ttp.core.messages import Candidate
+from ttp.core.restore_messages import Candidate
 from ttp.errors import CheckpointError
 from ttp.store import names, verify
 from ttp.store.digest import Progress
@@ -24,7 +24,7 @@ from ttp.store.walk import ATTEMPTS, NotTriedError, walk_back
 _log = logging.getLogger("ttp.store")
 
 SKIPPED_MAX = 50
-"""Reasons that are told; a save_dir may hold a hundred thousand directories that are none of ours."""
+"""How many reasons are listed at most: a save_dir may hold many thousand directories that are no checkpoints."""
 
 Kind = Literal["checkpoint", "draft", "superseded", "foreign"]
 
@@ -219,7 +219,11 @@ def _newest_first(entry: CatalogEntry) -> tuple[int, str, str]:
 
 
 def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
-    """What bears the name of a checkpoint, and a superseded one whose successor did not get as far as its name."""
+    """The entries that ``restore()`` may try, in the given order.
+
+    These are the directories with the name of a checkpoint. A superseded checkpoint is one of them if no other one has
+    its name: then the commit that should have replaced it was cut off.
+    """
     published = {entry.version for entry in entries if entry.kind == "checkpoint"}
     for entry in entries:
         named = entry.kind in ("checkpoint", "foreign") and entry.version is not None
@@ -228,7 +232,7 @@ def restorable(entries: list[CatalogEntry]) -> Iterator[CatalogEntry]:
 
 
 def _unfinished(entries: list[CatalogEntry], whole: list[Candidate]) -> list[str]:
-    """Drafts newer than what will be restored: somebody may wonder where that work went."""
+    """Reasons why drafts newer than what will be restored are not used; users ask where that work went."""
     newest = whole[0].version if whole else -1
     drafts = [e for e in entries if e.kind == "draft" and e.version is not None and e.version > newest]
     return [f"{entry.path.name}: a draft, never committed" for entry in drafts]
@@ -249,7 +253,7 @@ def _too_old(
 
 
 def _aged(entries: list[CatalogEntry], whole: list[CatalogEntry], keep: int) -> list[CatalogEntry]:
-    """What is older than the ``keep`` newest of ``whole``; nothing where nothing is whole."""
+    """Whole entries that are older than the ``keep`` newest of ``whole``; none if ``whole`` is empty."""
     oldest_kept = _version(whole[:keep][-1]) if whole else -1
     return [entry for entry in entries if entry.whole and _version(entry) < oldest_kept]
 

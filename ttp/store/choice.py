@@ -1,4 +1,4 @@
-"""What one rank offers to restore, where it lies, and the last check of what all ranks agreed on."""
+"""Finds what one rank can restore, and checks the checkpoint that all ranks agreed on before it is loaded."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ttp.core.messages import Candidate, Reading
 from ttp.core.restore_choice import fallback_note
+from ttp.core.restore_messages import Candidate, Reading
 from ttp.errors import CheckpointError, RestoreError
 from ttp.store.catalog import find_whole
 from ttp.store.manifest import MANIFEST, manifest_digest
@@ -41,7 +41,7 @@ def look_back(
     *,
     older: bool = False,
 ) -> Found:
-    """What is whole in ``save_dir`` and in the fallback directory; the newest wins, wherever it lies.
+    """Find the whole checkpoints in ``save_dir`` and in the fallback directory, the newest first.
 
     Of the newest whole checkpoint the share is read. Older ones, which are hardly ever chosen, are offered when their
     files have the promised sizes; if one is chosen after all, its shares are read then (``older``), or all of it.
@@ -75,7 +75,7 @@ def look_back(
 
 
 def _reading(checkpoint: Path, share: Share) -> Reading:
-    """Ranks that see one file see the same times of it, on whatever host; a copy was made at another time."""
+    """What is said of a share. Times of the manifest tell one shared file, seen by all hosts, from copies of it."""
     try:
         status = (checkpoint / MANIFEST).stat()
     except OSError:
@@ -85,7 +85,7 @@ def _reading(checkpoint: Path, share: Share) -> Reading:
 
 @dataclass(slots=True)
 class _Search:
-    """Of several directories, the first of which is preferred."""
+    """A search through several directories; the first is preferred where both have the same checkpoint."""
 
     share: Callable[[Path], Share]
     older: bool

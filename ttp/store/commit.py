@@ -169,7 +169,7 @@ class _Job:
             self.disk.sync_directory(directory)
 
     def _gather(self, claim: Path) -> None:
-        """Put the ordered pieces into ``claim``; on the way nothing that another committer may need is lost."""
+        """Put the ordered pieces into ``claim``. Another committer finds all that it needs at any time."""
         source = self._source()
         if source == claim:
             return
@@ -188,7 +188,7 @@ class _Job:
             self.disk.rename(source, claim)
 
     def _source(self) -> Path:
-        """The draft; or, where linking is not possible, a claim that the draft was moved to."""
+        """The directory that holds all pieces: the draft, or a claim to which it was moved where links are refused."""
         draft = self.save_dir / self.order.draft
         problems = self._size_problems(draft, self.order.pieces)
         if not problems:
@@ -256,7 +256,7 @@ class _Job:
             )
 
     def _supersede(self, claim: Path) -> None:
-        """Take the final name from what has it. The new one waits under the name that the old one shall get."""
+        """Exchange the new checkpoint with the one that has the final name, which is kept as a superseded one."""
         aside = self._free_superseded()
         self.disk.rename(claim, aside)
         try:
@@ -291,11 +291,11 @@ class _Job:
     def _there(self) -> Manifest | None:
         try:
             return Manifest.load(self.final)
-        except CheckpointError:  # none, or unreadable: then it is nobody's word against ours
+        except CheckpointError:  # there is none, or it cannot be read: nothing that this commit has to respect
             return None
 
     def _tidy(self) -> None:
-        """Remove what is not needed any more. The checkpoint exists: whatever goes wrong here is only said."""
+        """Remove the draft and the claims. The checkpoint exists: a failure here is logged and changes nothing."""
         try:
             for left in (self.save_dir / self.order.draft, *self._claims()):
                 self.disk.remove_tree(left)

@@ -1,4 +1,4 @@
-"""Small files and directories that are still there after a power cut."""
+"""Writes small files and makes directories so that they survive a power cut."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def sync_directory(path: Path) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Calls with a descriptor fail without saying which file it was: add its name."""
+    """Add the name of the file to errors of calls that take a descriptor, which do not tell it."""
     try:
         yield
     except OSError as problem:

@@ -1,12 +1,12 @@
-"""The launches of the jobs that save to one directory: what each of them has brought, and how it ended.
+"""Records the launches of the jobs that save to one directory: what each of them has saved, and how it ended.
 
 ``save_dir/incidents/launches.log`` has a line of JSON for each beginning (``incarnation``), each checkpoint
 (``committed``) and each end: ``finished`` is the mark of completion, ``released`` says with which exit code the ranks
 were told to leave, ``wrong`` that a rank has left with 64. A launch without an end was cut off with its controller.
 A line that cannot be read, such as half of one, is passed over.
 
-A rank that leaves with 64 before any has joined is known to no controller that knows the directory. It leaves a word
-of its own, ``save_dir/incidents/wrong.json``: the last one, as there may be thousands.
+If a rank exits with 64 before any rank has joined, no controller knows of it. The rank then writes a file itself,
+``save_dir/incidents/wrong.json``. Of many such ranks the last one is kept.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class WrongWord:
-    """What a rank has left that ended with 64.
+    """What a rank has written that exited with 64 (bad configuration).
 
     Args:
         run_id: of its job.
@@ -84,7 +84,14 @@ class WrongWord:
     text: str
 
     def holds(self, launches: Sequence[Launch]) -> bool:
-        """Whether it counts beside the launches that are known: no later one, or later end of one, overrides it."""
+        """Whether this is the newest that is known of the job.
+
+        Args:
+            launches: those in the log, the oldest first.
+
+        Returns:
+            False if a launch began, or ended, later.
+        """
         if not launches:
             return True
         last = launches[-1]
@@ -94,7 +101,13 @@ class WrongWord:
 
 
 def leave_word(save_dir: Path, run_id: str, text: str) -> None:
-    """Write down that a rank ends with 64. Where the storage refuses or hangs it is left at that: never raises."""
+    """Write down that a rank exits with 64. Waits at most ``WORD_S`` for the storage. Never raises.
+
+    Args:
+        save_dir: where checkpoints live.
+        run_id: the job.
+        text: why it exits.
+    """
 
     def write() -> None:
         facts = {"kind": "wrong", "run_id": run_id, "unix_s": round(time.time(), 3), "text": text[:TEXT_MAX]}
@@ -121,7 +134,16 @@ def read_word(save_dir: Path) -> WrongWord | None:
 
 
 def line_of(kind: str, unix_s: float, facts: Mapping[str, Any]) -> str:
-    """A line of the file. It begins with an end of line: what a crash has left half written must not spoil it."""
+    """A line of ``launches.log``.
+
+    Args:
+        kind: ``incarnation``, or one of ``HISTORY_KINDS``.
+        unix_s: when, in seconds since 1970.
+        facts: those of ``_FACTS`` are written.
+
+    Returns:
+        The line. It begins with an end of line, so that a line that a crash has cut off does not join with it.
+    """
     kept = {name: facts[name] for name in _FACTS if name in facts}
     if isinstance(kept.get("text"), str):
         kept["text"] = kept["text"][:TEXT_MAX]
@@ -147,11 +169,14 @@ def read_launches(save_dir: Path) -> list[Launch]:
 
 
 def behind(save_dir: Path, resumed: bool) -> tuple[int, bool]:
-    """How many launches in a row came to nothing before the present one, and whether that one has brought something.
+    """Count the launches before the present one that saved nothing.
 
     Args:
         save_dir: of the job.
         resumed: the last launch in the file is the present one; else the present one is not in it yet.
+
+    Returns:
+        How many launches in a row, up to the present one, saved nothing; and whether the present one saved something.
     """
     try:
         launches = read_launches(save_dir)

@@ -1,4 +1,4 @@
-"""JSON that somebody else may have written, as plain values that can be handled without care."""
+"""Parses JSON of unknown origin into values that are safe to print, copy and compare."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEPTH_MAX = 64
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value that ``text`` stands for.
+    """Parse ``text``.
 
     Raises:
         ValueError: it is no JSON (nor is NaN), or nested deeper than ``DEPTH_MAX``.

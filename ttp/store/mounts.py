@@ -1,7 +1,7 @@
-"""Is a directory still on the mount that it was on at the start?
+"""Checks that a directory is still on the mount that it was on at the start.
 
-After ``umount`` the same path names an empty directory of the disk below. A checkpoint written there would be a success
-that nobody ever finds: as soon as the storage is mounted again it is hidden.
+After ``umount`` the same path names an empty directory of the disk below. A checkpoint written there would count as
+saved, and be hidden as soon as the storage is mounted again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Mounts:
         self._mounts = {directory: mount_of(directory) for directory in directories}
 
     def check(self, directory: Path) -> None:
-        """Make sure that ``directory`` is where it was. May hang as the storage does.
+        """Make sure that ``directory`` is on the mount that it was on. Blocks as long as the storage does.
 
         Raises:
             OSError: its mount is gone (ENODEV), or does not answer.
@@ -46,5 +46,5 @@ def mount_of(directory: Path) -> Path:
 
 
 def _mountpoints() -> set[Path]:
-    """From the kernel's list: looking at the places themselves would not tell bind mounts, and might hang."""
+    """All mount points, from the kernel's list: asking the directories would miss bind mounts, and might block."""
     return {Path("/"), *(Path(partition.mountpoint) for partition in psutil.disk_partitions(all=True))}

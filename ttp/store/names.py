@@ -1,4 +1,4 @@
-"""The names of directories inside ``save_dir``. Whatever is not complete has a name that no reader takes for one."""
+"""The names of directories inside ``save_dir``. A reader takes a checkpoint for complete by its name alone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ INCIDENTS = "incidents"
 """Directory of the incidents' files; not a checkpoint."""
 
 PROBE_PREFIX = ".ttp-probe-"
-"""What ``check_writable`` makes and removes."""
+"""Prefix of the directory that ``check_writable`` makes and removes."""
 
 _PREFIX = "tft_saved_checkpoints-step_"
 _VERSION = r"(0|[1-9][0-9]{0,17})"
@@ -39,7 +39,7 @@ def draft_name(version: Version, incident: str) -> str:
 
 
 def claim_name(draft: str, generation: int, rank: Rank) -> str:
-    """Where one committer puts a draft's pieces together: a draft too, but nobody else's."""
+    """The directory in which one committer assembles a checkpoint. It is a draft that no other process writes to."""
     return f"{draft}@g{generation}-r{rank}"
 
 

@@ -1,4 +1,4 @@
-"""Files of a draft: each becomes a ``Piece`` only when it is durable, and is gone when that failed."""
+"""Writes the files of a draft. A file becomes a ``Piece`` when it is durable; if that fails it is removed."""
 
 from __future__ import annotations
 
@@ -36,12 +36,15 @@ def piece_file(path: Path, progress: Progress | None = None) -> Iterator[Hashing
 
 @contextmanager
 def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
-    """The pieces of one order, to be added as they are written: when one fails, those before it are removed.
+    """Collect the pieces of one order, and remove them all if the block raises.
 
-    The order is given again then, with other names: on a full disk what is left of each try would add up.
+    An order that failed is given again, with other file names: on a full disk the left-overs of each try would add up.
 
     Args:
-        draft: the directory they are in.
+        draft: the directory that the pieces are in.
+
+    Yields:
+        A list, to which the block appends each piece that it has written.
     """
     pieces: list[Piece] = []
     try:
@@ -54,7 +57,15 @@ def all_or_nothing(draft: Path) -> Iterator[list[Piece]]:
 
 
 def write_piece(draft: Path, file: str, data: bytes, kind: str, writer: Rank, table: str = "") -> Piece:
-    """Write a small piece that belongs to no shard to ``draft/file``, durably.
+    """Write a small piece that belongs to no shard, durably.
+
+    Args:
+        draft: directory of the draft.
+        file: name of the new file inside it.
+        data: its contents.
+        kind: ``rank_local`` or ``job``.
+        writer: the rank that writes.
+        table: what is inside, as JSON.
 
     Raises:
         OSError: the disk refused.

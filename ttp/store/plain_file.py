@@ -1,4 +1,4 @@
-"""Opening what should be a file. In a directory that others can write to it may be anything."""
+"""Opens a path that should be a regular file; in a shared directory it may be a pipe or a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
 
 
 def open_plain(path: Path) -> io.FileIO:
-    """A regular file (or a link to one), for reading. Never waits, as opening a pipe without a writer would.
+    """Open a regular file, or a link to one, for reading. Does not block, as opening a pipe would.
 
     Raises:
         OSError: there is none, or it is something else, or it cannot be opened.
@@ -51,7 +51,7 @@ def read_plain(path: Path, size_max: int | None = None) -> bytes:
 
 
 def _read_fully(file: io.FileIO, size: int) -> bytes:
-    """So many bytes, or fewer when the file has been cut; no more when it grows meanwhile."""
+    """Read ``size`` bytes, or fewer if the file has become shorter."""
     parts: list[bytes] = []
     while size and (part := file.read(min(size, 1 << 30))):
         parts.append(part)

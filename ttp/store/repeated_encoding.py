@@ -1,4 +1,4 @@
-"""The state of one object as bytes, again and again, at little cost where little has changed."""
+"""Encodes the state of one object repeatedly. What has not changed since the last time costs little."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _NOTHING = object()
 
 
 class _Part:
-    """What is known of a value at one place of the state."""
+    """The cached encoding of the value at one place of the state."""
 
     __slots__ = ("copy", "inside", "key", "last", "packed")
 
@@ -71,7 +71,7 @@ class RepeatedEncoder:
         self._packer = msgpack.Packer(default=big_int, unicode_errors="surrogatepass", buf_size=4096)
 
     def encode(self, obj: object) -> bytes:
-        """``obj`` as bytes, but for those of ``apart``.
+        """Encode ``obj``. The bytes of large arrays are not in the result: they are left in ``apart``.
 
         Raises:
             EncodingError: it holds something that cannot be stored; the text says where.

@@ -57,7 +57,7 @@ NOTHING = Share(0, 0)
 
 
 def everything(directory: Path) -> Share:
-    """What a rank reads of the checkpoints in ``directory`` that shares with nobody."""
+    """The share of a rank that reads all pieces of the checkpoints in ``directory`` by itself."""
     return WHOLE
 
 

@@ -1,4 +1,4 @@
-"""Is a checkpoint what its manifest says? Frameworks load a flipped byte without a word, so ttp looks itself."""
+"""Checks that a checkpoint is what its manifest says. Frameworks load a flipped byte without an error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def verify_checkpoint(path: Path, progress: Progress | None = None) -> list[str]
 
 
 def name_problems(path: Path, manifest: Manifest) -> list[str]:
-    """Whether the directory's name tells another version than its manifest."""
+    """A list with one problem if the directory is named for another version than its manifest; else an empty list."""
     named = names.parse_checkpoint_name(Path(path).name)
     if named is None or named == manifest.version:
         return []
@@ -39,7 +39,7 @@ def name_problems(path: Path, manifest: Manifest) -> list[str]:
 
 
 def size_problems(path: Path, manifest: Manifest) -> list[str]:
-    """Pieces that are missing or of another size. Reads no piece, so it costs one look per piece."""
+    """One problem for each piece that is missing or has another size. Reads no piece: one ``stat`` for each."""
     found = ((piece, _size(path / piece.file)) for piece in manifest.pieces)
     return [describe(piece.file, size, piece.size) for piece, size in found if size != piece.size]
 
@@ -47,7 +47,17 @@ def size_problems(path: Path, manifest: Manifest) -> list[str]:
 def piece_problems(
     path: Path, manifest: Manifest, progress: Progress | None = None, share: Share = WHOLE
 ) -> Iterator[str]:
-    """Pieces of the share that are missing, of another size, or of another content, as they are found."""
+    """Read pieces and compare their digests with the manifest.
+
+    Args:
+        path: directory of the checkpoint.
+        manifest: of that checkpoint.
+        progress: called with the number of bytes newly read.
+        share: which of the pieces to read.
+
+    Yields:
+        A text for each piece that is missing, has another size or other contents, or cannot be read.
+    """
     for piece in share.of(manifest.pieces):
         file = path / piece.file
         size = _size(file)
@@ -64,7 +74,7 @@ def piece_problems(
 
 
 def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
-    """Files in the checkpoint that its manifest does not know; no harm, but nobody vouches for them.
+    """Paths of files in the checkpoint that its manifest does not list. They do no harm, and are not verified.
 
     Directories that cannot be listed are passed over, and links are not followed.
     """
@@ -73,7 +83,7 @@ def unlisted_files(path: Path, manifest: Manifest) -> list[str]:
 
 
 def _files(root: str) -> Iterator[str]:
-    """Everything below ``root`` that is no directory, by its path inside. However deep: nothing recurs here."""
+    """Paths, relative to ``root``, of all that is no directory. Not recursive: trees may be deeper than the stack."""
     folders = [""]
     while folders:
         folder = folders.pop()
@@ -97,7 +107,13 @@ def _is_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def describe(file: str, size: int | str | None, wanted: int) -> str:
-    """What is wrong with a piece. ``size``: its bytes, None if it is missing, or why it is unreadable."""
+    """What is wrong with a piece, as a text.
+
+    Args:
+        file: the piece, relative to the checkpoint.
+        size: its bytes; None: it is missing; a text: why it cannot be read.
+        wanted: bytes that the manifest promises.
+    """
     if size is None:
         return f"piece {file} is missing"
     if isinstance(size, str):

@@ -1,4 +1,4 @@
-"""Walking back: the newest that can be opened, and why newer ones could not.
+"""Finds the newest candidate that can be opened, and tells why newer ones could not.
 
 One rule for everything that looks for a checkpoint: ``restore``, ``ttp convert``, ``ttp recover``, ``ttp reshard`` and
 ``load_newest``. Pure; what a candidate is and what opening it means is the caller's.
@@ -12,14 +12,14 @@ from typing import TypeVar
 from ttp.errors import CheckpointError
 
 ATTEMPTS = 5
-"""As MindSpore's Pangu training does: five damaged checkpoints in a row are no accident of one file."""
+"""How many are tried, as in MindSpore's Pangu training: five damaged ones in a row have a common cause."""
 
 Candidate = TypeVar("Candidate")
 Opened = TypeVar("Opened")
 
 
 class NotTriedError(CheckpointError):
-    """It was seen at a glance that this is no checkpoint: that costs no attempt."""
+    """This is no checkpoint, as its name or manifest tells: it does not count as an attempt."""
 
 
 def walk_back(

@@ -1,4 +1,4 @@
-"""Said at the start, not at the failure: can checkpoints be written here?"""
+"""Checks at the start of a job that checkpoints can be written, so that a mistake does not show at the failure."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def check_writable(save_dir: str, what: str = "save_dir") -> Path:
 
 
 def as_path(save_dir: str, what: str = "save_dir") -> Path:
-    """The absolute path that is meant.
+    """The absolute path of a directory that a user has named.
 
     Raises:
         ConfigError: it is empty, or a URL.

@@ -39,8 +39,9 @@ class Killer:
         register_module_forward_hook(self._forward)
         register_optimizer_step_pre_hook(self._before)
         register_optimizer_step_post_hook(self._after)
-        _halve(adam, "_single_tensor_adam", self)
-        _halve(sgd, "_single_tensor_sgd", self)
+        for library, name in ((adam, "adam"), (sgd, "sgd")):
+            for kind in ("single_tensor", "fused", "multi_tensor"):
+                _halve(library, f"_{kind}_{name}", self)
 
     def due(self, phase: str) -> bool:
         """Whether this is the point."""

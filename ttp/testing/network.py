@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from ttp.core import messages as m
 from ttp.core.controller.events import ConnectionId, Received, StreamEnded
 from ttp.core.controller.machine import ControllerMachine
+from ttp.core.restore_messages import RestoreDecision
 from ttp.testing.clock import Clock
 
 
@@ -136,5 +137,5 @@ class Stream:
                 )
 
 
-ONCE = (m.Welcome, m.Refused, m.RestoreDecision)
+ONCE = (m.Welcome, m.Refused, RestoreDecision)
 """First and single answers; whoever repeats them speaks another protocol."""

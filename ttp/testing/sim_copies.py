@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo
 from ttp.core.layout import Rank, Shard, Version
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
@@ -41,7 +42,7 @@ class SimCopies:
         self._buddy: Rank | None = None
         self._deferred: list[act.SettleCopy] = []
 
-    def named(self, order: m.CopyTo) -> None:
+    def named(self, order: CopyTo) -> None:
         """Send copies to this rank from now on."""
         self._buddy = order.buddy
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar, cast
 from ttp.core import messages as m
 from ttp.core.layout import Shard, Version
 from ttp.core.rank import events as ev
+from ttp.core.restore_messages import Candidate, RestoreDecision
 from ttp.processor.gate.gate import Gate
 from ttp.testing.toy import SLOTS, InvariantBroken, Words, contribution, draw, update
 
@@ -97,7 +98,7 @@ class Trainer:
         self._polling = False
         self._held: list[int | None] = []
         self._rank, self._world = rank, rank.world
-        self._restored: m.RestoreDecision | None = None
+        self._restored: RestoreDecision | None = None
         self._parked = False
         self._thread: Thread = self._training()
 
@@ -127,7 +128,7 @@ class Trainer:
         for value in held:
             self.go_on(value)
 
-    def decided(self, decision: m.RestoreDecision) -> None:
+    def decided(self, decision: RestoreDecision) -> None:
         """The answer to the question what to restore."""
         self._restored = decision
         self._world.after(0.0, self._rank.run, self.go_on)
@@ -179,7 +180,7 @@ class Trainer:
 
     def _restore(self) -> Thread:
         newest = self._world.storage.newest
-        found = (m.Candidate(newest.version, newest.incident, f"step_{newest.version}"),) if newest else ()
+        found = (Candidate(newest.version, newest.incident, f"step_{newest.version}"),) if newest else ()
         self._world.reached("in restore", self._rank)
         self._rank.put(ev.RestoreWanted(found, ()))
         while self._restored is None:

@@ -11,15 +11,16 @@ import enum
 import functools
 import operator
 import re
-import types
 import typing
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from google.protobuf.message import DecodeError
 
+from ttp.core import copy_messages as cm
 from ttp.core import layout_messages as lm
 from ttp.core import messages as m
+from ttp.core import restore_messages as sm
 from ttp.mindio.protocol import messages as rm
 from ttp.wire import limits
 from ttp.wire.limits import WireError
@@ -40,14 +41,16 @@ __all__ = [
 ]
 
 
-def _kinds(union: Any, opaque: type, instead: Any) -> tuple[type, ...]:
-    """What goes over the wire: the core's own kinds, and those that it only knows by their base."""
-    own = (kind for kind in typing.get_args(union) if kind is not opaque)
-    return (*own, *(typing.get_args(instead) or (instead,)))
+def _kinds(base: type) -> tuple[type, ...]:
+    """All messages of a kind, in the order of their modules; not the bases of others."""
+    everything = [each for module in (m, lm, cm, sm, rm) for each in vars(module).values()]
+    found = {each: None for each in everything if isinstance(each, type) and issubclass(each, base)}
+    bases = {above for each in found for above in each.__mro__[1:]}
+    return tuple(each for each in found if each not in bases)
 
 
-REPORTS: tuple[type, ...] = _kinds(m.Report, m.ProgramReport, rm.Report)
-ORDERS: tuple[type, ...] = _kinds(m.Order, m.ProgramOrder, rm.Order)
+REPORTS = _kinds(m.Report)
+ORDERS = _kinds(m.Order)
 
 
 def report_to_wire(report: m.Report) -> pb.RankReport:
@@ -92,13 +95,13 @@ def order_from_wire(message: pb.ControllerOrder) -> m.Order:
     return typing.cast(m.Order, _one_of(message, "order", _ORDER_TYPES))
 
 
-def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[m.Mirror, ...]:
+def pages_from_wire(messages: Iterable[pb.Mirror]) -> tuple[cm.Mirror, ...]:
     """Pages that a launcher hands over.
 
     Raises:
         WireError: one of them makes no sense.
     """
-    return tuple(typing.cast(m.Mirror, _from_wire(m.Mirror, message)) for message in messages)
+    return tuple(typing.cast(cm.Mirror, _from_wire(cm.Mirror, message)) for message in messages)
 
 
 @functools.cache
@@ -217,7 +220,7 @@ _SCALARS = frozenset({int, str, bool, float, bytes})
 
 
 def _known_fields() -> dict[type, _Fields]:
-    values = [lm.ShardGroup, m.Mirror, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, m.Candidate, m.Reading]
+    values = [lm.ShardGroup, cm.Mirror, m.ShardDigest, m.Piece, m.KeptCopy, m.SaverOrder, sm.Candidate, sm.Reading]
     values += [rm.ReplicaSet, rm.TypeRanks, rm.Transfer]
     return {kind: _Fields(kind) for kind in (*REPORTS, *ORDERS, *values)}
 
@@ -225,5 +228,3 @@ def _known_fields() -> dict[type, _Fields]:
 _FIELDS = _known_fields()
 _REPORT_TYPES = {_snake(kind.__name__): kind for kind in REPORTS}
 _ORDER_TYPES = {_snake(kind.__name__): kind for kind in ORDERS}
-
-assert isinstance(m.Report, types.UnionType)

@@ -23,6 +23,7 @@ gradients is an evaluation, which not every rank may make: it raises no mark, it
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -37,7 +38,6 @@ from ttp.adapters.torch.loop.misuse import Strangers, capturing, graph_task, ref
 from ttp.adapters.torch.loop.no_sync import NoSync
 from ttp.adapters.torch.loop.post_step_state import PostStepState
 from ttp.adapters.torch.loop.stepping import Stepping
-from ttp.adapters.torch.loop.triggers import gathering, gradient_triggers
 from ttp.adapters.torch.loop.turns import Turns
 from ttp.adapters.torch.loop.untouched import Untouched
 from ttp.adapters.torch.sharding.data_parallel import ddps_of
@@ -91,7 +91,7 @@ def attach(
 
 
 class Attachment(Bracket):
-    """A ``Bracket``, its hooks where torch calls them, and those hooks that lie outside of the update."""
+    """A ``Bracket`` with its hooks registered in torch, and the hooks that lie outside of the update."""
 
     __slots__ = ("_backward_begins", "_handles", "_strangers", "_task")
 
@@ -122,7 +122,7 @@ class Attachment(Bracket):
             self._handles.append(model.register_forward_pre_hook(Hook(self._on_forward)))
 
     def __call__(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -175,3 +175,44 @@ class Attachment(Bracket):
             self._untouched.backward()
         if not self._no_sync.withholds():
             self._capture.capture(self._next_version(), False)
+
+
+# ------------------------------------------------------------------------------------------------------------- triggers
+#
+# What tells of a backward pass in time: parameters whose gradients come last, and modules that gather theirs.
+
+
+def gradient_triggers(model: nn.Module, ddps: Sequence[Ddp]) -> list[Tensor]:
+    """Parameters whose gradients tell of every backward pass before what it reduces can be complete.
+
+    One for each DistributedDataParallel that uses all its parameters in every pass: the first, which is ready last, so
+    that what a backward pass changes (recomputed activations) is in the capture. Every other parameter, but for those
+    of ``gathering`` modules.
+    """
+    chosen: list[Tensor] = []
+    covered = {id(parameter) for module in gathering(model) for parameter in module.parameters()}
+    for ddp in ddps:
+        if ddp.find_unused_parameters or ddp.static_graph:
+            continue
+        ignored = set(getattr(ddp, "parameters_to_ignore", ()))
+        reduced = [p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored]
+        fresh = [parameter for parameter in reduced if id(parameter) not in covered]
+        chosen += fresh[:1]
+        covered.update(map(id, reduced))
+    return chosen + [p for p in model.parameters() if p.requires_grad and id(p) not in covered and p.is_leaf]
+
+
+def gathering(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of FSDP in ``model``: hooks of their parameters run when the gradient is reduced already.
+
+    Their outputs tell of a backward pass before.
+    """
+    library: Any = sys.modules.get("torch.distributed.fsdp")
+    kinds = (library.FSDPModule, library.FullyShardedDataParallel) if hasattr(library, "FSDPModule") else ()
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        if isinstance(module, kinds) and id(module) not in inside:
+            found.append(module)
+            inside.update(map(id, module.modules()))
+    return found

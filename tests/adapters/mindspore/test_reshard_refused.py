@@ -29,8 +29,8 @@ from ttp.errors import CheckpointError, UsageError
 from ttp.mindspore_files import reshard_rank
 from ttp.mindspore_files.ckpt_writer import CkptWriter
 from ttp.mindspore_files.reshard import JOB_BYTES, Resharded, Wish, reshard
-from ttp.mindspore_files.reshard_copy import blocks
 from ttp.mindspore_files.reshard_fit import TargetTensor
+from ttp.mindspore_files.reshard_rank import blocks
 from ttp.store.digest import HashingFile, digest_file
 from ttp.store.manifest import MANIFEST, Manifest
 

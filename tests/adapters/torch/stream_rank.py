@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.adapters.torch.fake_device import FakeRuntime
+from tests.adapters.torch.fake_runtime import FakeRuntime
 from ttp.adapters.torch.device.accelerator import make_fence
 from ttp.adapters.torch.loop.stream_barrier import StreamBarrier
 from ttp.processor.gate import meeting as meeting_module

@@ -6,7 +6,6 @@ import copy
 import gc
 import sys
 import weakref
-from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,15 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as stock_load
 
-from tests.adapters.torch.checkpoints import Net, adamw, digest, train, whole_checkpoint, write_checkpoint
+from tests.adapters.torch.checkpoints import train, whole_checkpoint, write_checkpoint
+from tests.adapters.torch.conversions import Trained, converted, facts, fresh, restored, same, sharded
 from ttp.adapters.torch.convert import from_checkpoint, safetensors_file, torch_file
-from ttp.adapters.torch.convert.conversion import Converted, convert
-from ttp.adapters.torch.restoring.restore import Restored, restore_into
-from ttp.adapters.torch.saving.checkpoint import Chunk, write_shard
+from ttp.adapters.torch.convert.conversion import convert
+from ttp.adapters.torch.saving.checkpoint import write_shard
 from ttp.adapters.torch.saving.job_state import JobState
 from ttp.core.layout import Rank, Shard
 from ttp.errors import CheckpointError, ConfigError, UsageError
 from ttp.store.manifest import MANIFEST, Manifest
-from ttp.store.verify import verify_checkpoint
-
-Trained = tuple[Net, torch.optim.Optimizer, Any]
-
-
-def converted(source: Path, target: Path, to: Any, **settings: Any) -> Converted:
-    return convert(source, target, to, watch=lambda _what, _total: lambda _count: None, **settings)
-
-
-def fresh(seed: int = 77, make: Callable[[nn.Module], torch.optim.Optimizer] = adamw) -> Trained:
-    torch.manual_seed(seed)
-    model = Net()
-    optimizer = make(model)
-    return model, optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2)
 
 
 @pytest.fixture
@@ -58,32 +43,6 @@ def trained() -> Trained:
 def checkpoint(tmp_path: Path, trained: Trained) -> Path:
     path = tmp_path / "tft_saved_checkpoints-step_3"
     write_checkpoint(path, trained[0], trained[1], JobState(version=3, scheduler=trained[2].state_dict()))
-    return path
-
-
-def facts(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    return digest(model.state_dict(), optimizer)
-
-
-def restored(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any = None) -> Restored:
-    assert verify_checkpoint(path) == []
-    return restore_into(path, Manifest.load(path), model=model, optimizer=optimizer, scheduler=scheduler)
-
-
-def sharded(path: Path, whole: dict[str, Tensor]) -> Path:
-    """A checkpoint as a job writes it in which two ranks hold halves of every tensor; ``b`` is tied to ``a``."""
-    path.mkdir()
-    pieces = []
-    for rank in range(2):
-        state: dict[str, Any] = {"model": {}, "ttp": {"version": 4, "optimizer": ""}}
-        for name, tensor in whole.items():
-            middle = min(tensor.shape[0] // 2 + 1, tensor.shape[0])
-            start, part = (0, tensor[:middle]) if rank == 0 else (middle, tensor[middle:])
-            state["model"][name] = Chunk(part, tuple(tensor.shape), (start,) + (0,) * (tensor.dim() - 1))
-        state["model"]["b"] = state["model"]["a"]
-        shard = Shard(f"shard-{rank}")
-        pieces.append(write_shard(path, f"__{rank}_0.distcp", state, shard=shard, writer=Rank(rank)))
-    whole_checkpoint(path, pieces, 4)
     return path
 
 
@@ -182,10 +141,6 @@ def test_weights_alone_start_a_job_with_an_optimizer_of_its_own(tmp_path: Path, 
     assert before["param_groups"] == after["param_groups"]
 
 
-def same(some: Iterable[Tensor], others: Iterable[Tensor]) -> bool:
-    return all(torch.equal(one, two) for one, two in zip(some, others, strict=True))
-
-
 def load_in_order(file: Path, model: nn.Module) -> list[Tensor]:
     found = load_file(file)
     found["tied.weight"] = found["first.weight"]
@@ -213,115 +168,6 @@ def test_optimizer_state_in_torchs_flattened_form_becomes_nested(tmp_path: Path)
         {"lr": 0.1, "betas": (0.9, 0.99), "params": ["layer.weight"]},
         {"lr": 0.1, "betas": (0.8, 0.99), "params": ["layer.bias"]},
     ]
-
-
-# ---------------------------------------------------------------------------------------------- files of others
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-def named(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.named_parameters())
-
-
-def plain_net() -> nn.Module:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-
-
-FORMS: dict[str, Callable[[nn.Module, Any], Any]] = {
-    "model": lambda model, _: model.state_dict(),
-    "a compiled model under DDP": lambda model, _: {
-        "state_dict": {f"module._orig_mod.{name}": value for name, value in model.state_dict().items()}
-    },
-    "numbered": lambda model, optimizer: {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "step": 5,
-    },
-}
-
-
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("make", [sgd, named])
-@pytest.mark.parametrize("old", [False, True], ids=["zip", "before zip"])
-def test_what_people_save_becomes_a_checkpoint(tmp_path: Path, form: str, make: Any, old: bool) -> None:
-    model = plain_net()
-    optimizer = make(model)
-    train(model, optimizer, None, 2)
-    torch.save(FORMS[form](model, optimizer), tmp_path / "f.pt", _use_new_zipfile_serialization=not old)
-    done = converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
-    other = plain_net()
-    again = make(other)
-    back = restored(done.target, other, again)
-    assert back.version == (5 if form == "numbered" else 0)
-    if form == "numbered":
-        assert facts(other, again) == facts(model, optimizer)
-        assert bool(done.notes) is (make is sgd)  # that names were guessed is said
-    else:
-        assert same(other.parameters(), model.parameters())
-
-
-def test_numbers_that_could_mean_anything_are_refused_unless_nobody_wants_them(tmp_path: Path) -> None:
-    model = Net()
-    torch.save({"model": model.state_dict(), "optimizer": adamw(model).state_dict()}, tmp_path / "f.pt")
-    with pytest.raises(CheckpointError, match="nobody can tell which is which"):
-        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
-    assert not converted(tmp_path / "f.pt", tmp_path / "new", "dcp", optimizer=False).optimizer
-    other = plain_net()
-    turned = torch.optim.SGD(list(other.parameters())[::-1], lr=0.1, momentum=0.9)
-    train(other, turned, None, 1)
-    torch.save({"model": other.state_dict(), "optimizer": turned.state_dict()}, tmp_path / "turned.pt")
-    with pytest.raises(CheckpointError, match="nobody can tell which is which"):
-        converted(tmp_path / "turned.pt", tmp_path / "turned", "dcp")
-
-
-class _Evil:
-    def __reduce__(self) -> Any:
-        return Path.touch, (Path(self.target),)
-
-    def __init__(self, target: Path) -> None:
-        self.target = str(target)
-
-
-def test_a_file_that_would_run_code_is_refused(tmp_path: Path) -> None:
-    torch.save({"model": {"w": torch.ones(1)}, "args": _Evil(tmp_path / "ran")}, tmp_path / "f.pt")
-    with pytest.raises(CheckpointError, match="without running code"):
-        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["f.pt"]
-
-
-@pytest.mark.parametrize(
-    "state",
-    [
-        [torch.ones(1)],
-        {"model": {}},
-        {"model": {"w": torch.ones(1)}, "optim": {"state": {}}},
-        {"model": {"w": torch.ones(1)}, "optim": {"state": {}, "param_groups": [{}]}},
-        {"model": {"w": torch.ones(1)}, "optim": {"state": {5: {}}, "param_groups": [{"params": [0]}]}},
-        {"model": {"w": torch.ones(1)}, "optim": {"state": {0: None}, "param_groups": [{"params": [0]}]}},
-        {
-            "model": {"w": torch.ones(1)},
-            "optim": {"state": {}, "param_groups": [{"params": ["w"]}]},
-            "ttp": {"job": {"scaler": 3}},
-        },
-    ],
-)
-def test_a_file_of_another_form_is_refused(tmp_path: Path, state: Any) -> None:
-    torch.save(state, tmp_path / "f.pt")
-    with pytest.raises(CheckpointError):
-        converted(tmp_path / "f.pt", tmp_path / "new", "dcp")
-    assert not list(tmp_path.glob("new/tft*"))
-
-
-@pytest.mark.parametrize("content", [b"", b"{}", b"\x00" * 64, b"\x02" + b"\0" * 7 + b"{}", b"\x10" + b"\0" * 7 + b"{"])
-def test_a_file_that_is_nothing_is_refused(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "f").write_bytes(content)
-    with pytest.raises(CheckpointError):
-        converted(tmp_path / "f", tmp_path / "new", "dcp")
-    assert not (tmp_path / "new").exists()
 
 
 # ---------------------------------------------------------------------------------------------- refusals

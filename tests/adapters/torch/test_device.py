@@ -13,9 +13,10 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, FakeRuntime, Sin, Watching  # noqa: E402
+from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeDevice, Sin, Watching  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
 from ttp.adapters.torch.device import staging  # noqa: E402
-from ttp.adapters.torch.device.accelerator import DeviceFence, HostFence, flat_bytes, holder, make_fence  # noqa: E402
+from ttp.adapters.torch.device.accelerator import flat_bytes, holder  # noqa: E402
 from ttp.adapters.torch.device.to_host import HostCopier, launch_once  # noqa: E402
 from ttp.adapters.torch.local_state import buffers  # noqa: E402
 from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState  # noqa: E402
@@ -23,66 +24,13 @@ from ttp.errors import CheckpointError  # noqa: E402
 from ttp.processor.local_state import pages  # noqa: E402
 from ttp.processor.local_state.pages import PageWriter, read_page  # noqa: E402
 
-LARGE = buffers.LARGE_BYTES // 4
-
 
 @pytest.fixture
 def device() -> Any:
     return FakeRuntime()
 
 
-class TestFence:
-    def test_on_the_host_a_version_is_finished_at_once(self) -> None:
-        fence = make_fence((), 4)
-        assert isinstance(fence, HostFence) and fence.finished_version() == 4
-        fence.record(5)
-        assert fence.finished_version() == 5
-        assert fence.wait(5, 0) and not fence.wait(6, 0)
-
-    def test_on_a_device_when_its_event_is(self, device: Any) -> None:
-        fence = make_fence([device], 4)
-        device.moving.clear()
-        for version in (5, 6):
-            fence.record(version)
-        assert fence.finished_version() == 4, "the host is two ahead"
-        assert not fence.wait(5, 0.001)
-        device.moving.set()
-        assert fence.wait(6, 10)
-        assert fence.finished_version() == 6
-
-    def test_versions_finish_in_order(self, device: Any) -> None:
-        fence: Any = DeviceFence(device)
-        device.moving.clear()
-        for version in (1, 2, 3):
-            fence.record(version)
-        fence._pending[1][1].done = True
-        assert fence.finished_version() == 0
-        fence._pending[0][1].done = True
-        assert fence.finished_version() == 2
-
-    def test_a_broken_device_finishes_nothing_more(self, device: Any) -> None:
-        fence = DeviceFence(device, base=3)
-        device.device.broken = True
-        fence.record(4)
-        assert fence.finished_version() == 3
-        assert not fence.wait(4, 0.001)
-
-    def test_nothing_piles_up_when_nobody_asks(self, device: Any) -> None:
-        fence = DeviceFence(device)
-        for version in range(1, 1000):
-            fence.record(version)
-        assert len(fence._pending) <= 1
-
-    def test_of_several_devices_what_all_have_finished_and_any_has_begun(self) -> None:
-        one, other = FakeRuntime(), FakeRuntime()
-        finished, begun = make_fence([one, other]), make_fence([one, other], newest=True)
-        other.moving.clear()
-        for fence in (begun, finished):
-            fence.record(1)
-        assert (begun.finished_version(), finished.finished_version()) == (1, 0)
-        assert not finished.wait(1, 0.001)
-        other.moving.set()
-        assert finished.wait(1, 10)
+LARGE = buffers.LARGE_BYTES // 4
 
 
 def tensors() -> list[Any]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.optim import Optimizer  # noqa: E402
 
-from ttp.adapters.torch.restoring.param_groups import groups_for  # noqa: E402
+from ttp.adapters.torch.restoring.restore import groups_for  # noqa: E402
 from ttp.adapters.torch.sharding import dtensor_chunks, shard_discovery  # noqa: E402
 from ttp.adapters.torch.sharding.discovery import explicit, named, refuse_strangers, same_shards  # noqa: E402
 from ttp.adapters.torch.sharding.names import ModelNames  # noqa: E402

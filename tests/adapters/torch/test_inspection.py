@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 from tests.adapters.torch.checkpoints import Net, adamw, train  # noqa: E402
-from tests.adapters.torch.fake_device import FakeDevice, FakeRuntime, Watching  # noqa: E402
+from tests.adapters.torch.fake_device import FakeDevice, Watching  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
 from tests.adapters.torch.stub_processor import StubProcessor  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.saving import inspection  # noqa: E402

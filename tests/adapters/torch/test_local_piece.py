@@ -17,8 +17,8 @@ from tests.adapters.torch.checkpoints import Net  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.local_state.capture import read_local_state  # noqa: E402
+from ttp.core.copy_messages import Keep  # noqa: E402
 from ttp.core.layout import Layout, Rank, Version  # noqa: E402
-from ttp.core.messages import Keep  # noqa: E402
 from ttp.processor.local_state import page_file  # noqa: E402
 from ttp.processor.local_state.local_piece import collect, why_lost, write_local_piece  # noqa: E402
 from ttp.processor.local_state.mirror import KeptPages  # noqa: E402

@@ -15,7 +15,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn  # noqa: E
 
 import ttp  # noqa: E402
 from tests.adapters.torch.checkpoints import Net, digest  # noqa: E402
-from tests.adapters.torch.fake_device import FakeRuntime  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
 from tests.adapters.torch.stub_processor import StubProcessor, join, save  # noqa: E402
 from tests.adapters.torch.test_restore import OPTIMIZERS  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402

@@ -12,7 +12,8 @@ import pytest
 torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
-from tests.adapters.torch.fake_device import FakeRuntime, Watching  # noqa: E402
+from tests.adapters.torch.fake_device import Watching  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
 from tests.adapters.torch.stub_processor import INCARNATION, StubProcessor, save  # noqa: E402
 from ttp.adapters.torch.adapter import TorchAdapter  # noqa: E402
 from ttp.adapters.torch.device.accelerator import DeviceFence  # noqa: E402

@@ -18,10 +18,7 @@ from torch import nn
 
 from tests.adapters.torch.hooked import Job
 from ttp.adapters.torch.local_state.capture import LocalCapture, LocalState
-from ttp.adapters.torch.local_state.extra_state import ExtraState
-from ttp.adapters.torch.local_state.hyperparameters import Hyperparameters
-from ttp.adapters.torch.local_state.large_arrays import ApartMemory
-from ttp.adapters.torch.loop.no_sync import NoSync
+from ttp.adapters.torch.local_state.extra_state import ApartMemory, ExtraState
 from ttp.processor.local_state.pages import Page, PageWriter, read_page
 
 streams: Any = numpy.random
@@ -302,7 +299,7 @@ class TestLargeArrays:
 
         counted = SimpleNamespace(xxh3_64_intdigest=note)
         monkeypatch.setattr("ttp.processor.local_state.pages.xxhash", counted)
-        monkeypatch.setattr("ttp.adapters.torch.local_state.large_arrays.xxhash", counted)
+        monkeypatch.setattr("ttp.adapters.torch.local_state.extra_state.xxhash", counted)
         step(8)
         assert hashed.count(4 * LARGE) == 1, "by the page, when it was copied"
         assert max(size for size in hashed if size != 4 * LARGE) < 4 * LARGE, "the rest is small"
@@ -314,99 +311,3 @@ class TestLargeArrays:
             assert memory.look_at([constant]) is kept
         constant.numpy()[3] = 1.0
         assert memory.look_at([constant]) is not kept, "also after a long time, and without a counter"
-
-
-class TestHyperparameters:
-    def optimizer(self, **settings: Any) -> Any:
-        parameters = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-        return torch.optim.AdamW([{"params": [p]} for p in parameters], lr=0.1, **settings)
-
-    def test_what_has_not_changed_is_not_taken_again(self) -> None:
-        optimizer = self.optimizer()
-        first = Hyperparameters.of([optimizer])
-        again = Hyperparameters.of([optimizer], first)
-        assert again.columns[0] is first.columns[0]
-
-    def test_earlier_ones_stay_as_they_were(self) -> None:
-        optimizer = self.optimizer()
-        seen, states = Hyperparameters.of([optimizer]), list[Any]()
-        changes: list[dict[str, Any]] = [{"lr": 0.2}, {"betas": (0.5, 0.6)}, {"initial_lr": 0.1}, {"lr": 0.3}]
-        for change in changes:
-            optimizer.param_groups[1].update(change)
-            seen = Hyperparameters.of([optimizer], seen)
-            states.append((seen, [{k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]))
-        optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(1))], "lr": 9.0})
-        assert len(Hyperparameters.of([optimizer], seen).groups()[0]) == 4
-        for taken, expected in states:
-            assert taken.groups() == [expected]
-
-    @pytest.mark.parametrize("rate", [torch.tensor(0.5), numpy.full((), 0.5)])
-    def test_values_that_change_in_place_are_copied(self, rate: Any) -> None:
-        optimizer = self.optimizer()
-        optimizer.param_groups[0]["lr"] = rate
-        before = Hyperparameters.of([optimizer])
-        rate += 1
-        after = Hyperparameters.of([optimizer], before)
-        assert [float(each.groups()[0][0]["lr"]) for each in (before, after)] == [0.5, 1.5]
-
-    def test_other_parameters_in_a_group(self) -> None:
-        """Comparing lists of tensors is nothing that torch can do."""
-        optimizer = self.optimizer()
-        before = Hyperparameters.of([optimizer])
-        optimizer.param_groups[0]["params"] = [nn.Parameter(torch.ones(2))]
-        assert Hyperparameters.of([optimizer], before).groups() == before.groups()
-
-
-class TestNoSync:
-    """Which backward passes get no capture, on a stand-in for DistributedDataParallel."""
-
-    def ddp(self, model: nn.Module) -> Any:
-        return SimpleNamespace(module=model, require_backward_grad_sync=True, require_forward_param_sync=True)
-
-    def passes(self, no_sync: NoSync, ddp: Any, *synchronising: bool) -> list[bool]:
-        """Whether each of these backward passes gets its capture; then the update."""
-        captured = []
-        for each in synchronising:
-            ddp.require_backward_grad_sync = ddp.require_forward_param_sync = each
-            captured.append(not no_sync.withholds())
-        no_sync.at_gate()
-        return captured
-
-    def test_only_the_one_that_reduces_once_that_is_known(self) -> None:
-        model = nn.Linear(2, 2)
-        ddp = self.ddp(model)
-        no_sync = NoSync(model, [ddp])
-        assert self.passes(no_sync, ddp, False, False, True) == [True, True, True]
-        for _ in range(3):
-            assert self.passes(no_sync, ddp, False, False, True) == [False, False, True]
-
-    def test_a_program_that_reduces_by_itself(self) -> None:
-        model = nn.Linear(2, 2)
-        ddp = self.ddp(model)
-        no_sync = NoSync(model, [ddp])
-        for _ in range(3):
-            assert self.passes(no_sync, ddp, False, False) == [True, True]
-        assert self.passes(no_sync, ddp, True) == [True]
-
-    def test_a_forward_pass_outside_of_no_sync(self) -> None:
-        model = nn.Linear(2, 2)
-        ddp = self.ddp(model)
-        no_sync = NoSync(model, [ddp])
-        self.passes(no_sync, ddp, False, True)
-        ddp.require_backward_grad_sync, ddp.require_forward_param_sync = False, True
-        assert not no_sync.withholds(), "that backward pass reduces all the same"
-
-    def test_gradients_that_are_not_its_own(self) -> None:
-        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-        ddp = self.ddp(model[0])
-        no_sync = NoSync(model, [ddp])
-        for _ in range(3):
-            assert self.passes(no_sync, ddp, False, True) == [True, True]
-
-    def test_without_one_every_pass_gets_it(self) -> None:
-        job = Job()
-        for version in range(1, 4):
-            job.backward()
-            job.backward()
-            job.optimizer.step()
-            assert job.taken()[:3] == [(version, "early"), (version, "early"), (version, "again")]

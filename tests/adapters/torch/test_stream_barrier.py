@@ -18,7 +18,8 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from tests.adapters.torch.fake_device import SIDE, TRAINING, FakeHold, FakeRuntime
+from tests.adapters.torch.fake_device import SIDE, TRAINING
+from tests.adapters.torch.fake_runtime import FakeHold, FakeRuntime
 from tests.adapters.torch.stream_rank import PATIENCE_S, Rank
 from tests.adapters.torch.stub_processor import StubProcessor
 from tests.gpu.made_up import MadeUp

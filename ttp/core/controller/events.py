@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, NewType
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import Mirror
 from ttp.core.layout import Rank, Version
 
 ConnectionId = NewType("ConnectionId", int)
@@ -67,7 +68,12 @@ def in_queue(seconds: float, ranks: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
+class Event:
+    """Base of what happens: to be matched by its class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Received(Event):
     """A rank's report came in on a stream."""
 
     connection: ConnectionId
@@ -75,14 +81,14 @@ class Received:
 
 
 @dataclass(frozen=True, slots=True)
-class StreamEnded:
+class StreamEnded(Event):
     """A stream ended, for whatever reason."""
 
     connection: ConnectionId
 
 
 @dataclass(frozen=True, slots=True)
-class SaveRequested:
+class SaveRequested(Event):
     """Somebody wants a checkpoint now."""
 
     request: int
@@ -90,20 +96,20 @@ class SaveRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class Accused:
+class Accused(Event):
     """Evidence from outside of the job against some ranks; ``pages`` are what is left of dead ones."""
 
     ranks: tuple[Rank, ...]
     kind: m.FaultKind
     reason: str
     pids: tuple[int, ...] = ()
-    pages: tuple[m.Mirror, ...] = ()
+    pages: tuple[Mirror, ...] = ()
     seat: str = ""
     """``ready``: their launcher can start these ranks alone; else why it cannot; empty: nobody has said."""
 
 
 @dataclass(frozen=True, slots=True)
-class LauncherSaid:
+class LauncherSaid(Event):
     """A launcher starts ranks, or is at its end and would leave with ``code``."""
 
     host: str
@@ -112,21 +118,21 @@ class LauncherSaid:
 
 
 @dataclass(frozen=True, slots=True)
-class HostsDrained:
+class HostsDrained(Event):
     """The launchers of these hosts are not to start ranks again: other hosts take their places."""
 
     hosts: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
-class RankWasWrong:
+class RankWasWrong(Event):
     """A rank has left with 64, or will: its configuration or its program is wrong."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class Remembered:
+class Remembered(Event):
     """What was written down of earlier launches: see ``JobVerdict.remember``."""
 
     fruitless: int
@@ -134,12 +140,12 @@ class Remembered:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramEvent:
+class ProgramEvent(Event):
     """Base of events that only ``program_recovery`` understands."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookedAt:
+class LookedAt(Event):
     """For how long nothing has come from a host, seen from outside of its processes; None: nobody can tell."""
 
     host: str
@@ -147,29 +153,20 @@ class LookedAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(Event):
     """Time has passed."""
 
-
-Event = (
-    Received
-    | StreamEnded
-    | SaveRequested
-    | Accused
-    | LauncherSaid
-    | HostsDrained
-    | RankWasWrong
-    | Remembered
-    | ProgramEvent
-    | LookedAt
-    | Tick
-)
 
 # ------------------------------------------------------------------------------------------------------------- actions
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Action:
+    """Base of what is to be done: to be matched by its class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send(Action):
     """Put an order on a stream."""
 
     connection: ConnectionId
@@ -177,7 +174,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
+class Record(Action):
     """Write a line to the file of the incident, and to everybody who watches."""
 
     kind: str
@@ -186,7 +183,7 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
-class AnswerSave:
+class AnswerSave(Action):
     """The answer to a ``SaveRequested``."""
 
     request: int
@@ -197,12 +194,12 @@ class AnswerSave:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAction:
+class ProgramAction(Action):
     """Base of actions of ``program_recovery``; whoever feeds ``ProgramEvent`` carries them out."""
 
 
 @dataclass(frozen=True, slots=True)
-class LookAt:
+class LookAt(Action):
     """Find out for how long nothing has come from a host, by its streams; the answer is ``LookedAt``."""
 
     host: str
@@ -210,10 +207,7 @@ class LookAt:
 
 
 @dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Action):
     """The controller is not needed any more."""
 
     reason: str
-
-
-Action = Send | Record | AnswerSave | ProgramAction | LookAt | Stop

@@ -67,8 +67,10 @@ from ttp.core.controller.job_verdict import Verdict
 from ttp.core.controller.membership import Member
 from ttp.core.controller.parts import ControllerParts
 from ttp.core.controller.program_recovery import MakeRecovery, no_recovery
+from ttp.core.copy_messages import Copied
 from ttp.core.layout import Rank, Version, compact_ranks
 from ttp.core.layout_messages import LayoutPart
+from ttp.core.restore_messages import RestoreView
 
 
 class ControllerMachine:
@@ -306,7 +308,7 @@ class ControllerMachine:
             case m.Frozen():
                 member.version, member.phase = report.version, report.phase
                 self._rescue.answered(report, now)
-            case m.RestoreView():
+            case RestoreView():
                 self._viewed(report)
             case m.Goodbye():
                 self._goodbye(member, report)
@@ -316,7 +318,7 @@ class ControllerMachine:
                 self._parts.indirect_probe.said(report, now)
             case m.StandbyUp():
                 self._parts.standby.answered(report)
-            case m.Copied():
+            case Copied():
                 self._parts.buddies.copied(report)
             case m.ProgramReport():
                 self._rescue.program.reported(report)
@@ -335,7 +337,7 @@ class ControllerMachine:
             case m.CommitFailed():
                 saving.commit_failed(incident, report)
 
-    def _viewed(self, view: m.RestoreView) -> None:
+    def _viewed(self, view: RestoreView) -> None:
         self._parts.restoring.viewed(view)
         if self._parts.restoring.decision is not None and not self._parts.restoring.decision.error:
             self._rescue.base_version = max(self._rescue.base_version, self._parts.restoring.decision.version)

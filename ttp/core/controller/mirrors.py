@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
+from ttp.core.copy_messages import Keep, Mirror, MirrorTo
 from ttp.core.layout import Rank
 
 
@@ -60,9 +60,9 @@ class Mirrors:
         keeper = self._keepers.get(rank)
         address = self._job.members[keeper].hello.pages_at if keeper is not None else ""
         if keeper is not None and address:
-            self._outbox.send_to(rank, m.MirrorTo(rank, self._job.term, keeper, address))
+            self._outbox.send_to(rank, MirrorTo(rank, self._job.term, keeper, address))
 
-    def hand_over(self, page: m.Mirror) -> None:
+    def hand_over(self, page: Mirror) -> None:
         """Send the page that a dead rank left on its host to a living rank: its keeper, else anybody."""
         job = self._job
         if page.rank in job.live or page.rank not in job.members or page.incarnation != job.incarnation:
@@ -72,7 +72,7 @@ class Mirrors:
             keeper = min(job.live, default=None)
         if keeper is not None:
             self._inherited[page.rank] = keeper
-            order = m.Keep(keeper, job.term, page.rank, page.version, page.final, page.incarnation, page.data)
+            order = Keep(keeper, job.term, page.rank, page.version, page.final, page.incarnation, page.data)
             self._outbox.send_to(keeper, order)
 
 

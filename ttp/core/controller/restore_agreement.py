@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ttp.core import messages as m
 from ttp.core.controller.membership import Membership
 from ttp.core.controller.outbox import Outbox
 from ttp.core.layout import Rank, Version
 from ttp.core.restore_choice import agree, is_unread
+from ttp.core.restore_messages import Candidate, RestoreDecision, RestoreView
 
 
 class Restoring:
@@ -21,10 +21,10 @@ class Restoring:
     """
 
     def __init__(self, job: Membership, outbox: Outbox) -> None:
-        self.decision: m.RestoreDecision | None = None
+        self.decision: RestoreDecision | None = None
         self._job = job
         self._outbox = outbox
-        self._views: dict[Rank, m.RestoreView] = {}
+        self._views: dict[Rank, RestoreView] = {}
         self._committed: tuple[Version, str] | None = None
 
     def reset(self) -> None:
@@ -44,7 +44,7 @@ class Restoring:
         """
         self._committed = (committed or self._committed) if same_job else None
 
-    def viewed(self, view: m.RestoreView) -> None:
+    def viewed(self, view: RestoreView) -> None:
         """A rank says what it found; the last of them makes the decision."""
         assert self._job.layout is not None
         self._views[view.rank] = view
@@ -55,10 +55,10 @@ class Restoring:
 
     def _decide(self) -> None:
         verdict = agree(self._views.values())
-        chosen, error = (m.Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
+        chosen, error = (Candidate(Version(0), "", ""), verdict) if isinstance(verdict, str) else (verdict, "")
         if self._committed is not None and not error and vanished(self._committed, self._views.values()):
-            chosen, error = m.Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
-        self.decision = m.RestoreDecision(
+            chosen, error = Candidate(self._committed[0], "", ""), _gone(*self._committed, chosen.version)
+        self.decision = RestoreDecision(
             Rank(-1),
             self._job.term,
             chosen.version,
@@ -79,7 +79,7 @@ class Restoring:
         self._outbox.send_to(rank, replace(self.decision, rank=rank, term=self._job.term))
 
 
-def vanished(committed: tuple[Version, str], views: Iterable[m.RestoreView]) -> bool:
+def vanished(committed: tuple[Version, str], views: Iterable[RestoreView]) -> bool:
     """Whether no rank has found a checkpoint that was committed, or a newer one, whole or not.
 
     One that is there and not whole is no mystery: the ranks say what is wrong with it, and go back to the one before.

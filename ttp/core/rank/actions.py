@@ -5,12 +5,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo, Keep, MirrorTo
 from ttp.core.layout import Version
 from ttp.core.rank import events as ev
+from ttp.core.restore_messages import RestoreDecision
 
 
 @dataclass(frozen=True, slots=True)
-class Connect:
+class Action:
+    """Base of what is to be done: to be matched by its class."""
+
+
+@dataclass(frozen=True, slots=True)
+class Connect(Action):
     """Open a stream; ``StreamUp`` or ``StreamDown`` follows."""
 
     start_controller: bool  # nobody answers: start one if it may run here
@@ -19,14 +26,14 @@ class Connect:
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class Send(Action):
     """Put a report on the stream."""
 
     report: m.Report
 
 
 @dataclass(frozen=True, slots=True)
-class CloseGate:
+class CloseGate(Action):
     """Close the gate and say how the state is (``Quiet``).
 
     ``hurry``: something broke, so that an accelerator that stands still may well hang; it is not waited for.
@@ -36,50 +43,50 @@ class CloseGate:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGate:
+class OpenGate(Action):
     """Let the training go on."""
 
 
 @dataclass(frozen=True, slots=True)
-class Redo:
+class Redo(Action):
     """Let the training thread, which stands at the gate with the reduced gradient, make exactly one update."""
 
     version: Version  # what that makes
 
 
 @dataclass(frozen=True, slots=True)
-class StartSave:
+class StartSave(Action):
     """Write pieces on the saver thread."""
 
     order: m.Save
 
 
 @dataclass(frozen=True, slots=True)
-class CancelSave:
+class CancelSave(Action):
     """Give up what the saver thread is doing."""
 
 
 @dataclass(frozen=True, slots=True)
-class StartCommit:
+class StartCommit(Action):
     """Commit on the saver thread."""
 
     order: m.Commit
 
 
 @dataclass(frozen=True, slots=True)
-class HoldLease:
+class HoldLease(Action):
     """Ask the launcher not to stop this process before ``until``."""
 
     until: float
 
 
 @dataclass(frozen=True, slots=True)
-class DropLease:
+class DropLease(Action):
     """Nothing has to be held back any more."""
 
 
 @dataclass(frozen=True, slots=True)
-class Joined:
+class Joined(Action):
     """The controller knows this rank."""
 
     incarnation: int
@@ -87,7 +94,7 @@ class Joined:
 
 
 @dataclass(frozen=True, slots=True)
-class Rejected:
+class Rejected(Action):
     """The controller does not want this process, which was never part of the job."""
 
     code: m.RefusalCode
@@ -95,21 +102,21 @@ class Rejected:
 
 
 @dataclass(frozen=True, slots=True)
-class Decided:
+class Decided(Action):
     """The answer to ``RestoreWanted``."""
 
-    decision: m.RestoreDecision
+    decision: RestoreDecision
 
 
 @dataclass(frozen=True, slots=True)
-class LetGo:
+class LetGo(Action):
     """train() may return; ``rescued`` is false when a broken rank waits in vain and should raise its own error."""
 
     rescued: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Exit:
+class Exit(Action):
     """Leave the process now."""
 
     code: int
@@ -117,33 +124,33 @@ class Exit:
 
 
 @dataclass(frozen=True, slots=True)
-class GoOn:
+class GoOn(Action):
     """Leave the job, not the process: train() is called again, as a rank of the next incarnation."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class TakeStack:
+class TakeStack(Action):
     """Find out where the threads of a process of this host are."""
 
     order: m.TakeStack
 
 
 @dataclass(frozen=True, slots=True)
-class ProbeHost:
+class ProbeHost(Action):
     """Find out whether another host answers."""
 
     order: m.Probe
 
 
 @dataclass(frozen=True, slots=True)
-class StartStandby:
+class StartStandby(Action):
     """Start a controller on this host that stands by."""
 
 
 @dataclass(frozen=True, slots=True)
-class NoteRing:
+class NoteRing(Action):
     """Leave word on this host of which controller reigns, and which stand by, for those who speak to it from outside.
 
     Args:
@@ -158,28 +165,28 @@ class NoteRing:
 
 
 @dataclass(frozen=True, slots=True)
-class KeepPage:
+class KeepPage(Action):
     """Keep the page of a rank of another host."""
 
-    order: m.Keep
+    order: Keep
 
 
 @dataclass(frozen=True, slots=True)
-class NameBuddy:
+class NameBuddy(Action):
     """Copies of this rank's shards go there from now on."""
 
-    order: m.CopyTo
+    order: CopyTo
 
 
 @dataclass(frozen=True, slots=True)
-class NameKeeper:
+class NameKeeper(Action):
     """Copies of this rank's page go there from now on."""
 
-    order: m.MirrorTo
+    order: MirrorTo
 
 
 @dataclass(frozen=True, slots=True)
-class SettleCopy:
+class SettleCopy(Action):
     """Whether the copies of ``version`` are whole everywhere: what is not needed any more goes."""
 
     version: Version
@@ -187,37 +194,8 @@ class SettleCopy:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramAction:
+class ProgramAction(Action):
     """Base of actions of ``program``; whoever tells it of ``ProgramEvent`` carries them out."""
-
-
-Action = (
-    Connect
-    | Send
-    | CloseGate
-    | OpenGate
-    | Redo
-    | StartSave
-    | CancelSave
-    | StartCommit
-    | HoldLease
-    | DropLease
-    | Joined
-    | Rejected
-    | Decided
-    | LetGo
-    | Exit
-    | GoOn
-    | TakeStack
-    | ProbeHost
-    | StartStandby
-    | NoteRing
-    | KeepPage
-    | NameBuddy
-    | NameKeeper
-    | SettleCopy
-    | ProgramAction
-)
 
 
 def not_done(action: Action, text: str) -> ev.Event | None:

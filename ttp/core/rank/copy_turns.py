@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ttp.core import messages as m
+from ttp.core.copy_messages import Copied, Settled
 from ttp.core.layout import Rank, Version
 from ttp.core.rank.actions import SettleCopy
 from ttp.core.rank.events import CopyMade, CopySkipped
@@ -21,7 +21,7 @@ class CopyTurns:
 
     def __init__(self, rank: Rank, outbox: RankOutbox) -> None:
         self._rank, self._outbox = rank, outbox
-        self._copy: m.Copied | None = None
+        self._copy: Copied | None = None
         self._unsettled = False
         self._skipped = Version(0)
 
@@ -29,14 +29,14 @@ class CopyTurns:
         """A copy was made or skipped. A skipped one is reported only when the copy before it is settled."""
         if isinstance(event, CopyMade):
             whole = self._copy.whole if self._copy is not None else Version(0)
-            self._copy = m.Copied(self._rank, event.version, event.stored, event.text, whole)
+            self._copy = Copied(self._rank, event.version, event.stored, event.text, whole)
             self._unsettled = True
         else:
             self._skipped = event.version
         if self._unsettled:
             self.repeat()
 
-    def settled(self, order: m.Settled) -> None:
+    def settled(self, order: Settled) -> None:
         """The controller says whether the copies of a version are whole everywhere."""
         copy = self._copy
         if copy is None or order.version != copy.version or not self._unsettled:
@@ -46,7 +46,7 @@ class CopyTurns:
         self._outbox.do(SettleCopy(order.version, order.whole))
         if self._skipped > order.version:
             text = f"the copy of version {order.version} was not through yet"
-            self._copy = m.Copied(self._rank, self._skipped, False, text, whole)
+            self._copy = Copied(self._rank, self._skipped, False, text, whole)
             self.repeat()
 
     def repeat(self) -> None:

@@ -6,29 +6,35 @@ from dataclasses import dataclass
 
 from ttp.core import messages as m
 from ttp.core.layout import Rank, Version
+from ttp.core.restore_messages import Candidate, Reading
 
 
 @dataclass(frozen=True, slots=True)
-class StreamUp:
+class Event:
+    """Base of what happens: to be matched by its class."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamUp(Event):
     """The stream is open; nothing was said yet."""
 
 
 @dataclass(frozen=True, slots=True)
-class StreamDown:
+class StreamDown(Event):
     """The stream could not be opened, or ended."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class OrderReceived:
+class OrderReceived(Event):
     """The controller said something."""
 
     order: m.Order
 
 
 @dataclass(frozen=True, slots=True)
-class Quiet:
+class Quiet(Event):
     """The state under the closed gate became stable, or changed what can be said of it."""
 
     version: Version
@@ -43,14 +49,14 @@ class Quiet:
 
 
 @dataclass(frozen=True, slots=True)
-class NotRedone:
+class NotRedone(Event):
     """The training thread does not stand at the gate: ``Redo`` cannot be done."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
-class PiecesWritten:
+class PiecesWritten(Event):
     """A save ended well: everything is durable."""
 
     incident: str
@@ -59,7 +65,7 @@ class PiecesWritten:
 
 
 @dataclass(frozen=True, slots=True)
-class WriteFailed:
+class WriteFailed(Event):
     """A save ended badly; ``may_pass``: it was the storage that refused, and later it may not."""
 
     incident: str
@@ -69,7 +75,7 @@ class WriteFailed:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitDone:
+class CommitDone(Event):
     """The checkpoint exists."""
 
     incident: str
@@ -79,7 +85,7 @@ class CommitDone:
 
 
 @dataclass(frozen=True, slots=True)
-class CommitBroken:
+class CommitBroken(Event):
     """The checkpoint could not be made to exist; ``may_pass`` as for ``WriteFailed``."""
 
     incident: str
@@ -89,7 +95,7 @@ class CommitBroken:
 
 
 @dataclass(frozen=True, slots=True)
-class Raised:
+class Raised(Event):
     """This rank cannot train on: an exception, a SIGTERM. ``wrong``: see ``Fault``."""
 
     kind: m.FaultKind
@@ -99,30 +105,30 @@ class Raised:
 
 
 @dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Event):
     """train() has returned, or the user left it on purpose."""
 
     reason: m.GoodbyeReason
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreWanted:
+class RestoreWanted(Event):
     """restore() was called."""
 
-    candidates: tuple[m.Candidate, ...]
+    candidates: tuple[Candidate, ...]
     skipped: tuple[str, ...]
-    readings: tuple[m.Reading, ...] = ()
+    readings: tuple[Reading, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Based:
+class Based(Event):
     """The state was set to ``version``: nothing newer has been trained in this process."""
 
     version: Version
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class Observed(Event):
     """Time has passed; this is where the rank stands."""
 
     version: Version
@@ -134,12 +140,12 @@ class Observed:
 
 
 @dataclass(frozen=True, slots=True)
-class ProgramEvent:
+class ProgramEvent(Event):
     """Base of events that only ``program`` understands."""
 
 
 @dataclass(frozen=True, slots=True)
-class NeighbourDied:
+class NeighbourDied(Event):
     """A process of this host has ended: seen here before anybody else can."""
 
     rank: Rank
@@ -148,7 +154,7 @@ class NeighbourDied:
 
 
 @dataclass(frozen=True, slots=True)
-class StackSeen:
+class StackSeen(Event):
     """The answer to ``TakeStack``."""
 
     incident: str
@@ -157,7 +163,7 @@ class StackSeen:
 
 
 @dataclass(frozen=True, slots=True)
-class HostProbed:
+class HostProbed(Event):
     """The answer to ``ProbeHost``."""
 
     subject: Rank
@@ -166,14 +172,14 @@ class HostProbed:
 
 
 @dataclass(frozen=True, slots=True)
-class StandbyStarted:
+class StandbyStarted(Event):
     """The answer to ``StartStandby``; an empty address: it could not be started."""
 
     address: str
 
 
 @dataclass(frozen=True, slots=True)
-class CopyMade:
+class CopyMade(Event):
     """The copy of ``version`` is whole here and at the buddy; or, with ``stored`` false, it came to nothing."""
 
     version: Version
@@ -182,32 +188,7 @@ class CopyMade:
 
 
 @dataclass(frozen=True, slots=True)
-class CopySkipped:
+class CopySkipped(Event):
     """It was the turn of ``version`` while it was not known yet what became of the one before."""
 
     version: Version
-
-
-Event = (
-    StreamUp
-    | StreamDown
-    | OrderReceived
-    | Quiet
-    | NotRedone
-    | PiecesWritten
-    | WriteFailed
-    | CommitDone
-    | CommitBroken
-    | Raised
-    | Returned
-    | RestoreWanted
-    | Based
-    | Observed
-    | NeighbourDied
-    | StackSeen
-    | HostProbed
-    | StandbyStarted
-    | CopyMade
-    | CopySkipped
-    | ProgramEvent
-)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ttp.core import messages as m
+from ttp.core.copy_messages import CopyTo, Keep, MirrorTo, Settled
 from ttp.core.layout_messages import LayoutPart, Parts, TellLayout
 from ttp.core.rank import actions as act
 from ttp.core.rank import events as ev
@@ -32,6 +33,7 @@ from ttp.core.rank.failover import HOME, Route
 from ttp.core.rank.outbox import RankOutbox
 from ttp.core.rank.program import RankProgram
 from ttp.core.rank.rescue import RankRescue, RankState
+from ttp.core.restore_messages import RestoreDecision, RestoreView
 from ttp.errors import EXIT_NOT_SAVED
 
 
@@ -79,7 +81,7 @@ class ProcessorMachine:
         self._connect_at: float | None = now
         self._beat_at = now
         self._down_since: float | None = now
-        self._view: m.RestoreView | None = None
+        self._view: RestoreView | None = None
         self._undecided = False
         self._observed = ev.Observed(hello.version, hello.phase)
         self._route = Route(timeouts.failover_s)
@@ -123,7 +125,7 @@ class ProcessorMachine:
             case ev.Returned():
                 self._left(event)
             case ev.RestoreWanted(candidates, skipped, readings):
-                self._view, self._undecided = m.RestoreView(self._state.rank, candidates, skipped, readings), True
+                self._view, self._undecided = RestoreView(self._state.rank, candidates, skipped, readings), True
                 self._outbox.report(self._view)
             case ev.Based(version):
                 self._state.hello = replace(self._state.hello, base_version=version)
@@ -243,6 +245,7 @@ class ProcessorMachine:
             case TellLayout(_, digest):
                 self._tell_layout(digest)
                 return
+        assert isinstance(order, m.LedOrder), order
         if order.term < self.term or not self._outbox.welcomed:
             return  # of a controller that was replaced, or left over from the last stream
         self.term = order.term
@@ -251,15 +254,15 @@ class ProcessorMachine:
                 self._rescue.ordered(order, now)
             case m.Release():
                 self._released(order)
-            case m.RestoreDecision() if self._undecided:
+            case RestoreDecision() if self._undecided:
                 self._undecided = False
                 self._outbox.do(act.Decided(order))
             case m.Finished():
                 self._outbox.do(act.LetGo(rescued=True))
                 self.gone = True
-            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | m.Keep() | m.CopyTo() | m.MirrorTo():
+            case m.TakeStack() | m.Probe() | m.StandBy() | m.Standbys() | Keep() | CopyTo() | MirrorTo():
                 self._serve(order)
-            case m.Settled():
+            case Settled():
                 self._copies.settled(order)
             case m.ProgramOrder():
                 self._ordered_program(order)
@@ -282,7 +285,7 @@ class ProcessorMachine:
             for index, groups in enumerate(self._layout):
                 self._outbox.do(act.Send(LayoutPart(self._state.rank, digest, index, len(self._layout), groups)))
 
-    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | m.Keep | m.CopyTo | m.MirrorTo) -> None:
+    def _serve(self, order: m.TakeStack | m.Probe | m.StandBy | m.Standbys | Keep | CopyTo | MirrorTo) -> None:
         """What a rank does for others."""
         match order:
             case m.TakeStack():
@@ -294,11 +297,11 @@ class ProcessorMachine:
             case m.Standbys(_, _, addresses):
                 self._route.announced(addresses)
                 self._note_ring()
-            case m.Keep():
+            case Keep():
                 self._outbox.do(act.KeepPage(order))
-            case m.CopyTo():
+            case CopyTo():
                 self._outbox.do(act.NameBuddy(order))
-            case m.MirrorTo():
+            case MirrorTo():
                 self._outbox.do(act.NameKeeper(order))
 
     def _note_ring(self) -> None:

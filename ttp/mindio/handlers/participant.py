@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from ttp import session
 from ttp.config import Config, RankEnv
 from ttp.core.layout import Layout, Rank, Version
-from ttp.core.messages import FaultKind
+from ttp.core.messages import FaultKind, Piece, SaverOrder
 from ttp.core.rank.actions import ProgramAction
 from ttp.errors import UsageError
 from ttp.mindio.handlers import device
@@ -19,12 +19,12 @@ from ttp.mindio.handlers.actor import Actor
 from ttp.mindio.handlers.call import Call, Handler, HandlerKind
 from ttp.mindio.handlers.loop import ForcedStop, Loop, NextAction
 from ttp.mindio.handlers.pause import PausePoint
-from ttp.mindio.handlers.source import HandlerSource
-from ttp.mindio.protocol.messages import Ailing, Ailment, Handlers, ReplicaSet
+from ttp.mindio.protocol.messages import HANDLERS, Ailing, Ailment, Handlers, ReplicaSet
 from ttp.mindio.protocol.rank_side import RankRounds, Said, StartAct
 from ttp.mindio.protocol.replica_lists import check_set
 from ttp.processor.gate import gate
 from ttp.processor.processor import Processor
+from ttp.processor.source import StateSource
 
 log = logging.getLogger("ttp.handlers")
 
@@ -331,3 +331,24 @@ class Participant:
 
 def _ms(seconds: float) -> int:
     return min(int(seconds * 1000), LIMIT_MS_MAX)
+
+
+# ------------------------------------------------------------------------------------------------------------ the state
+#
+# The state of a rank about which nothing is known but how often it was updated.
+
+
+class HandlerSource(StateSource):
+    """Is never asked to write: the handlers of the program save in rounds, not piece by piece."""
+
+    framework = HANDLERS
+
+    def gradient_ready(self) -> bool:
+        """Who reports the beginning of an update has all that it needs for it."""
+        return True
+
+    def write_pieces(
+        self, *, order: SaverOrder, version: Version, draft: Path, generation: int, cancelled: Callable[[], bool]
+    ) -> list[Piece]:
+        """Never."""
+        raise UsageError("the handlers of this program save in rounds, not piece by piece")

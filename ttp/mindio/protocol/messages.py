@@ -175,7 +175,3 @@ class Act(m.ProgramOrder):
     way: RepairWay = RepairWay.ROLLBACK
     transfers: tuple[Transfer, ...] = ()
     ranks: tuple[Rank, ...] = ()
-
-
-Report = Handlers | Ailing | Acted
-Order = Act

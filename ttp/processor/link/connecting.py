@@ -1,8 +1,9 @@
-"""How a rank comes to a controller: starts one where it has to, opens the stream, and says why it cannot."""
+"""Connects a rank to a controller: starts one if it has to, opens the stream, and says why that fails."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from ttp.core.rank import events as ev
 from ttp.errors import ConfigError
 from ttp.launch.controller_process import ensure_controller
 from ttp.launch.presence import is_local
+from ttp.launch.relay import RELAYED, RelayServer, port_of_relay, wanted
 from ttp.launch.ring import Ring, write_ring
 from ttp.processor.joining import JOIN_PATIENCE_S, Joining
-from ttp.processor.link.host_relay import Shortcut
 from ttp.processor.link.stream import Stream
+from ttp.processor.liveness.forks import close_sockets_of_in_children
 from ttp.wire import tls
 from ttp.wire.access import LOOPBACK
 from ttp.wire.address import split, target
@@ -25,7 +27,7 @@ log = logging.getLogger("ttp.processor")
 
 
 class ControllerLink:
-    """The stream to the controller, whichever that is.
+    """The stream to the controller that leads at present.
 
     Args:
         config: the job's settings.
@@ -56,13 +58,13 @@ class ControllerLink:
             self._stream.send(report)
 
     def finish(self, timeout_s: float) -> None:
-        """Send what is left, for that long at most, and hang up."""
+        """Send what is left, for at most this long, and close the stream."""
         if self._stream is not None:
             self._stream.finish(timeout_s=timeout_s)
         self._shortcut.close()
 
     def connect(self, action: act.Connect) -> None:
-        """Open a stream; takes as long as a controller takes to start."""
+        """Open a stream. May take as long as a controller takes to start."""
         try:
             if action.start_controller and self._config.port is not None and is_local(self._env.master_addr):
                 ensure_controller(
@@ -84,13 +86,13 @@ class ControllerLink:
             self._put(ev.StreamDown(repr(problem)))
 
     def note(self, ring: act.NoteRing, incarnation: int) -> None:
-        """Write down on this host where the controllers are."""
+        """Write down for processes of this host where the controllers are."""
         home = target(self._env.master_addr, self._config.port or 0)
         found = Ring(self._env.run_id, incarnation, ring.term, home, ring.address or home, ring.standbys)
         write_ring(self._run_dir, found)
 
     def _open(self, address: str, within_s: float | None) -> None:
-        """To the controller at ``address`` (host:port), or to the one of the environment."""
+        """Open a stream to ``address`` (host:port), or else to the controller that the environment names."""
         assert self._config.port is not None
         host, port = split(address) if address else (self._env.master_addr, self._config.port)
         if self._stream is not None:
@@ -132,3 +134,65 @@ class ControllerLink:
         problem = tls.diagnose(self._env.master_addr, self._config.port or 0, reason)
         if problem is not None:
             self._joining.failed(ConfigError(problem))
+
+
+# ----------------------------------------------------------------------------------------------- the relay of this host
+#
+# Decides whether a rank uses the relay of its host. The first rank of a host without a launcher starts one.
+
+
+COMES_S = 2.0
+"""How long a rank waits for the relay of its host when it joins; afterwards it asks the controller itself."""
+LOOK_S = 0.02
+
+
+class Shortcut:
+    """Decides whether this rank goes through the relay of its host.
+
+    Args:
+        config: the job's settings.
+        env: who this rank is.
+        run_dir: where processes of this host leave files for one another.
+    """
+
+    def __init__(self, config: Config, env: RankEnv, run_dir: Path) -> None:
+        self._config, self._env, self._run_dir = config, env, run_dir
+        self._wanted = wanted(config, env.world_size)
+        self._waited = False
+        self._gone: set[int] = set()
+        self._own: RelayServer | None = None
+
+    def port(self) -> int | None:
+        """The relay's port on loopback; None: there is none, or none that can be trusted any more."""
+        if not self._wanted:
+            return None
+        found = port_of_relay(self._config, self._run_dir)
+        if found is None and not self._waited:
+            found = self._start() if self._env.local_rank == 0 else self._await()
+        self._waited = True
+        return None if found in self._gone else found
+
+    def ended(self, port: int, reason: str) -> None:
+        """Note that a stream through the relay has ended. If the relay itself failed, it is not used again."""
+        if RELAYED not in reason and not reason.startswith("the controller"):
+            log.warning("the relay of this host does not answer any more (%s): connecting without it", reason)
+            self._gone.add(port)
+
+    def close(self) -> None:
+        """Close the relay if this rank runs it. Ranks that used it connect by themselves."""
+        if self._own is not None:
+            self._own.close()
+
+    def _start(self) -> int | None:
+        try:
+            self._own = RelayServer(self._config, self._run_dir, close_sockets_of_in_children)
+        except Exception as problem:
+            log.warning("this host has no relay, its ranks connect by themselves: %s", problem)
+            return None
+        return self._own.port
+
+    def _await(self) -> int | None:
+        until = time.monotonic() + COMES_S
+        while (found := port_of_relay(self._config, self._run_dir)) is None and time.monotonic() < until:
+            time.sleep(LOOK_S)
+        return found

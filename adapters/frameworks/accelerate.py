@@ -1,0 +1,122 @@
+"""Accelerate: what ``prepare()`` has made of a training's objects, given to ``ttp.wrap_optimizer``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ttp import api
+from ttp.adapters.frameworks.versions import numbers, require
+from ttp.errors import ConfigError
+
+TESTED = ("1.13", "1.15")
+
+_accelerate = require("accelerate", "accelerate", TESTED)
+
+_REFUSED = {
+    "DEEPSPEED": "DeepSpeed keeps the optimizer's state in partitions of its own",
+    "MEGATRON_LM": "use ttp.adapters.megatron for Megatron",
+}
+
+
+def protect(
+    accelerator: Any,
+    model: Any,
+    optimizer: Any,
+    scheduler: Any = None,
+    *loaders: Any,
+    save_dir: Any = "checkpoints",
+    extra_state: Any = None,
+    **settings: Any,
+) -> None:
+    """Protect what ``accelerator.prepare()`` has returned; call ``ttp.restore()`` behind it.
+
+    Objects of ``register_for_checkpointing`` are saved as ``extra_state``. So are data loaders that keep their place
+    (``DataLoaderConfiguration(use_stateful_dataloader=True)``); of others the loop skips what was seen, see
+    docs/frameworks.md.
+
+    Args:
+        accelerator: the ``Accelerator``.
+        model: as it was prepared.
+        optimizer: as it was prepared; or a list.
+        scheduler: as it was prepared; None, or a list.
+        loaders: as they were prepared.
+        save_dir: see ``ttp.wrap_optimizer``.
+        extra_state: more of it.
+        settings: ``undo``, ``buddy``, ``layout``.
+
+    Raises:
+        ConfigError: the accelerator shards the state in a way that ttp does not know, or see ``ttp.wrap_optimizer``.
+    """
+    kind = getattr(accelerator.distributed_type, "name", "")
+    if kind in _REFUSED:
+        raise ConfigError(f"ttp.accelerate.protect() cannot protect {kind}: {_REFUSED[kind]}")
+    if any(map(_keeps_its_place, loaders)) and accelerator.num_processes > 1 and _counts_wrongly():
+        raise ConfigError(
+            f"loaders of accelerate {_accelerate.__version__} say a wrong place on several processes (mended in 1.13): "
+            "install a newer one, or use_stateful_dataloader=False"
+        )
+    extra = _registered(accelerator)
+    extra |= {f"loader {number}": _Place(each) for number, each in enumerate(loaders) if _keeps_its_place(each)}
+    if extra_state is not None:
+        extra |= dict(extra_state) if isinstance(extra_state, dict) else {"extra_state": extra_state}
+    api.wrap_optimizer(
+        _each(optimizer, lambda each: getattr(each, "optimizer", each)),
+        model=model,
+        scheduler=_each(scheduler, lambda each: _Schedule(each) if hasattr(each, "scheduler") else each),
+        scaler=accelerator.scaler,
+        save_dir=save_dir,
+        extra_state=extra or None,
+        **settings,
+    )
+
+
+def _each(one_or_several: Any, of: Any) -> Any:
+    return [of(each) for each in one_or_several] if isinstance(one_or_several, (list, tuple)) else of(one_or_several)
+
+
+def _registered(accelerator: Any) -> dict[str, Any]:
+    """Accelerate shows them to nobody (seen in 1.13 to 1.15)."""
+    return {f"registered {number}": each for number, each in enumerate(getattr(accelerator, "_custom_objects", ()))}
+
+
+class _Schedule:
+    """An ``AcceleratedScheduler`` as ttp follows one.
+
+    While gradients are accumulated it counts steps that it does not make; ``last_epoch`` counts those it makes, which
+    are as many for each update as there are processes, unless batches are split.
+    """
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler, self._inner = scheduler, scheduler.scheduler
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_step_count":
+            raise AttributeError(name)
+        return getattr(self._inner, name)
+
+
+def _counts_wrongly() -> bool:
+    return numbers(_accelerate.__version__) < (1, 13)
+
+
+def _keeps_its_place(loader: Any) -> bool:
+    return bool(getattr(loader, "use_stateful_dataloader", False))
+
+
+class _Place:
+    """A prepared loader's place: its own, and the number of the epoch, by which its sampler shuffles."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        loader = self._loader
+        ended = bool(getattr(loader, "end_of_dataloader", False))
+        return {"place": loader.state_dict(), "epoch": getattr(loader, "iteration", 0) + ended}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        loader = self._loader
+        loader.set_epoch(state["epoch"])
+        loader.load_state_dict(state["place"])
+        loader.dl_state_dict = state["place"]  # what it says until it gives the next batch
+        loader.base_dataloader.state_dict()  # makes its iterator before the random streams are put back: it draws

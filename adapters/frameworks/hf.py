@@ -1,0 +1,339 @@
+"""The Trainer of Hugging Face Transformers: its state as ttp's ``extra_state``, and a directory that it resumes from.
+
+The Trainer decides where to begin before it has built anything, and takes that from a ``checkpoint-N``. So
+``resume_directory`` makes one of what ttp has saved. When optimizer and model are there (``on_train_begin``) ttp joins
+the job and restores them by itself, which checks the digests, agrees with the other ranks, and brings every bit.
+
+A version ends at ``on_step_end``. Logging, evaluation and saving of that step come behind it, and the end of an epoch:
+after each of these stages a *mark* is kept, with what the Trainer was then. A resumed job goes back to the last mark
+that all ranks had, and makes again what follows it.
+
+The Trainer's state is equal on all ranks, but for the sum of its losses. Of a rank that died in the exchange of its
+gradients that sum is all that is needed: the rest is read from those that have finished the step.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import logging
+import time
+from dataclasses import fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ttp import api, session
+from ttp.adapters.frameworks.accelerate import protect
+from ttp.adapters.frameworks.hf_directory import choose, complete
+from ttp.adapters.frameworks.versions import numbers, require
+from ttp.adapters.torch.local_state.rng import RngState
+from ttp.adapters.torch.sharding.exchange import gather_bytes
+from ttp.errors import ConfigError, RestoreError, UsageError
+from ttp.store.encoding import decode, encode
+
+TESTED = ("4.57", "5.23")
+
+_transformers = require("transformers", "hf", TESTED)
+from transformers import TrainerCallback  # noqa: E402
+from transformers.trainer_callback import ExportableState  # noqa: E402
+
+log = logging.getLogger("ttp.adapters.frameworks")
+
+_OWN = {"log_history", "stateful_callbacks", "is_local_process_zero", "is_world_process_zero"}
+"""Fields of ``TrainerState`` that are kept in another way, or belong to one process."""
+
+_COUNTS = ("_globalstep_last_logged", "_total_loss_scalar", "_initial_global_step")
+"""What the Trainer logs from, beside its state: private, as seen in 4.57 to 5.23 (the last one in 5.x only)."""
+
+
+class TtpCallback(TrainerCallback):
+    """Protects the training of one ``Trainer``. ::
+
+        trainer.add_callback(ttp.hf.TtpCallback("checkpoints"))
+        trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))
+
+    in a function that is decorated by ``ttp.ttp_to_persist``.
+
+    Args:
+        save_dir: see ``ttp.wrap_optimizer``. Not the Trainer's ``output_dir``.
+        settings: ``undo``, ``extra_state``: see there too.
+    """
+
+    def __init__(self, save_dir: Any = "checkpoints", **settings: Any) -> None:
+        self.save_dir = save_dir
+        self._settings = settings
+        self._trainer: Any = None
+        self._found: dict[str, Any] = {}
+        self._resumed: dict[str, Any] | None = None
+        self._step, self._version, self._grew = 0, 0, False
+        self._marks: list[dict[str, Any]] = []
+        self._loss: Any = torch.tensor(0.0)  # of the steps since the last line of the log
+        self._carried: Tensor | None = None
+        self._grad_norm: Any = None
+        self._rate: Any = None
+
+    # ------------------------------------------------------------------------------------------------- the extra state
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank knows."""
+        history = self._trainer.state.log_history
+        return {"step": self._step, "marks": self._marks, "loss": self._loss, "log": history}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See ``_resume``: it needs the Trainer as it is at the beginning of the training."""
+        self._resumed = state
+
+    # ---------------------------------------------------------------------------------------------------------- hooks
+
+    def bind(self, trainer: Any, found: dict[str, Any]) -> None:
+        """What to resume, and whom to look at: its losses are seen where they are made."""
+        again, self._trainer, self._found = self._trainer is trainer, trainer, found
+        if again:
+            return
+        trainer.remove_callback(self)
+        trainer.add_callback(self)  # behind all others: they have done their part of a step
+        step, accelerator = trainer.training_step, trainer.accelerator
+        backward, clip = accelerator.backward, accelerator.clip_grad_norm_
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            loss = step(*args, **kwargs)
+            if self._carried is not None:
+                loss, self._carried = loss + self._carried.to(loss.device), None
+            return loss
+
+        def before_backward(loss: Tensor, *args: Any, **kwargs: Any) -> Any:
+            self._add(loss.detach())
+            return backward(loss, *args, **kwargs)
+
+        def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
+            self._grad_norm = clip(*args, **kwargs)
+            return self._grad_norm
+
+        trainer.training_step = training_step
+        accelerator.backward, accelerator.clip_grad_norm_ = before_backward, clip_grad_norm_
+
+    def _add(self, loss: Tensor) -> None:
+        """As the Trainer adds it."""
+        total = self._loss.to(loss.device)
+        if self._trainer.args.logging_nan_inf_filter and not bool(torch.isfinite(loss)):
+            steps = self._trainer.state.global_step - getattr(self._trainer, _COUNTS[0], 0)
+            loss = total / (1 + steps)
+        self._loss = total + loss
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Everything is built, and what the Trainer restores by itself is restored."""
+        trainer = self._trainer
+        if trainer is None:
+            raise UsageError(
+                "TtpCallback does not know its trainer: "
+                "trainer.train(resume_from_checkpoint=ttp.hf.resume_directory(trainer))"
+            )
+        self._step = state.global_step
+        given = self._settings.get("extra_state")
+        extra = given if isinstance(given, dict) else {} if given is None else {"extra_state": given}
+        protect(
+            trainer.accelerator,
+            trainer.model_wrapped,
+            kwargs["optimizer"],
+            kwargs["lr_scheduler"],
+            save_dir=self.save_dir,
+            **{**self._settings, "extra_state": {**extra, "ttp.hf": self}},
+        )
+        if self._found.get("foreign"):
+            if (processor := session.current().processor) is not None:
+                processor.set_base_version(state.global_step)
+        else:
+            version = api.restore()
+            if version != self._found["version"]:
+                raise RestoreError(
+                    f"the ranks have restored version {version}, and the Trainer {self._found['version']}: another "
+                    "checkpoint was found damaged, or came to be, since resume_directory() was called. Start again"
+                )
+            if version:
+                self._resume(control)
+        api.step_done()  # from the first update on the end of a step is said
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The rate of this step, before the schedule moves on."""
+        scheduler = kwargs["lr_scheduler"]
+        self._rate = scheduler.get_last_lr()[0] if hasattr(scheduler, "get_last_lr") else None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The version ends here."""
+        if session.current().processor is None:
+            return
+        self._step, self._marks = state.global_step, [self._mark(state, control)]
+        api.step_done()
+        version = self._gate_version()
+        self._grew, self._version = version != self._version, version
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What is to follow an epoch is known, and not done yet."""
+        self._marked(state, control)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What followed the last step is done."""
+        self._marked(state, control, done=True)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """What followed the last epoch is done; the next one has not drawn random numbers yet."""
+        self._marked(state, control, done=True)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """The Trainer begins a new sum of losses behind each line about the training."""
+        if "loss" in (logs or {}):
+            self._loss, self._carried = torch.zeros_like(self._loss), None
+
+    # ---------------------------------------------------------------------------------------------------------- marks
+
+    def _mark(self, state: Any, control: Any, *, done: bool = False) -> dict[str, Any]:
+        trainer = self._trainer
+        kept = [each for each in trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+        norm = self._grad_norm if control.should_log else None
+        draws = not done and (control.should_evaluate or control.should_save)
+        return {
+            "done": done,
+            "state": {f.name: getattr(state, f.name) for f in fields(state) if f.name not in _OWN},
+            "logged": len(state.log_history),
+            "callbacks": [[type(each).__name__, each.state()] for each in kept],
+            "control": control.state()["args"],
+            "counts": {name: getattr(trainer, name) for name in _COUNTS if hasattr(trainer, name)},
+            "loss": self._loss,
+            "grad_norm": norm.item() if isinstance(norm, Tensor) else norm,
+            "rate": self._rate.item() if isinstance(self._rate, Tensor) else self._rate,
+            "flos": float(getattr(trainer, "current_flos", 0)),
+            "rng": b"".join(map(bytes, RngState().capture())) if draws else b"",
+        }
+
+    def _marked(self, state: Any, control: Any, *, done: bool = False) -> None:
+        """One stage more of the step that has made the last version; not of one that a scaler has left out."""
+        if session.current().processor is not None and self._marks and self._grew and not self._marks[-1]["done"]:
+            self._marks.append(self._mark(state, control, done=done))
+            adapter: Any = session.current().adapter
+            adapter.capture.capture(self._version, final=True)
+
+    @staticmethod
+    def _gate_version() -> int:
+        processor = session.current().processor
+        return 0 if processor is None else int(processor.gate.version)
+
+    # --------------------------------------------------------------------------------------------------------- resume
+
+    def _resume(self, control: Any) -> None:
+        """The Trainer, its callbacks and this rank's losses as they were at the mark that all ranks had."""
+        trainer, found, own = self._trainer, self._found, self._resumed or {}
+        mark, marks = found["mark"], own.get("marks", [])
+        mine = marks[found["stage"]] if own.get("step") == found["step"] and len(marks) > found["stage"] else None
+        loss = mine["loss"] if mine is not None else own.get("loss", torch.tensor(0.0))
+        if mine is not None and mine["rng"] and len(marks) > found["stage"] + 1:
+            RngState().restore(mine["rng"])  # what the stages behind it have drawn is drawn again
+        self._step, self._marks, self._version = (
+            found["step"],
+            [*marks[: found["stage"]], mine or mark],
+            found["version"],
+        )
+        self._grew = True
+        self._loss, self._carried = loss, loss
+        self._grad_norm, self._rate = mark["grad_norm"], mark["rate"]
+        for name, value in mark["counts"].items():
+            setattr(trainer, name, value)
+        if hasattr(trainer, "current_flos"):
+            trainer.current_flos = (mine or mark)["flos"]
+        self._restore_callbacks(mark, control)
+        if not mark["done"]:
+            self._make_again(mark, control)
+        complete(found["directory"], trainer)
+
+    def _restore_callbacks(self, mark: dict[str, Any], control: Any) -> None:
+        rest = [each for each in self._trainer.callback_handler.callbacks if isinstance(each, ExportableState)]
+        for name, kept in mark["callbacks"]:
+            callback = next((each for each in rest if type(each).__name__ == name), None)
+            if callback is not None:
+                rest.remove(callback)
+                for key, value in {**kept.get("args", {}), **kept.get("attributes", {})}.items():
+                    setattr(callback, key, value)
+        for name, value in mark["control"].items():
+            setattr(control, name, value)
+
+    def _make_again(self, mark: dict[str, Any], control: Any) -> None:
+        """Log, evaluate and save as the Trainer would have behind the mark. All ranks come here, or none."""
+        trainer = self._trainer
+        if self._found["stage"] == 0:
+            self._log_save_evaluate(mark)
+            if mark["state"]["global_step"] % self._steps_per_epoch() != 0:
+                return
+            trainer.callback_handler.on_epoch_end(trainer.args, trainer.state, control)
+        self._log_save_evaluate(mark)
+
+    def _steps_per_epoch(self) -> int:
+        trainer, loader = self._trainer, self._trainer.callback_handler.train_dataloader
+        try:
+            return max(-(-len(loader) // trainer.args.gradient_accumulation_steps), 1)
+        except TypeError:  # a stream: its only epoch ends with the training
+            return int(trainer.state.max_steps)
+
+    def _log_save_evaluate(self, mark: dict[str, Any]) -> None:
+        """By the Trainer's private method, as seen in 4.57 to 5.23."""
+        trainer = self._trainer
+        follow = trainer._maybe_log_save_evaluate
+        rate = {"learning_rate": mark["rate"]} if "learning_rate" in inspect.signature(follow).parameters else {}
+        loss = self._loss.to(trainer.args.device).clone()
+        model, epoch = trainer.model_wrapped, trainer.state.epoch
+        follow(loss, mark["grad_norm"], model, None, epoch, None, time.time(), **rate)
+
+
+def resume_directory(trainer: Any) -> str | None:
+    """What to give to ``trainer.train(resume_from_checkpoint=...)``. Every rank calls it, right before.
+
+    Rank 0 makes a ``checkpoint-N`` of the newest whole checkpoint of ttp, in ``save_dir/trainer``. From the beginning
+    of the training on it is one that the Trainer alone resumes from as well. Where a checkpoint that the Trainer itself
+    has made is of a later step, that one is taken. None: there is nothing, the training begins.
+
+    Raises:
+        UsageError: the trainer has no ``TtpCallback``.
+        ConfigError: its arguments want something that ttp cannot protect.
+        CheckpointError: there are checkpoints, and none is whole.
+    """
+    callback = next((each for each in trainer.callback_handler.callbacks if isinstance(each, TtpCallback)), None)
+    if callback is None:
+        raise UsageError("resume_directory(trainer) comes behind trainer.add_callback(ttp.hf.TtpCallback(save_dir))")
+    _refuse(trainer)
+    found: dict[str, Any] = {}
+    problem: Exception | None = None
+    if trainer.args.process_index == 0:
+        try:
+            found = choose(trainer, callback.save_dir)
+        except Exception as wrong:
+            problem, found = wrong, {"problem": f"rank 0 could not make a directory to resume from: {wrong}"}
+    if trainer.args.world_size > 1:
+        found = decode(gather_bytes(encode(found))[0])
+    if problem is not None:
+        raise problem
+    if "problem" in found:
+        raise RestoreError(found["problem"])
+    callback.bind(trainer, found)
+    return found.get("directory")
+
+
+def _refuse(trainer: Any) -> None:
+    accelerate = importlib.import_module("accelerate").__version__
+    if numbers(_transformers.__version__) < (5, 0) and numbers(accelerate) < (1, 15):
+        raise ConfigError(
+            f"transformers {_transformers.__version__} with accelerate {accelerate} resumes in the middle of an epoch "
+            "with the order of the first one: install accelerate>=1.15"
+        )
+    refused = {
+        "enable_jit_checkpoint": "saves by a handler of SIGTERM of its own, which would keep ttp from saving",
+        "auto_find_batch_size": "begins the training again in the same process",
+    }
+    for name, why in refused.items():
+        if getattr(trainer.args, name, False):
+            raise ConfigError(f"TrainingArguments({name}=True) {why}: switch it off")
+    for name in ("is_fsdp_enabled", "is_deepspeed_enabled"):
+        if getattr(trainer, name, False):
+            raise ConfigError(
+                f"ttp.hf protects a Trainer that trains with DistributedDataParallel, and here {name}: write the loop "
+                "with ttp.accelerate or ttp.wrap_optimizer for sharded models"
+            )

@@ -1,0 +1,135 @@
+"""Makes a ``checkpoint-N`` that a Trainer resumes from, of a checkpoint of ttp."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ttp import session
+from ttp.adapters.torch.convert.contents import tree
+from ttp.adapters.torch.convert.from_checkpoint import read_checkpoint
+from ttp.adapters.torch.local_state.capture import read_local_state
+from ttp.errors import CheckpointError
+from ttp.store.choice import look_back
+from ttp.store.encoding import decode
+from ttp.store.manifest import Manifest
+
+NAME = "ttp.hf"
+"""Of the extra state."""
+
+
+def choose(trainer: Any, save_dir: Any) -> dict[str, Any]:
+    """The newest of what ttp and the Trainer itself have saved. For rank 0.
+
+    Returns:
+        ``version`` and, where there is something, ``directory``; of a checkpoint of ttp also ``step``, ``stage`` and
+        ``mark``, see ``hf``; of the Trainer's own ``foreign``.
+
+    Raises:
+        CheckpointError: there are checkpoints of ttp, and none is whole.
+    """
+    current = session.current()
+    place = Path(current.config.save_dir or save_dir).absolute()
+    found = look_back(place, current.fallback_dir) if place.is_dir() else None
+    own = _newest_of_trainer(trainer.args.output_dir)
+    if found is None or not found.candidates:
+        return {"version": 0} if own is None else {"version": 0, "directory": str(own), "foreign": True}
+    newest = found.candidates[0]
+    checkpoint = found.where[newest]
+    facts = _agreed(checkpoint, Manifest.load(checkpoint))
+    if own is not None and int(own.name.rpartition("-")[2]) > facts["step"]:
+        return {"version": 0, "directory": str(own), "foreign": True}
+    return {"version": int(newest.version), "directory": str(_write(trainer, checkpoint, facts)), **facts}
+
+
+def _newest_of_trainer(output_dir: str) -> Path | None:
+    """The last that it has finished: its state is what it writes last."""
+    found = [path.parent for path in Path(output_dir).glob("checkpoint-*/trainer_state.json")]
+    steps = [(int(path.name.rpartition("-")[2]), path) for path in found if path.name.rpartition("-")[2].isdigit()]
+    return max(steps)[1] if steps else None
+
+
+def _agreed(checkpoint: Path, manifest: Manifest) -> dict[str, Any]:
+    """Where all ranks were: the step that the version ends, and the last mark of it that each of them had."""
+    locals_ = [read_local_state(checkpoint, manifest.pieces, rank) for rank in range(manifest.world_size)]
+    states = [decode(each.extra[NAME]) for each in locals_ if each is not None and NAME in each.extra]
+    states = [each for each in states if each["marks"]]
+    if not states:
+        raise CheckpointError(f"{checkpoint} holds no state of a Trainer: another program has saved it")
+    step = max(each["step"] for each in states)
+    here = [each for each in states if each["step"] == step]
+    stage = min(len(each["marks"]) for each in here) - 1 if len(here) == manifest.world_size else 0
+    mark = here[0]["marks"][stage]
+    return {"step": step, "stage": stage, "mark": mark, "log": here[0]["log"][: mark["logged"]]}
+
+
+def _write(trainer: Any, checkpoint: Path, facts: dict[str, Any]) -> Path:
+    place = checkpoint.parent / "trainer"
+    final, draft = place / f"checkpoint-{facts['step']}", place / ".new"
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    contents = read_checkpoint(checkpoint)
+    _write_model(trainer, draft, tree(contents.below("model"), lambda tensor: tensor.read())["model"])
+    (draft / "trainer_state.json").write_text(
+        json.dumps(_trainer_state(facts), indent=2, sort_keys=True, default=float)
+    )
+    for old in place.glob("checkpoint-*"):
+        shutil.rmtree(old, ignore_errors=True)
+    draft.rename(final)
+    return final
+
+
+def _write_model(trainer: Any, directory: Path, saved: dict[str, Any]) -> None:
+    """By the model's own method where it has one: it knows which weights are tied, and how they are called on disk."""
+    model = trainer.model
+    named = {name: saved[name] for name in model.state_dict() if name in saved}
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained(directory, state_dict=named)
+    else:
+        from safetensors.torch import save_file
+
+        once = {id(tensor): name for name, tensor in reversed(named.items())}
+        save_file(
+            {n: t.contiguous() for n, t in named.items() if once[id(t)] == n},
+            directory / "model.safetensors",
+            {"format": "pt"},
+        )
+    if getattr(trainer, "processing_class", None) is not None:
+        with suppress(AttributeError):
+            trainer.processing_class.save_pretrained(directory)
+
+
+def _trainer_state(facts: dict[str, Any]) -> dict[str, Any]:
+    """The fields of ``TrainerState``, as it writes them."""
+    mark = facts["mark"]
+    callbacks: dict[str, Any] = {}
+    for name, kept in [*mark["callbacks"], ["TrainerControl", {"args": mark["control"], "attributes": {}}]]:
+        callbacks.setdefault(name, []).append(kept)
+    stateful = {name: several[0] if len(several) == 1 else several for name, several in callbacks.items()}
+    return {**mark["state"], "log_history": facts.pop("log"), "stateful_callbacks": stateful}
+
+
+def complete(directory: str, trainer: Any) -> None:
+    """What the Trainer alone would resume from beside model and state. ttp has brought it to this process already.
+
+    The random streams of each process are read by the Trainer where it begins to train.
+    """
+    args, scaler = trainer.args, getattr(trainer.accelerator, "scaler", None)
+    states: dict[str, Any] = {"python": random.getstate(), "numpy": np.random.get_state()}
+    states["cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state_all() if args.world_size > 1 else torch.cuda.get_rng_state()
+    name = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
+    torch.save(states, Path(directory) / name)
+    if args.process_index == 0:
+        named = {"optimizer.pt": trainer.optimizer, "scheduler.pt": trainer.lr_scheduler, "scaler.pt": scaler}
+        for name, kept in named.items():
+            if kept is not None:
+                torch.save(kept.state_dict(), Path(directory) / name)

@@ -1,0 +1,221 @@
+"""The gradient scaler belongs to the version, whenever the save comes and wherever its numbers lie."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from tests.adapters.torch.fake_device import Watching  # noqa: E402
+from tests.adapters.torch.fake_runtime import FakeRuntime  # noqa: E402
+from tests.adapters.torch.loops import Loop, exponential  # noqa: E402
+from ttp.adapters.torch.device import accelerator  # noqa: E402
+from ttp.adapters.torch.loop import schedules  # noqa: E402
+from ttp.adapters.torch.loop.post_step_state import PostStepState  # noqa: E402
+from ttp.adapters.torch.saving.job_state import JobState  # noqa: E402
+from ttp.errors import CheckpointError  # noqa: E402
+
+
+def to_the_gate(loop: Loop, overflow: bool) -> None:
+    """An iteration up to the optimizer's step, with a scaler; with ``overflow`` that step will be left out."""
+    loop.forward()
+    weight: Any = next(loop.model.parameters())
+    loop.scaler.scale(weight.sum() * 0)
+    if overflow:
+        weight.grad.fill_(float("inf"))
+    loop.post_step.at_gate()
+
+
+class TestScaler:
+    def loop(self, make: Any = None) -> Loop:
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)
+        return Loop(make, scaler=scaler)
+
+    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+        to_the_gate(loop, overflow)
+        if not overflow:
+            loop.version += 1
+        loop.scaler.step(loop.optimizer)
+        if not overflow:
+            loop.post_step.update_finished(loop.version)
+        if update:
+            loop.scaler.update()
+
+    def test_it_settles_with_the_update(self) -> None:
+        loop = self.loop()
+        self.iteration(loop, update=False)
+        assert not loop.post_step.done()
+        assert loop.state().scaler_pending
+        loop.scaler.update()
+        assert loop.post_step.done()
+        assert not loop.state().scaler_pending
+        assert loop.state().scaler == loop.scaler.state_dict()
+
+    def test_a_skipped_step_is_no_version_and_is_repeated(self) -> None:
+        loop = self.loop()
+        self.iteration(loop)
+        before = loop.scaler.state_dict()
+        self.iteration(loop, overflow=True)
+        assert loop.version == 1
+        assert loop.scaler.get_scale() == 4.0
+        assert loop.state().scaler == before
+        self.iteration(loop)
+        assert loop.state().scaler == loop.scaler.state_dict()
+
+    @pytest.mark.parametrize("count", [1, 2, 3, 4])
+    def test_a_resumed_scaler_goes_on_as_the_unbroken_one(self, count: int) -> None:
+        unbroken = self.loop()
+        for _ in range(count):
+            self.iteration(unbroken)
+        self.iteration(unbroken, update=False)
+        saved = JobState.decode(unbroken.state().encode())
+        unbroken.scaler.update()
+        resumed = self.loop()
+        assert saved.scaler_pending
+        schedules.load_scaler(resumed.scaler, saved)
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
+
+    def test_a_disabled_one_is_nothing(self) -> None:
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", enabled=False))
+        loop.update()
+        assert loop.post_step.done() and loop.state().scaler is None
+
+    def test_both(self) -> None:
+        loop = self.loop(exponential)
+        for _ in range(2):
+            self.iteration(loop)
+            loop.step()
+        self.iteration(loop)
+        assert not loop.post_step.done()
+        assert loop.state().scheduler_pending and not loop.state().scaler_pending
+        loop.step()
+        assert loop.post_step.done()
+
+
+@pytest.mark.supports("AMP and GradScaler")
+class TestFused:
+    """An optimizer that takes the scale itself is always stepped; its device decides that nothing is written."""
+
+    def loop(self) -> Loop:
+        loop = Loop(scaler=torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2))
+        loop.optimizer = torch.optim.Adam(loop.model.parameters(), fused=True)
+        loop.optimizer.register_step_post_hook(lambda *_: self.finished(loop))  # where the real hook is
+        loop.post_step = PostStepState([loop.optimizer], scaler=loop.scaler)
+        return loop
+
+    def finished(self, loop: Loop) -> None:
+        loop.version += 1
+        loop.post_step.update_finished(loop.version)
+
+    def iteration(self, loop: Loop, *, overflow: bool = False, update: bool = True) -> None:
+        to_the_gate(loop, overflow)
+        loop.scaler.step(loop.optimizer)
+        if update:
+            loop.scaler.update()
+
+    def test_a_skipped_step_is_a_version_with_a_new_scale(self) -> None:
+        loop = self.loop()
+        self.iteration(loop)
+        before = [p.clone() for p in loop.model.parameters()]
+        self.iteration(loop, overflow=True)
+        assert loop.version == 2 and all(map(torch.equal, before, loop.model.parameters()))
+        assert loop.state().scaler == loop.scaler.state_dict() and loop.scaler.get_scale() == 4.0
+        assert not loop.state().scaler_pending
+
+    @pytest.mark.parametrize("overflow", [True, False])
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_between_the_step_and_the_update_it_is_known_what_is_due(self, count: int, overflow: bool) -> None:
+        unbroken = self.loop()
+        for _ in range(count):
+            self.iteration(unbroken)
+        self.iteration(unbroken, overflow=overflow, update=False)
+        assert not unbroken.post_step.done()
+        saved = JobState.decode(unbroken.state().encode())
+        assert saved.scaler_pending and saved.scaler_skipped == overflow
+        unbroken.scaler.update()
+        assert unbroken.post_step.done() and not unbroken.state().scaler_skipped
+        resumed = self.loop()
+        schedules.load_scaler(resumed.scaler, saved)
+        assert resumed.scaler.state_dict() == unbroken.scaler.state_dict()
+
+
+class TestScaleOnADevice:
+    """Its numbers are those of the version in the order of the training's work, and nobody waits for them."""
+
+    @pytest.fixture
+    def runtime(self) -> Iterator[Any]:
+        runtime: Any = FakeRuntime()
+        with Watching(runtime.device):
+            yield runtime
+        assert not runtime.device.sins
+
+    @pytest.fixture
+    def loop(self, runtime: Any) -> Loop:
+        scaler: Any = torch.amp.GradScaler("cpu", init_scale=1024.0)
+        scaler._lazy_init_scale_growth_tracker(torch.device("cpu"))
+        for tensor in (scaler._scale, scaler._growth_tracker):
+            runtime.device.put(tensor)
+        return Loop(scaler=scaler, runtimes=[runtime])
+
+    @staticmethod
+    def scaler_update(loop: Loop) -> None:
+        """What ``update()`` queues, and what it does on the host."""
+        loop.scaler._scale.mul_(2)
+        loop.scaler._per_optimizer_states = type(loop.scaler._per_optimizer_states)(dict)
+
+    def iteration(self, loop: Loop) -> None:
+        loop.forward()
+        loop.update()
+        self.scaler_update(loop)
+
+    def test_of_each_version_however_far_the_host_is(self, loop: Loop, runtime: Any) -> None:
+        self.iteration(loop)
+        runtime.device.run()
+        runtime.device.seal()
+        with runtime.device.no_waiting():
+            for _ in range(4):
+                self.iteration(loop)
+            loop.post_step.at_gate()
+            assert [loop.state(v).scaler["scale"] for v in (1, 2, 5)] == [2048.0, 4096.0, 1024.0 * 2**5]
+            assert not loop.state(5).scaler_pending
+
+    def test_behind_a_hang_too(self, loop: Loop, runtime: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accelerator, "_NUMBER_S", 0.01)
+        self.iteration(loop)
+        loop.post_step.forward_entered(True)
+        runtime.device.run()
+        runtime.device.hang()
+        self.iteration(loop)
+        assert loop.state(1).scaler["scale"] == 2048.0
+        with pytest.raises(CheckpointError, match="did not leave the device"):
+            loop.state(2)
+
+    def test_an_update_of_it_that_is_queued_is_due(self, loop: Loop) -> None:
+        """A save reads on another thread, which cannot know how far the device is."""
+        self.iteration(loop)
+        state = loop.state(1)
+        assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+        loop.post_step.at_gate()
+        state = loop.state(1)
+        assert state.scaler["scale"] == 2048.0 and not state.scaler_pending
+
+    def test_while_a_graph_is_captured_its_update_stays_due(self, loop: Loop, runtime: Any) -> None:
+        self.iteration(loop)
+        runtime.device.capturing = True
+        with pytest.raises(CheckpointError, match="CUDA graph"):  # the hooks log it
+            loop.post_step.forward_entered(True)
+        runtime.device.capturing = False
+        state = loop.state(1)
+        assert state.scaler["scale"] == 1024.0 and state.scaler_pending
+
+    def test_a_number_that_was_written_over_is_an_error(self, loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(accelerator, "_NUMBERS", 8)
+        loop.post_step._numbers = accelerator.Numbers(loop.post_step._numbers._runtimes)
+        for _ in range(4):
+            self.iteration(loop)
+        assert loop.state(4).scaler["scale"] == 1024.0 * 2**3
+        with pytest.raises(CheckpointError, match="too far ahead"):
+            loop.state(1)

@@ -1,0 +1,83 @@
+"""A loop as Accelerate's examples have it, with a loader that keeps its place; see ``ttp.testing.kit``.
+
+``LOOP`` names what is changed: ``scaler``, ``bf16``, ``split``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import ttp
+
+
+class Seen:
+    """Something of the program's own."""
+
+    def __init__(self) -> None:
+        self.sum = 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sum": self.sum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.sum = state["sum"]
+
+
+@ttp.ttp_to_persist
+def train(accelerator: Accelerator, steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
+    torch.manual_seed(7)
+    data = TensorDataset(torch.randn(88, 8), torch.randint(0, 3, (88,)))
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Dropout(0.2), nn.Linear(16, 3))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=1e-2, total_steps=2 * steps + 2)
+    loader = DataLoader(data, 4, shuffle=True)
+    model, optimizer, scheduler, loader = accelerator.prepare(model, optimizer, scheduler, loader)
+    seen = Seen()
+    accelerator.register_for_checkpointing(seen)
+    torch.manual_seed(100 + accelerator.process_index)
+    ttp.accelerate.protect(accelerator, model, optimizer, scheduler, loader, save_dir=save_dir)
+    done = ttp.restore()
+    while done < steps:
+        for inputs, labels in loader:
+            with accelerator.accumulate(model):
+                loss: Tensor = nn.functional.cross_entropy(model(inputs).float(), labels)
+                seen.sum += loss.item() + float(inputs.sum())
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients and not accelerator.optimizer_step_was_skipped:
+                report(done, loss.item())
+                done += 1
+                if done == steps:
+                    break
+    return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "seen": seen, "scaler": scale(accelerator)}
+
+
+def scale(accelerator: Accelerator) -> Any:
+    return accelerator.scaler.state_dict() if accelerator.scaler is not None else {}
+
+
+def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
+    loop = os.environ.get("LOOP", "")
+    config = DataLoaderConfiguration(
+        use_stateful_dataloader=True, use_seedable_sampler=True, split_batches=loop == "split"
+    )
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=2,
+        mixed_precision="bf16" if loop == "bf16" else "no",
+        dataloader_config=config,
+    )
+    if loop == "scaler":  # Accelerate makes one for fp16, and fp16 on a GPU only; the rest of its way is the same
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=3)
+    return train(accelerator, steps, save_dir, report)

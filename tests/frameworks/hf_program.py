@@ -1,0 +1,73 @@
+"""The example's Trainer, with evaluations, a best metric and a callback that has a state; see ``ttp.testing.kit``."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, TrainerCallback
+
+from ttp.testing import kit
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "hf_trainer" / "train_hf.py"
+CLOCKS = ("runtime", "per_second")
+"""Parts of the names of what is measured by the clock."""
+
+
+class Watch(TrainerCallback):
+    """Says which steps were made, and offers its hooks as phases."""
+
+    def __init__(self, report: Callable[[int, Any], None]) -> None:
+        self.report = report
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_optimizer_step")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.report(state.global_step, kwargs["lr_scheduler"].get_last_lr()[0])
+        kit.at("on_step_end")
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_log")
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_evaluate")
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_epoch_end")
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        kit.at("on_prediction_step")
+
+
+def main(steps: int, save_dir: Path, report: Callable[[int, Any], None]) -> dict[str, Any]:
+    spec = importlib.util.spec_from_file_location("train_hf", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    example: Any = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    often = os.environ.get("HF_EVALUATE", "steps")
+    settings = {"eval_strategy": often, "eval_steps": 3, "metric_for_best_model": "loss", "learning_rate": 1e-3}
+    trainer = example.make_trainer(
+        save_dir.parent / "output",
+        steps * 4,  # two ranks, batches of two, accumulated twice, two epochs
+        gradient_accumulation_steps=2,
+        use_cpu=True,
+        **settings,
+    )
+    early = EarlyStoppingCallback(early_stopping_patience=100)
+    trainer.add_callback(early)
+    trainer.add_callback(Watch(report))
+    example.train(trainer, save_dir)
+    history = [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in trainer.state.log_history]
+    state = {name: getattr(trainer.state, name) for name in ("global_step", "epoch", "best_metric", "best_global_step")}
+    return {
+        "model": trainer.model,
+        "optimizer": trainer.optimizer,
+        "schedule": trainer.lr_scheduler,
+        "log": history,
+        "state": state,
+        "patience": early.early_stopping_patience_counter,
+    }
